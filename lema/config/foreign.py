@@ -6,11 +6,16 @@ The names are those of TRL's settings, of axolotl's, and of others that call the
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["SAID_HERE", "imported"]
+__all__ = ["CALLED_HERE", "SAID_HERE", "imported"]
+
+# What the columns of a data set, and of a message in it, are called by `field_...` and `message_field_...`.
+_COLUMNS = ("messages", "tools", "system", "instruction", "input", "output")
+_OF_MESSAGES = ("role", "content")
 
 _ANSWERS = "here: train_on: assistant, which is the default: answers and completions are trained on, prompts are not"
 _COLUMN = "here: columns: {{{ours}: NAME}}"
 _QUANTISE = "quantise the model once with `lema prepare MODEL OUT --quantize {kind}`, and train OUT"
+_FORMATTED = "give rows that are formatted: text, prompt + completion, or messages"
 _STREAMS = "layers stream, so no model has to be divided to fit"
 
 SAID_HERE: Mapping[str, str] = {
@@ -30,22 +35,16 @@ SAID_HERE: Mapping[str, str] = {
         "here: chat_template: a .jinja file, or the Jinja text; without it the tokenizer's own",
     ),
     **dict.fromkeys(("dataset_text_field", "text_column", "field"), _COLUMN.format(ours="text")),
-    **{
-        f"field_{ours}": _COLUMN.format(ours=ours)
-        for ours in ("messages", "tools", "system", "instruction", "input", "output")
-    },
-    **{f"message_field_{ours}": _COLUMN.format(ours=ours) for ours in ("role", "content")},
+    **{f"field_{ours}": _COLUMN.format(ours=ours) for ours in _COLUMNS},
+    **{f"message_field_{ours}": _COLUMN.format(ours=ours) for ours in _OF_MESSAGES},
     "message_property_mappings": "here: columns: {role: NAME, content: NAME}",
     "message_field_training": "`train` or `training` of a message, true or false, is obeyed as it is",
     "message_field_training_detail": "parts of a message cannot be left out; split it into messages with train: false",
-    "formatting_func": "give rows that are formatted: text, prompt + completion, or messages",
-    "formatting_prompts_func": "give rows that are formatted: text, prompt + completion, or messages",
+    **dict.fromkeys(("formatting_func", "formatting_prompts_func"), _FORMATTED),
     "remove_unused_columns": "columns that nothing reads are named and left alone",
     "excess_length_strategy": "here: overlong: truncate, drop or error",
     "truncation_mode": "rows are cut at their end; overlong: drop leaves long ones out",
-    "deepspeed": _STREAMS,
-    "fsdp": _STREAMS,
-    "fsdp_config": _STREAMS,
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), _STREAMS),
     "evals_per_epoch": "evaluations are at the end of each epoch, or every eval_steps",
     "hub_token": "no file holds a token: it is that of `hf auth login`, or HF_TOKEN",
     "load_in_4bit": _QUANTISE.format(kind="nf4"),
@@ -54,8 +53,7 @@ SAID_HERE: Mapping[str, str] = {
     "special_tokens": "the tokenizer's own are used; change them in its files",
     "trust_remote_code": "a file must not say what code is run; give --trust-remote-code with the command",
     "sample_packing": "here: packing: true",
-    "eval_sample_packing": "here: packing: true, which packs what is evaluated, too",
-    "eval_packing": "here: packing: true, which packs what is evaluated, too",
+    **dict.fromkeys(("eval_packing", "eval_sample_packing"), "here: packing: true, which packs what is evaluated, too"),
     "packing_strategy": "here: packing: true joins whole rows by best fit, packing: wrapped cuts them",
     "padding_free": "here: packing: true; without it a micro-batch has no more padding than its longest row needs",
     "group_by_length": "rows of a step are put together by length as it is; packing: true leaves no padding",
@@ -64,7 +62,7 @@ SAID_HERE: Mapping[str, str] = {
 
 
 # What other trainers call the same thing: TRL's and axolotl's names where ours is another.
-_CALLED_HERE: Mapping[str, str] = {
+CALLED_HERE: Mapping[str, str] = {
     "base_model": "model_name_or_path",
     "epochs": "num_train_epochs",
     "eval_dataset": "eval_data",
@@ -88,56 +86,37 @@ _CALLED_HERE: Mapping[str, str] = {
     "wandb_name": "run_name",
 }
 # What is so here in any case, or has no meaning here.
-_NEEDLESS = frozenset(
-    {
-        "adapter",
-        "assistant_only_loss",
-        "completion_only_loss",
-        "dataset_name",
-        "dataset_prepared_path",
-        "dataset_text_field",
-        "datasets",
-        "eval_sample_packing",
-        "eval_strategy",
-        "lora_target_linear",
-        "pad_to_sequence_len",
-        "remove_unused_columns",
-        "save_strategy",
-        "strict",
-        "use_peft",
-        "wandb_entity",
-        "wandb_log_model",
-        "wandb_watch",
-    }
+_NEEDLESS = (
+    *("adapter", "assistant_only_loss", "completion_only_loss", "dataset_name", "dataset_prepared_path"),
+    *("dataset_text_field", "datasets", "eval_sample_packing", "eval_strategy", "lora_target_linear"),
+    *("pad_to_sequence_len", "remove_unused_columns", "save_strategy", "strict", "use_peft"),
+    *("wandb_entity", "wandb_log_model", "wandb_watch"),
 )
 _ATTENTION = {"eager_attention": "eager", "flash_attention": "flash_attention_2", "sdp_attention": "sdpa"}
 _FORMS = ("alpaca", "chat_template", "completion", "sharegpt")  # of axolotl's data sets; columns tell them here
-_FIELDS = {
-    "field": "text",
-    "field_messages": "messages",
-    "field_tools": "tools",
-    "field_system": "system",
-    "field_instruction": "instruction",
-    "field_input": "input",
-    "field_output": "output",
-    "message_field_role": "role",
-    "message_field_content": "content",
-}
+_FIELDS = {"field": "text"} | {f"field_{ours}": ours for ours in _COLUMNS}
+_FIELDS |= {f"message_field_{ours}": ours for ours in _OF_MESSAGES}
 
 
 def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings that say what a file of axolotl or TRL says, and of each of its keys that none says, why.
-
     What a device accumulates over several batches becomes one batch, because the layers then stream once for all of it.
-
-    Args:
-        values: the file's keys; one without a value counts as not given.
-        known: the settings there are here.
-    """
+    `values`: the file's keys; one without a value counts as not given. `known`: the settings there are here."""
     given = {key: value for key, value in values.items() if value is not None and value != ""}
     found: dict[str, Any] = {}
     notes: dict[str, str] = {}
-    _add_data(given, found, notes)
+    files: list[Any] = []
+    columns: dict[str, str] = {}
+    for one in given.get("datasets") or [given.get("dataset_name")]:
+        about = one if isinstance(one, Mapping) else {"path": one}
+        files += [about["path"]] if about.get("path") else []
+        form = about.get("type")
+        if form is not None and str(form).partition(".")[0] not in _FORMS:
+            notes["datasets"] = f"the type {form!r} is not known; docs/data.md says which columns are understood"
+        columns |= {ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)}
+    if isinstance(text := given.get("dataset_text_field"), str):
+        columns["text"] = text
+    found |= {key: value for key, value in (("train_data", files), ("columns", columns)) if value}
     rows = given.pop("per_device_train_batch_size", given.get("micro_batch_size"))
     if isinstance(rows, int) and isinstance(batches := given.pop("gradient_accumulation_steps", 1), int):
         found |= {"batch_size": rows * batches, "micro_batch_size": rows}
@@ -154,7 +133,7 @@ def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
         found["report_to"] = ["wandb"]
         notes["wandb_project"] = "set the environment variable WANDB_PROJECT"
     for key, value in given.items():
-        ours = _CALLED_HERE.get(key, key)
+        ours = CALLED_HERE.get(key, key)
         if key in notes or key in _NEEDLESS or ours in found or (value is False and ours not in known):
             continue
         if ours not in known:
@@ -162,19 +141,3 @@ def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
         elif (ours, value) not in (("eval_split", 0), ("lora_target_modules", "all-linear")):  # what is so without
             found[ours] = value
     return {name: found[name] for name in known if name in found}, notes
-
-
-def _add_data(given: Mapping[str, Any], found: dict[str, Any], notes: dict[str, str]) -> None:
-    """Add the data sets of a file, with what their columns are called."""
-    files: list[Any] = []
-    columns: dict[str, str] = {}
-    for one in given.get("datasets") or [given.get("dataset_name")]:
-        about = one if isinstance(one, Mapping) else {"path": one}
-        files += [about["path"]] if about.get("path") else []
-        form = about.get("type")
-        if form is not None and str(form).partition(".")[0] not in _FORMS:
-            notes["datasets"] = f"the type {form!r} is not known; docs/data.md says which columns are understood"
-        columns |= {ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)}
-    if isinstance(text := given.get("dataset_text_field"), str):
-        columns["text"] = text
-    found |= {key: value for key, value in (("train_data", files), ("columns", columns)) if value}

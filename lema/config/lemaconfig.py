@@ -365,13 +365,9 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
 
     @classmethod
     def from_pretrained(cls, directory: str | PathLike[str], **overrides: Any) -> Self:
-        """Read `lema_config.json` from `directory`; settings given here replace those of the file.
-
-        Settings that are gone are left out, with a warning, of a file that an earlier version wrote.
-
-        Raises:
-            ConfigError: there is no such file, it is not JSON, or a setting is wrong.
-        """
+        """Read `lema_config.json` from `directory`; settings given here replace those of the file. Those that are gone
+        are left out, with a warning, of a file that an earlier version wrote. `ConfigError`: there is no such file, it
+        is not JSON, or a setting is wrong."""
         file = Path(directory) / CONFIG_NAME
         try:
             values = json.loads(file.read_text(encoding="utf-8"))

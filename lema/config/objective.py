@@ -66,15 +66,10 @@ def disagreements_of_objective(config: LemaConfig) -> Iterator[Problem]:
     if objective == "sft" and metric not in OF_TOKENS:
         how = f"there are {' and '.join(OF_TOKENS)}"
         yield Problem("metric_for_best_model", f"metric_for_best_model: {metric} is not measured of tokens", how)
-    if objective != "sft":
-        yield from _without(config)
-    elif config.loss_type == "dft" and config.label_smoothing_factor:
-        yield Problem("label_smoothing_factor", "loss_type: dft weighs tokens by their probability; leave one out")
-
-
-def _without(config: LemaConfig) -> Iterator[Problem]:
-    """Yield what a loss of examples does not go with."""
-    objective = config.objective
+    if objective == "sft":
+        if kind == "dft" and config.label_smoothing_factor:
+            yield Problem("label_smoothing_factor", "loss_type: dft weighs tokens by their probability; leave one out")
+        return  # the others are losses of examples
     if config.label_smoothing_factor:
         what = f"label_smoothing_factor says nothing with objective: {objective}"
         yield Problem("label_smoothing_factor", what, "leave it out; dpo and simpo have label_smoothing")
@@ -84,7 +79,7 @@ def _without(config: LemaConfig) -> Iterator[Problem]:
     if objective in WITH_REFERENCE and config.lora_bias != "none":
         what = f"objective: {objective} compares with the model without adapters, whose biases would be gone"
         yield Problem("lora_bias", what, "set it to none")
-    if objective == "kto" and config.loss_type != "apo_zero_unpaired":
+    if objective == "kto" and kind != "apo_zero_unpaired":
         if config.batch_size == 1:
             what = "kto estimates its KL term from the completions of other rows of a batch, and there is no other"
             yield Problem("batch_size", what, "set it to 2 or more, or loss_type: apo_zero_unpaired")

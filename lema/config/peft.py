@@ -78,10 +78,8 @@ EXCLUSIVE = (
 
 
 def refusals(config: Mapping[str, Any], task: str = "CAUSAL_LM") -> Iterator[str]:
-    """Yield a phrase for each thing in the config of a saved adapter that cannot be used for a model of this task.
-
-    EVA leaves the frozen weights as they are, so an adapter that began with it is one like any other by now.
-    """
+    """Yield a phrase for each thing in the config of a saved adapter that cannot be used for a model of this task. EVA
+    leaves the frozen weights as they are, so an adapter that began with it is one like any other by now."""
     for name, reason in REFUSED.items():
         if config.get(name) not in (None, False):  # PEFT takes an empty one for one with its defaults
             yield f"{name}, which {reason}"

@@ -1,11 +1,8 @@
 """Output for a reader: lines, rows that are a table on a terminal and tab-separated columns anywhere else; and silence.
 
-PEFT imports bitsandbytes wherever it is installed (`peft.helpers`), and transformers imports torchao when it imports
-any model (`transformers.quantizers.quantizer_torchao`). Both log warnings of kernels that they could not load, and
-torch warns of how torchao registers its types. LEMA cannot avoid these imports without replacing functions of PEFT and
-transformers for the whole process, which the user's own code may need. So it hushes them: while it imports its own
-modules (`lema.lazy_exports`), or for the whole process of a command. LEMA itself imports the two libraries only when a
-quantised model is read or written.
+PEFT imports bitsandbytes, and transformers torchao, wherever these are installed, which log warnings of kernels that
+they could not load. LEMA cannot avoid that without replacing functions for the whole process, which the user's code may
+need; so it hushes them, while it imports its own modules (`lema.lazy_exports`) or for the whole process of a command.
 """
 
 from __future__ import annotations
@@ -34,11 +31,9 @@ def line_printer(console: Console) -> Callable[[str], None]:
 def print_table(
     rows: Iterable[Sequence[str | Text]], console: Console, *, headers: Sequence[str] = (), amounts: bool = False
 ) -> None:
-    """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a pipe can follow.
-
-    The first cell of a row names a section, which a table without `headers` shows once for all rows of it. A table
-    aligns a last column of `amounts` on the right. A quiet console prints nothing.
-    """
+    """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a pipe can follow. The
+    first cell of a row names a section, which a table without `headers` shows once for all rows of it. A table aligns a
+    last column of `amounts` on the right. A quiet console prints nothing."""
     if console.quiet:
         return
     if not console.is_terminal:

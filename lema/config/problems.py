@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lema.config.foreign import SAID_HERE
+from lema.config.foreign import CALLED_HERE, SAID_HERE
 from lema.config.peft import SETTING_OF
 from lema.errors import ConfigError
 
@@ -19,13 +19,10 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("block_size",), "max_length"),
     (("decay_ratio", "decay_pct"), "decay"),
     (("decay_ratio",), "decay_pct"),
-    (("dtype",), "torch_dtype"),
-    (("eval_data",), "eval_dataset held_out"),
-    (("eval_split",), "val_set_size"),
-    (("learning_rate",), "lr"),
+    (("eval_data",), "held_out"),
     (("lora_alpha",), "alpha"),
     (("lora_rank", "rank"), "r"),
-    (("lora_rank",), "lora lora_r rank"),
+    (("lora_rank",), "lora rank"),
     (("lora_target_modules", "target_modules"), "targets"),
     (("lr",), "learning_rate"),
     (("lr_scheduler_type", "schedule"), "lr_scheduler schedule_type scheduler"),
@@ -36,8 +33,6 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("micro_batch_size",), "per_device_batch_size"),
     (("mixture", "datasets"), "train_data"),
     (("mixture", "train_data"), "samplings"),
-    (("model_name_or_path",), "base_model"),
-    (("num_train_epochs",), "epochs num_epochs"),
     (("rate",), "proportion ratio weight"),
     (("schedule",), "lr_scheduler_type"),
     (("tail_ratio", "constant_pct"), "tail"),
@@ -50,6 +45,7 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("warmup_ratio",), "warmup_pct"),
 )
 _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    **{name: (ours,) for name, ours in CALLED_HERE.items()},
     **{option: (setting, option) for option, setting in SETTING_OF.items()},
     **{name: settings for settings, names in _MEANT for name in names.split()},
 }
@@ -115,9 +111,8 @@ class SettingsError(ConfigError):
 
     def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
         """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.
-
-        `places` are `file:line` by path (`phases[1].tokens`), that of "" the file; those `apart` were not given there.
-        """
+        `places` are `file:line` by path (`phases[1].tokens`), that of "" the file; those `apart` were not given
+        there."""
         found, elsewhere = [], set(apart)
         for problem in self.problems:
             key = problem.key
@@ -186,9 +181,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> Problem:
 
 def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Problem]:
     """Pydantic's complaints, those of settings inside settings too: one problem per setting, in the order of checking.
-
-    A path is written as in Python: `phases[1].mixture[0].rate`. The keys of `defaults` are the known settings.
-    """
+    A path is written as in Python: `phases[1].mixture[0].rate`. The keys of `defaults` are the known settings."""
     found: dict[str, list[Problem]] = {}
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
@@ -218,7 +211,10 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
     telling = [detail for detail in details if detail["type"] not in _NOUNS] or details
     what = " or ".join(dict.fromkeys(_demand(detail) for detail in telling))
     given = first["input"]
-    how = meant(given, _choices(telling)) if isinstance(given, str) else ""
+    # The words a literal setting allows, from pydantic's `'a', 'b' or 'c'`.
+    allowed = [str(one.get("ctx", {}).get("expected", "")) for one in telling if one["type"] == "literal_error"]
+    words = [word.strip("' ") for text in allowed for word in text.replace(" or ", ", ").split(",")]
+    how = meant(given, words) if isinstance(given, str) else ""
     if "value_error" in kinds:
         named = what.startswith(key) or not first["loc"]
         return Problem(key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}")
@@ -245,9 +241,3 @@ def _demand(detail: ErrorDetails) -> str:
         return f"named by {noun}"
     # Inside a list: ("lora_target_modules", "list[str]", 0)
     return f"a list of {noun}" if isinstance(detail["loc"][-1], int) else noun
-
-
-def _choices(details: Iterable[ErrorDetails]) -> list[str]:
-    """The words a literal setting allows, from pydantic's `'a', 'b' or 'c'`."""
-    expected = (str(d.get("ctx", {}).get("expected", "")) for d in details if d["type"] == "literal_error")
-    return [word.strip("' ") for text in expected for word in text.replace(" or ", ", ").split(",")]

@@ -75,6 +75,5 @@ class ResultSettings(Settings):
             yield Problem("early_stopping_threshold", what, "set that too, or leave it out")
         for name in ("hub_model_id", "hub_private_repo"):
             if getattr(self, name) is not None and not self.push_to_hub:
-                yield Problem(
-                    name, f"{name} says nothing without push_to_hub", "set push_to_hub: true, or leave it out"
-                )
+                what = f"{name} says nothing without push_to_hub"
+                yield Problem(name, what, "set push_to_hub: true, or leave it out")

@@ -16,12 +16,10 @@ __all__ = ["limited"]
 
 @contextmanager
 def limited(seconds: float, error: Callable[[], Exception], file: str = "") -> Iterator[None]:
-    """Raise `error()` in a `with` block that computes for more than so many seconds of the processor's time.
-
-    Time is that of this thread; in the main thread, that of the whole process in user mode. Signals reach the main
-    thread alone. In another one the clock is looked at before each line of code whose `co_filename` is `file`; what is
-    computed within one line is not interrupted there.
-    """
+    """Raise `error()` in a `with` block that computes for more than so many seconds of the processor's time. Time is
+    that of this thread; in the main thread, that of the whole process in user mode. Signals reach the main thread
+    alone. In another one the clock is looked at before each line of code whose `co_filename` is `file`; what is
+    computed within one line is not interrupted there."""
     alone = threading.current_thread() is threading.main_thread()
     with _by_timer(seconds, error) if alone else _by_trace(seconds, error, file):
         yield

@@ -22,9 +22,6 @@ class MemoryStrategy(StrEnum):
     """In host memory, all of them."""
 
 
-OFFLOADING = ("legacy", "hidden_states", "disk")  # beside true and false
-
-
 def _kept(value: int) -> int:
     if value < 2:
         raise ValueError(f"must be 2 or more, not {value}: where the newest is damaged, a run goes on from the other")
@@ -44,16 +41,15 @@ def _strategy(value: Any) -> Any:
     raise ValueError(f"must be one of {', '.join(names)}, not {value!r}")
 
 
-def _offloading(value: Any) -> Any:
-    if isinstance(value, bool) or (isinstance(value, str) and value in OFFLOADING):
-        return value
-    raise ValueError(f"must be one of true, false, {', '.join(OFFLOADING)}, not {value!r}")
+def _switch(*names: str) -> BeforeValidator:
+    """Return a validator of what is true, false, or one of some names."""
 
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) or (isinstance(value, str) and value in names):
+            return value
+        raise ValueError(f"must be {', '.join(('true', 'false', *names[:-1]))} or {names[-1]}, not {value!r}")
 
-def _packing(value: Any) -> Any:
-    if isinstance(value, bool) or value == "wrapped":
-        return value
-    raise ValueError(f"must be true, false or wrapped, not {value!r}")
+    return BeforeValidator(check)
 
 
 def _split(value: Any) -> Any:
@@ -140,8 +136,8 @@ NameList = Annotated[list[Name], Field(min_length=1), BeforeValidator(_listed)]
 InitialValues = Annotated[bool | str, BeforeValidator(_initial)]
 Memory = Annotated[int | float | str, BeforeValidator(_memory)]
 Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
-Offloading = Annotated[bool | Literal["legacy", "hidden_states", "disk"], BeforeValidator(_offloading)]
-Packing = Annotated[bool | Literal["wrapped"], BeforeValidator(_packing)]
+Offloading = Annotated[bool | Literal["legacy", "hidden_states", "disk"], _switch("legacy", "hidden_states", "disk")]
+Packing = Annotated[bool | Literal["wrapped"], _switch("wrapped")]
 Scale = Annotated[int | float, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]

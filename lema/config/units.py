@@ -21,11 +21,9 @@ _UNITS: dict[str, int] = {"B": 1} | {
 
 
 def parse_memory(value: int | float | str, total: int) -> int:
-    """Return the bytes that a memory setting means, of `total` bytes there are; `ConfigError` where it means none.
-
-    It is bytes (`2_000_000`), a size (`"4GB"` is 4 * 1000**3, `"4GiB"` is 4 * 1024**3; one larger than `total` is
-    returned as asked), a fraction of `total` (`0.5`; more than 0, at most 1) or `"auto"` (nine tenths of `total`).
-    """
+    """Return the bytes that a memory setting means, of `total` bytes there are; `ConfigError` where it means none. It
+    is bytes (`2_000_000`), a size (`"4GB"` is 4 * 1000**3, `"4GiB"` is 4 * 1024**3; one larger than `total` is returned
+    as asked), a fraction of `total` (`0.5`; more than 0, at most 1) or `"auto"` (nine tenths of `total`)."""
     try:
         return memory_bytes(value, total)
     except ValueError as error:

@@ -41,7 +41,15 @@ class YamlFile:
 def read_yaml(path: str | PathLike[str]) -> YamlFile:
     """Read a YAML mapping with text keys; a `ConfigError` names file and line of what is none, or cannot be read."""
     file = Path(path)
-    text = _read_text(file)
+    try:
+        data = file.read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        how = "check the path; it is taken relative to the directory you are in" if not file.exists() else ""
+        raise ConfigError(f"cannot read the config file: {error.strerror}", where=str(file), how=how) from error
+    except UnicodeDecodeError as error:
+        what, at = "the config file is not UTF-8 text", data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(what, where=f"{file}:{at}", how="save it as UTF-8") from error
     root = _parsed(_yaml().compose, text, str(file))
     if root is None:
         how = "it needs at least `model_name_or_path: ...`"
@@ -69,19 +77,6 @@ def parse_value(text: str, where: str) -> Any:
 def _yaml() -> YAML:
     # pure: the C parser, where it is installed, reads YAML 1.1.
     return YAML(typ="safe", pure=True)
-
-
-def _read_text(file: Path) -> str:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        how = "check the path; it is taken relative to the directory you are in" if not file.exists() else ""
-        raise ConfigError(f"cannot read the config file: {error.strerror}", where=str(file), how=how) from error
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        what, line = "the config file is not UTF-8 text", data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(what, where=f"{file}:{line}", how="save it as UTF-8") from error
 
 
 def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:
@@ -125,10 +120,9 @@ def from_yaml(
     overrides: Mapping[str, Any],
     spellings: Mapping[str, str] = MappingProxyType({}),
 ) -> Made:
-    """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's.
-
-    A `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's own name.
-    """
+    """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's. A
+    `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's own
+    name."""
     file = read_yaml(path)
     try:
         return make(**{**file.values, **overrides})

@@ -8,7 +8,7 @@ fingerprint.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
@@ -21,8 +21,7 @@ from lema.convert.tensors import cast_pieces
 from lema.errors import WeightsError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import free_directory
-from lema.storage.header import TensorRecord, damaged, open_regular, parse_json, regular_size
-from lema.storage.tensorfile import TensorSpec
+from lema.storage.header import damaged, read_json
 from lema.storage.verify import base_fingerprint
 
 __all__ = ["DELTA_NAME", "apply_delta", "is_delta"]
@@ -48,10 +47,7 @@ class DeltaFile:
     @classmethod
     def read(cls, directory: Path) -> Self:
         file = directory / DELTA_NAME
-        if regular_size(file) > MAX_BYTES:
-            raise damaged(file, f"it is longer than {MAX_BYTES} bytes")
-        with open_regular(file) as stream:
-            values = parse_json(file, stream.read())
+        values = read_json(file, MAX_BYTES, "a delta")
         if values.get("format") != FORMAT:
             what = f"the delta is of format {values.get('format')!r}"
             raise WeightsError(what, where=str(file), how="use a newer version of lema")
@@ -76,19 +72,15 @@ def apply_delta(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model that a delta makes of its base, in the hub's format.
+    """Write the model that a delta makes of its base, in the hub's format. `ConfigError`: `out_dir` is not empty, or
+    `max_shard_size` is not positive; `WeightsError`: the delta is damaged, the base is missing, or it is not the one
+    that was trained; `DiskError`: a file could not be written; nothing is left behind.
 
     Args:
         delta_dir: a directory that `save_delta` wrote.
-        out_dir: a new or empty directory.
         base: where the base is now; None: where it was.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
         trust_remote_code: run code that comes with the base model, and copy it.
-
-    Raises:
-        ConfigError: `out_dir` is not empty, or `max_shard_size` is not positive.
-        WeightsError: the delta is damaged, the base is missing, or it is not the one that was trained.
-        DiskError: a file could not be written; nothing is left behind.
     """
     out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
     about = DeltaFile.read(delta)
@@ -107,23 +99,19 @@ def apply_delta(
         raise WeightsError(what, where=str(stored.index.path), how=how)
     tied = stored.skeleton.all_tied_weights_keys
     specs = [spec for spec in tensor_specs(stored.skeleton, stored.records, stored.dtypes) if spec[0] not in tied]
-    new = _new_tensors(delta, about, {spec[0]: spec for spec in specs})
+    # Each of the delta's tensors must be one of the model's, of its shape and the type it is written in.
+    wanted = {spec[0]: spec for spec in specs}
+    single = delta / f"{STEM}.safetensors"
+    new = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
+    if other := sorted(new.keys() ^ set(about.tensors)):
+        raise damaged(delta / DELTA_NAME, f"it and the files beside it do not list the same tensors: {other[0]!r}")
+    for name, record in new.items():
+        if name not in wanted or (record.dtype, record.shape) != wanted[name][1:]:
+            what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's"
+            raise WeightsError(what, where=str(record.file), how="the delta is of another model")
 
     def pieces(name: str) -> Iterable[memoryview]:
         return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
 
     changes = stored.config_changes
     return write_model(out, specs, max_shard_size, pieces, stored.directory, changes, code=trust_remote_code)
-
-
-def _new_tensors(delta: Path, about: DeltaFile, wanted: Mapping[str, TensorSpec]) -> Mapping[str, TensorRecord]:
-    """Find the delta's tensors; each must be one of the model's, of its shape and the type it is written in."""
-    single = delta / f"{STEM}.safetensors"
-    index = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
-    if other := sorted(index.keys() ^ set(about.tensors)):
-        raise damaged(delta / DELTA_NAME, f"it and the files beside it do not list the same tensors: {other[0]!r}")
-    for name, record in index.items():
-        if name not in wanted or (record.dtype, record.shape) != wanted[name][1:]:
-            what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's"
-            raise WeightsError(what, where=str(record.file), how="the delta is of another model")
-    return index

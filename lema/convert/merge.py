@@ -8,12 +8,11 @@ memory, and the directory appears under its name only when it is complete.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
-from peft import LoraConfig
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,29 +24,20 @@ from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.lora.checks import check_base
 from lema.lora.files import load_weights, read_settings
-from lema.lora.merge import ADAPTER, Rounding, merge_module, rounded_all, wrapped
+from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
-from lema.storage.quantized.records import Stored
 
 __all__ = ["merge_adapter", "untied"]
 
 
 class MergedTensors:
-    """The tensors of the merged model, asked for in turn; it holds those of one adapted module. The model is on `meta`,
-    with an adapter whose values are loaded. `records` say where its tensors are, by their names without adapters, and
-    `dtypes` in which type each is written."""
+    """The tensors of the merged model, asked for in turn; it holds those of one adapted module. The skeleton of `base`
+    has an adapter whose values are loaded."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        records: Mapping[str, Stored],
-        dtypes: Mapping[str, torch.dtype],
-        rounding: Rounding,
-        seed: int,
-    ) -> None:
-        self._records, self._dtypes = records, dtypes
-        self._rounding, self._seed = rounding, seed
+    def __init__(self, base: StoredModel, rounding: Rounding, seed: int) -> None:
+        self._records, self._dtypes, model = base.records, base.dtypes, base.skeleton
+        self._how = (rounding, seed)
         self._adapted = dict(wrapped(model))
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._module = ""
@@ -62,8 +52,7 @@ class MergedTensors:
         else:
             if module != self._module:
                 self._merged = {}  # so that two modules are never in memory at once
-                exact = merge_module(module, self._adapted[module], self._weight)
-                self._merged = rounded_all(exact, self._dtypes, self._rounding, self._seed)
+                self._merged = merge_module(module, self._adapted[module], self._weight, self._dtypes, *self._how)
                 self._module = module
             merged = self._merged[name]
         return [bytes_of(merged.to(self._dtypes[name]))]
@@ -124,28 +113,32 @@ def merge_adapter(
 
     The weights have the dtype the adapter was trained with: the one its config names, else the checkpoint's. Tensors
     have the names `transformers` uses in memory. Of a quantised base the weights are expanded, and stay so.
+    `ConfigError`: `out_dir` is not empty, `max_shard_size` is not positive, or there is no such `rounding`;
+    `AdapterError`: there is no adapter, it does not fit the model, or the model has changed since it was trained;
+    `WeightsError`: the base model is damaged, does not fit its config, or must be prepared first; `DiskError`: a file
+    could not be written; nothing is left behind.
 
     Args:
         adapter_dir: a saved adapter; it names its base model.
-        out_dir: a new or empty directory.
         max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
         rounding: of `W + alpha / rank B A`, which is formed in fp32, to the type of the weights. In half precision
             `nearest` loses changes that are small beside a weight (of 1e-6 on 0.02 in bfloat16 it keeps a thirtieth);
             `stochastic` keeps them in the mean, at the cost of noise of one last place.
         seed: of stochastic rounding; the same one gives the same bits, however the files are cut.
-        trust_remote_code: run code that comes with the base model.
-
-    Raises:
-        ConfigError: `out_dir` is not empty, `max_shard_size` is not positive, or there is no such `rounding`.
-        AdapterError: there is no adapter, it does not fit the model, or the model has changed since it was trained.
-        WeightsError: the base model is damaged, does not fit its config, or must be prepared first.
-        DiskError: a file could not be written; nothing is left behind.
     """
     if rounding not in get_args(Rounding):
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
-    base, lora = _open_base(adapter, trust_remote_code)
+    settings, saved = read_settings(adapter)
+    base = open_stored(
+        settings.model_name_or_path,
+        revision=settings.revision,
+        weights=settings.gbi_path,
+        dtype=settings.dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    lora = saved or configured_lora(base.skeleton, settings)
     specs = tensor_specs(base.skeleton, base.records, base.dtypes)
     layers_name, _ = find_layers(base.skeleton)
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
@@ -157,17 +150,5 @@ def merge_adapter(
         changes["tie_word_embeddings"] = False
     else:
         specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
-    pieces = MergedTensors(base.skeleton, base.records, base.dtypes, rounding, seed).pieces
+    pieces = MergedTensors(base, rounding, seed).pieces
     return write_model(out, specs, max_shard_size, pieces, base.directory, changes, code=trust_remote_code)
-
-
-def _open_base(adapter: Path, trust: bool) -> tuple[StoredModel, LoraConfig]:
-    settings, saved = read_settings(adapter)
-    base = open_stored(
-        settings.model_name_or_path,
-        revision=settings.revision,
-        weights=settings.gbi_path,
-        dtype=settings.dtype,
-        trust_remote_code=trust,
-    )
-    return base, saved or configured_lora(base.skeleton, settings)

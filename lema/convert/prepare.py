@@ -8,14 +8,13 @@ and a tensor that is put together from several, or is quantised, is held whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.convert.quantize import Precision, Quantizer, check_kind
@@ -24,7 +23,7 @@ from lema.errors import ConfigError, ModelError
 from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes, warn_of_unused
-from lema.storage import GlobalBinaryIndex, TensorFile, resolve_model
+from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.diskspace import disk_errors
 from lema.storage.header import TensorRecord
 from lema.storage.hub import own_weights
@@ -100,10 +99,22 @@ def write_weights(
     metadata = METADATA if quantizer is None else quantizer.metadata(order)
     with tensor_file(file, specs, metadata, progress) as out:
         for name in order:
-            if names is None:
-                _write(out, name, state[name].detach().to("cpu", dtypes[name]), quantizer)
+            quantised = quantizer is not None and name in quantizer.chosen
+            stored = name if names is None else names.tied.get(name, name)
+            record = None if names is None else names.stored.get(stored)
+            if isinstance(record, TensorRecord) and not quantised:
+                write_cast(out, name, record, dtypes[name])
+                continue
+            if record is not None:  # quantised, or put together
+                tensor = read_tensor(record, dtypes[name])
+            elif names is None or stored in names.kept:  # of a model in memory, or as the model makes it
+                tensor = state[stored].detach().to("cpu", dtypes[name])
             else:
-                _transfer(out, name, state, names, dtypes[name], quantizer)
+                continue
+            if quantizer is not None and quantised:
+                quantizer.write(out, name, tensor)
+            else:
+                out.write(name, [bytes_of(tensor)])
     if quantizer is not None:
         changes = {"quantization_config": quantizer.settings(), "dtype": quantizer.dtype}
         return Prepared(file, file, names, quantizer.precision, tuple(quantizer.refused), changes)
@@ -127,33 +138,6 @@ def _dtypes_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> dict
     return target_dtypes(meta_model(deepcopy(model.config), dtype))
 
 
-def _transfer(
-    out: TensorFile,
-    name: str,
-    state: Mapping[str, Tensor],
-    names: NameMap,
-    dtype: torch.dtype,
-    quantizer: Quantizer | None,
-) -> None:
-    """Write a tensor of a checkpoint as `dtype`: copied, cast, put together, or as the model makes it (`state`)."""
-    stored = names.tied.get(name, name)
-    record = names.stored.get(stored)
-    if record is None:
-        if stored in names.kept:
-            out.write(name, [bytes_of(state[stored])])
-    elif isinstance(record, TensorRecord) and not (quantizer is not None and name in quantizer.chosen):
-        write_cast(out, name, record, dtype)
-    else:
-        _write(out, name, read_tensor(record, dtype), quantizer)
-
-
-def _write(out: TensorFile, name: str, tensor: Tensor, quantizer: Quantizer | None) -> None:
-    if quantizer is not None and name in quantizer.chosen:
-        quantizer.write(out, name, tensor)
-    else:
-        out.write(name, [bytes_of(tensor)])
-
-
 def prepare(
     model_or_dir: Source,
     out: str | os.PathLike[str],
@@ -168,6 +152,10 @@ def prepare(
     Tied weights are written under each of their names. What is written appears only when it is complete; what a killed
     run to the same place left is removed. Tensors on disk that the model has no place for are left out, and named in
     what is returned; a tensor of the model that is not on disk is an error, though `from_pretrained` would draw it.
+    `ConfigError`: `out` is the model's own directory, or a file where it must be a directory; what `quantize` needs is
+    not installed; `WeightsError`: the checkpoint is damaged or does not fit its config; `ModelError`: `transformers`
+    cannot build the model, or it has no single stack of layers, or it is quantised already, or has nothing to quantise;
+    `DiskError`: the disk is full or failing; nothing is left behind.
 
     Args:
         model_or_dir: a model directory, a `.safetensors` file beside its `config.json`, a hub id, or a model in memory.
@@ -176,16 +164,7 @@ def prepare(
         quantize: "int8", "fp8" (both as torchao stores them) or "nf4" (as bitsandbytes does): what the weights of the
             linear modules in decoder layers are stored as; then `dtype` is what they expand to. None: nothing is
             quantised.
-        trust_remote_code: run code that lies in the model directory.
         progress: called with the bytes given to the disk, and how many there are in all.
-
-    Raises:
-        ConfigError: `out` is the model's own directory, or a file where it must be a directory; what `quantize` needs
-            is not installed.
-        WeightsError: the checkpoint is damaged or does not fit its config.
-        ModelError: `transformers` cannot build the model, or it has no single stack of layers, or it is quantised
-            already, or has nothing to quantise.
-        DiskError: the disk is full or failing; nothing is left behind.
     """
     check_kind(quantize)
     place, wanted = Path(out), _parse_dtype(dtype)
@@ -221,14 +200,9 @@ def prepare_monolithic_safetensors(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a model as one safetensors file, `out_file`, layers contiguous in the order they are visited.
-
-    It is `prepare`, which describes the other arguments and errors, with a warning that names tensors on disk that the
-    model has no place for. `device` has no effect.
-
-    Raises:
-        ConfigError: `out_file` does not end in `.safetensors`.
-    """
+    """Write a model as one safetensors file, `out_file`, layers contiguous in the order they are visited. It is
+    `prepare`, which describes the other arguments and errors, with a warning that names tensors on disk that the model
+    has no place for. `device` has no effect. `ConfigError`: `out_file` does not end in `.safetensors`."""
     file = Path(out_file)
     if file.suffix != ".safetensors" or file.is_dir():
         what = f"{file} is not the name of a .safetensors file"
@@ -241,9 +215,7 @@ def prepare_monolithic_safetensors(
 
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if parsed is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
-        what = f"{dtype!r} is not a dtype of weights"
+    if dtype is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
+        what = f"{dtype!r} is not a dtype of weights" if parsed is not None else f"there is no dtype {dtype!r}"
         raise ConfigError(what, where="dtype", how="give float32, bfloat16 or float16")
-    if parsed is None and dtype is not None:
-        raise ConfigError(f"there is no dtype {dtype!r}", where="dtype", how="give float32, bfloat16 or float16")
     return parsed

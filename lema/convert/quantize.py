@@ -122,8 +122,7 @@ class Quantizer:
 
     def settings(self) -> dict[str, Any]:
         """Return the `quantization_config` by which `transformers` loads what is written."""
-        made: dict[str, Any] = LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, self.unchanged)
-        return made
+        return dict(LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, self.unchanged))
 
     @torch.no_grad()
     def write(self, out: TensorFile, name: str, weight: Tensor) -> None:

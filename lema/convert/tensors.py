@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lema.backend.hostmemory import anonymous
 from lema.errors import ModelError
+from lema.model.outer_weights import expanded_weights
 from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
@@ -19,8 +21,7 @@ from lema.storage.index import PREPARED_MARK, check_inside
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_into, read_pieces
-from lema.stream.lease import expand_into
-from lema.stream.placement import DTYPES, place, views
+from lema.stream.placement import DTYPES, place
 from lema.stream.reader import LayerReader
 
 __all__ = ["bytes_of", "cast_pieces", "read_tensor", "stored_name", "write_cast", "write_config"]
@@ -38,15 +39,9 @@ def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
         _torch_dtype(one)
     placed = place({record.name: (record, dtype)})
     buffer = anonymous(placed.nbytes)
-    reader = LayerReader()
-    try:
+    with closing(LayerReader()) as reader:
         reader.submit(placed, buffer, name=record.name).wait()
-    finally:
-        reader.close()
-    expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8) if placed.expansions else None
-    if expanded is not None:
-        expand_into(expanded, buffer, placed)
-    return views(buffer, placed, expanded)[record.name]
+    return expanded_weights(buffer, placed)[record.name]
 
 
 def records_of(record: Stored) -> Iterable[TensorRecord]:

@@ -54,31 +54,23 @@ def lora_config(
     **options: Any,
 ) -> LoraConfig:
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a model without
-    adapters.
-
-    Args:
-        alpha: the adapter's output is scaled by `alpha / rank`.
-        targets: module names, or a regular expression over full names; None: `default_targets`.
-        options: further options of PEFT's `LoraConfig`.
-
-    Raises:
-        ConfigError: PEFT refuses the options.
-    """
+    adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output is scaled by `alpha / rank`.
+    `targets`: module names, or a regular expression over full names; None: `default_targets`."""
     chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
     try:
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=_whole(alpha),
-            lora_dropout=dropout,
-            target_modules=chosen,
-            task_type="CAUSAL_LM",
-            **options,
-        )
+        options |= {"r": rank, "lora_alpha": _whole(alpha), "lora_dropout": dropout, "target_modules": chosen}
+        config = LoraConfig(task_type="CAUSAL_LM", **options)
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
-    _leave_out_towers(model, config)
+    # Modules that text does not reach, where the targets are among their names as well, are excluded by PEFT's own
+    # setting, and in an expression, because a list of it would have to name each linear.
+    every, towers = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR, find_towers(model)
+    inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
+    if any(every or check_target_module_exists(config, name) for name in inside):
+        before = config.exclude_modules or ()
+        ends = [before] if isinstance(before, str) else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
+        config.exclude_modules = "|".join([*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *ends])
     check_patterns(config, [name for name, _ in model.named_modules()])
-    every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
     config.fan_in_fan_out = any(
         isinstance(module, Conv1D) and (every or bool(check_target_module_exists(config, name)))
         for name, module in model.named_modules()
@@ -86,22 +78,17 @@ def lora_config(
     return config
 
 
-def _leave_out_towers(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Exclude the modules that text does not reach where the targets are among their names as well. PEFT's own setting
-    says so, and in an expression, because a list of it would have to name each linear."""
-    towers = find_towers(model)
-    every = isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR
-    inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
-    if not any(every or check_target_module_exists(config, name) for name in inside):
-        return
-    before = config.exclude_modules or ()
-    ends = [before] if isinstance(before, str) else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
-    config.exclude_modules = "|".join([*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *ends])
-
-
 def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
     """Return PEFT's config of the adapter that the settings ask for; `ConfigError`: they do not fit the model."""
-    _check_layers(model, config)
+    name, layers = find_layers(model)
+    chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
+    indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    beyond = sorted(index for index in indices if index >= len(layers))
+    if beyond and (patterns is None or name.rpartition(".")[2] in patterns):  # else they count in another list
+        what = f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them"
+        how = f"layers are counted from 0, to {len(layers) - 1}"
+        raise ConfigError(what, where="lora_layers_to_transform", how=how)
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
     options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
     return lora_config(
@@ -119,27 +106,13 @@ def _whole(alpha: float) -> Any:
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
-def _check_layers(model: PreTrainedModel, config: LemaConfig) -> None:
-    name, layers = find_layers(model)
-    chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
-    indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    if patterns is not None and name.rpartition(".")[2] not in patterns:
-        return  # they count in another list
-    if beyond := sorted(index for index in indices if index >= len(layers)):
-        what = f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them"
-        how = f"layers are counted from 0, to {len(layers) - 1}"
-        raise ConfigError(what, where="lora_layers_to_transform", how=how)
-
-
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
-
     The model has no adapters, and its weights may be on `meta`. `ModelError`: no parameter would be adapted; the
-    message names those that could be.
-    """
-    tensors = (*model.parameters(), *model.buffers())
-    bare: PreTrainedModel = deepcopy(model, {id(tensor): _without_values(tensor) for tensor in tensors})
+    message names those that could be."""
+    empty: dict[int, Tensor] = {id(one): one.detach().to("meta") for one in model.buffers()}
+    empty |= {id(one): nn.Parameter(one.detach().to("meta"), requires_grad=False) for one in model.parameters()}
+    bare: PreTrainedModel = deepcopy(model, empty)
     with torch.random.fork_rng(devices=()):
         _attach(bare, deepcopy(config))
     adapted = {
@@ -150,11 +123,6 @@ def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return [name for name, _ in model.named_parameters(remove_duplicate=False) if name in adapted]
 
 
-def _without_values(tensor: torch.Tensor) -> torch.Tensor:
-    empty = tensor.detach().to("meta")
-    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-
-
 def inject_lora_params(
     model: PreTrainedModel,
     config: LoraConfig,
@@ -162,19 +130,11 @@ def inject_lora_params(
     seed: int | Tensor | None,
     read: Read | None = None,
 ) -> PeftModel:
-    """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
-
-    The numbers are those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model.
-
-    Args:
-        config: the adapter's, which may be changed.
-        seed: of the initial values, or the generator's state that they are drawn from; the generator is left where it
-            was. None: values are left unset, to be loaded.
-        read: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with.
-
-    Raises:
-        ModelError: no module matches, or one is to be trained in a way that cannot be streamed.
-    """
+    """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32. The numbers are
+    those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model. `ModelError`: no
+    module matches, or one is to be trained in a way that cannot be streamed. `seed`: of the initial values, or the
+    generator's state that they are drawn from; the generator is left where it was. None: values are left unset, to be
+    loaded. `read`: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with."""
     layers_name, _ = find_layers(model)
     config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
     check_saved_modules(model, config, layers_name)

@@ -1,16 +1,11 @@
 """Checks of an adapter's files, which come from anywhere, before PEFT loads them, and of the model they are put on.
 
-Adapters are passed around more freely than models. A rank of a billion would be allocated before it is compared with
-the weights, and text in the place of a number would fail elsewhere with a message that does not help. The shapes of the
-tensors are compared with the modules of the base model.
-
-PEFT matches the regular expressions in an adapter's config with the names of all modules, and some expressions take
-years for a name of thirty letters
-(https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS). So each is matched once
-beforehand under a time limit.
-
-An adapter is a change to weights; on other weights it is noise. A path or a hub id may lead to other files by now, so
-beside an adapter is the fingerprint of its base model's files (`lema.storage.verify`).
+A rank of a billion would be allocated before it is compared with the weights, and text in the place of a number would
+fail elsewhere with a message that does not help. PEFT matches an adapter's regular expressions with the names of all
+modules, and some take years for a name of thirty letters
+(https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS), so each is matched once
+beforehand under a time limit. An adapter is a change to weights; on other weights it is noise. A path or a hub id may
+lead to other files by now, so beside an adapter is the fingerprint of its base model's files (`lema.storage.verify`).
 """
 
 from __future__ import annotations
@@ -29,9 +24,9 @@ from torch import Tensor, nn
 from lema.config.timelimit import limited
 from lema.errors import AdapterError, ModelError, WeightsError
 from lema.lora.shards import module_of
-from lema.storage import GlobalBinaryIndex, resolve_model
+from lema.storage import GlobalBinaryIndex, header, resolve_model
 from lema.storage.atomic import replace_file
-from lema.storage.header import TensorRecord, damaged, open_regular, parse_json, read_header, regular_size
+from lema.storage.header import TensorRecord, read_header
 from lema.storage.hub import own_weights
 from lema.storage.index import check_inside
 from lema.storage.modelfiles import MAX_CONFIG_BYTES
@@ -68,20 +63,9 @@ class _Types(BaseModel):
 def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file of an adapter. `AdapterError`: it cannot be read, is too large, leads out of its
     directory, or is no JSON object."""
-    check_file(file)
-    try:
-        with open_regular(file) as stream:
-            return parse_json(file, stream.read())
-    except WeightsError as error:
-        raise AdapterError(f"this is no config of an adapter: {error.what}", where=str(file), how=error.how) from error
-
-
-def check_file(file: Path) -> None:
-    """Make sure that a small file of an adapter is a small file in the adapter's directory, or raise `AdapterError`."""
     try:
         check_inside(file)
-        if (size := regular_size(file)) > MAX_CONFIG_BYTES:
-            raise damaged(file, f"it is {size} bytes long, more than the {MAX_CONFIG_BYTES} a config may have")
+        return header.read_json(file, MAX_CONFIG_BYTES, "a config")
     except WeightsError as error:
         raise AdapterError(f"this is no config of an adapter: {error.what}", where=str(file), how=error.how) from error
 
@@ -136,7 +120,7 @@ def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
     `ModelError`: one is no regular expression, or takes too long to match."""
     known, where = [one for name in names for one in (name, f"base_model.model.{name}")], ""
     try:
-        with limited(MAX_SECONDS, _TooLong):
+        with limited(MAX_SECONDS, TimeoutError):
             for option, pattern, within in _patterns(config):
                 if PLAIN.fullmatch(pattern):
                     continue
@@ -145,7 +129,7 @@ def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
                 match = matcher.match if within else matcher.fullmatch
                 for name in known:
                     match(name)
-    except _TooLong:
+    except TimeoutError:
         what = f"matching the names of the model's modules with this takes more than {MAX_SECONDS:g} seconds"
         how = "name the modules in a list; do not use this adapter unless you trust it"
         raise ModelError(what, where=where, how=how) from None
@@ -168,10 +152,6 @@ def _patterns(config: LoraConfig) -> Iterator[tuple[str, str, str]]:
             yield option, pattern, r"(.*\.)?({})$"
 
 
-class _TooLong(Exception):
-    pass
-
-
 def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> None:
     """Refuse an adapter that is not of this model, whose parameters may be on `meta`; errors call the model `base`.
     `AdapterError`: a tensor is of a module that the model does not have, or has another shape than one of that module
@@ -183,22 +163,17 @@ def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> 
         if not leaf or module is None:
             what = f"{base} has no module that this tensor could be of"
             raise AdapterError(what, where=name, how="name the model it was trained on: --model")
-        wanted = _shape(module, leaf, _rank(tensors, name, leaf))
+        other = tensors.get(name.removesuffix(leaf) + leaf.translate(str.maketrans("AB", "BA")))
+        rank = None if other is None or other.dim() != 2 else other.shape[0 if "B" in leaf else 1]
+        wanted = _shape(module, leaf, rank)
         if wanted is not None and list(tensor.shape) != list(wanted):
             what = f"it is {list(tensor.shape)}, and in {base} it would be {list(wanted)}"
             how = "the shards are not all there, were padded, or are of another model: --model names it"
             raise AdapterError(what, where=name, how=how)
 
 
-def _rank(tensors: Mapping[str, Tensor], name: str, leaf: str) -> int | None:
-    """The rank that the other of a module's two factors has."""
-    other = leaf.translate(str.maketrans("AB", "BA"))
-    factor = tensors.get(name.removesuffix(leaf) + other)
-    return None if factor is None or factor.dim() != 2 else factor.shape[1 if "B" in other else 0]
-
-
 def _shape(module: nn.Module, leaf: str, rank: int | None) -> Sequence[int] | None:
-    """The shape that a tensor of an adapted module has; None: it is not known."""
+    """The shape that a tensor of an adapted module has, given the other factor's rank; None: it is not known."""
     if not leaf.startswith("lora_"):
         whole = getattr(module, leaf.removeprefix("base_layer."), None)
         return whole.shape if isinstance(whole, Tensor) else None
@@ -231,12 +206,9 @@ def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
     file = directory / BASE_NAME
     if not file.is_file():
         return False
-    check_file(file)
-    try:
-        expected = json.loads(file.read_bytes())[KEY]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AdapterError(f"this does not say which model the adapter is of: {error!r}", where=str(file)) from error
-    if (found := base_fingerprint(index)) != expected:
+    if KEY not in (about := read_json(file)):
+        raise AdapterError("this does not say which model the adapter is of", where=str(file))
+    if (found := base_fingerprint(index)) != (expected := about[KEY]):
         raise AdapterError(
             f"the model has changed since the adapter was trained on it: its fingerprint is {found}, "
             f"and it was {expected}",
@@ -248,12 +220,10 @@ def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
 
 
 def check_named_base(directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex) -> None:
-    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it.
-
-    It is compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the
-    same name as the user's for this `model`, the same directory, or the same files elsewhere. `AdapterError`: it is
-    another model.
-    """
+    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it. It is
+    compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the same
+    name as the user's for this `model`, the same directory, or the same files elsewhere. `AdapterError`: it is another
+    model."""
     if check_base(directory, index):
         return
     named = config.base_model_name_or_path

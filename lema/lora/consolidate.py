@@ -15,11 +15,11 @@ from typing import Any, cast, get_args
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lema.backend.layout import Difference, KvLayout, Layout
+from lema.backend.layout import Difference, KvLayout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.lora.checks import BASE_NAME, check_shapes, read_json
-from lema.lora.files import CONFIG, WEIGHTS, read_lora_config, read_safetensors
+from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, the_lora_config
 from lema.lora.foreign_shards import read_foreign
 from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
 from lema.model import meta_model, read_config
@@ -50,23 +50,18 @@ def consolidate_adapter(
     check: bool = True,
     model: str | None = None,
 ) -> Consolidated:
-    """Put a sharded adapter together, as `adapter_config.json` and `adapter_model.safetensors`.
+    """Put a sharded adapter together, as `adapter_config.json` and `adapter_model.safetensors`. `AdapterError`: the
+    shards are missing, damaged or unsafe, do not fit together or the base model, or replicas differ; `ConfigError`:
+    `out_dir` is taken, or `kv_layout` is none; `WeightsError`: `model` is given, and is neither a local directory nor
+    in the hub cache; `DiskError`: a file could not be written; nothing is left behind.
 
     Args:
         shards: the directory of shards, or the one it lies in: as `shard_adapter` writes it, or as the parallel library
             for this kind of device does (`adapter_shards/model/*.pt` with `mp_metadata_pp_rank_*.json`).
-        out_dir: a new or empty directory.
         kv_layout: of the latter, where replicas of keys and values lie; None: as its metadata says, else `tile`.
         check: replicas must agree, bit for bit; else the first rank's are taken, and it is told which differ.
         model: the base model, whose modules' shapes, by its config, the adapter must fit; None: the one it names, if
             that is here.
-
-    Raises:
-        AdapterError: the shards are missing, damaged or unsafe, do not fit together or the base model, or replicas
-            differ.
-        ConfigError: `out_dir` is taken, or `kv_layout` is none.
-        WeightsError: `model` is given, and is neither a local directory nor in the hub cache.
-        DiskError: a file could not be written; nothing is left behind.
     """
     out, directory = free_directory(out_dir, 1), _find_shards(Path(shards))
     config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
@@ -99,24 +94,18 @@ def shard_adapter(
 ) -> Path:
     """Cut an adapter in PEFT's format up for a tensor-parallel group, along the plan that its base model comes with.
 
-    Every projection keeps its own A and B. The axis of the rank is never cut.
+    Every projection keeps its own A and B. The axis of the rank is never cut. `AdapterError`: there is no adapter, or
+    it is damaged; `WeightsError`: the base model is neither a local directory nor in the hub cache; `ModelError`: the
+    base model has no plan, or it does not cover a module of the adapter; it says which; `ConfigError`: the model cannot
+    be divided among so many ranks, or `out_dir` is taken; `DiskError`: a file could not be written; nothing is left
+    behind.
 
     Args:
         kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
         model: the base model, of which the config is read; None: the one the adapter names.
-        trust_remote_code: run code that comes with the base model.
-
-    Raises:
-        AdapterError: there is no adapter, or it is damaged.
-        WeightsError: the base model is neither a local directory nor in the hub cache.
-        ModelError: the base model has no plan, or it does not cover a module of the adapter; it says which.
-        ConfigError: the model cannot be divided among so many ranks, or `out_dir` is taken.
-        DiskError: a file could not be written; nothing is left behind.
     """
     out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
-    saved = read_lora_config(adapter)
-    if saved is None:
-        raise AdapterError(f"there is no {CONFIG}", where=str(adapter), how="name the directory of a saved adapter")
+    saved = the_lora_config(adapter)
     base = model or saved.base_model_name_or_path
     if not base:
         raise ConfigError("the adapter does not name its base model", where=str(adapter), how="give it: --model")
@@ -124,7 +113,13 @@ def shard_adapter(
     config = read_config(directory, trust_remote_code=trust_remote_code)
     plan = layouts_of(meta_model(config, trust_remote_code=trust_remote_code), tp, _order(kv_layout))
     tensors = read_safetensors(adapter / WEIGHTS)
-    layouts = {name: _layout(name, tensor, plan) for name, tensor in tensors.items()}
+    layouts = {}
+    for name, tensor in tensors.items():
+        module, leaf = module_of(name)
+        try:
+            layouts[name] = layout_of_tensor(leaf, layout_at(module, plan), tensor.dim())
+        except ModelError as error:
+            raise ModelError(error.what, where=f"tensor {name} of the adapter", how=error.how) from error
     with appearing(out) as partial:
         _write_settings(_adapter_config(adapter / CONFIG), adapter, partial)
         write_shards(partial / SHARDS, tensors, layouts, tp)
@@ -175,14 +170,6 @@ def _find_shards(given: Path) -> Path:
         raise AdapterError("this adapter is whole already", where=str(given), how="use it as it is")
     how = f"name a directory with {SHARDS}, which holds {LAYOUTS}, or mp_metadata_pp_rank_0.json and model/"
     raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
-
-
-def _layout(name: str, tensor: Tensor, plan: Mapping[str, Layout]) -> Layout:
-    module, leaf = module_of(name)
-    try:
-        return layout_of_tensor(leaf, layout_at(module, plan), tensor.dim())
-    except ModelError as error:
-        raise ModelError(error.what, where=f"tensor {name} of the adapter", how=error.how) from error
 
 
 def _with_projections(config: dict[str, Any], modules: Mapping[str, tuple[str, ...]], file: Path) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError
-from lema.lora.checks import check_file, check_ranks, check_types, read_json, read_records
-from lema.lora.materialize import put
+from lema.lora.checks import check_ranks, check_types, read_json, read_records
+from lema.lora.shards import PREFIX
+from lema.model.outer_weights import put
 from lema.model.partition import held_adapter
 from lema.storage import resolve_model
 from lema.storage.atomic import settle
@@ -38,32 +39,21 @@ def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
-def num_trained(model: PeftModel, whole: Mapping[str, Tensor] | None) -> int:
-    """Return how many numbers of a model train; `whole`: the tensors, where processes hold parts of them. Parameters
-    are counted and not what PEFT chooses to save, because an adapter that is saved empty shall be noticed."""
-    if whole is not None:
-        return sum(tensor.numel() for tensor in whole.values())
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 OLD_WEIGHTS = "adapter_model.bin"
 ORDERED = frozenset({"lora_trainable_token_indices"})
-PREFIX = "base_model.model."  # of names in a model of PEFT's
 PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 
 
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
-    """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format).
-
-    `overrides` replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. `AdapterError`:
-    there is no adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or an override
-    contradicts the adapter.
-    """
+    """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format). `overrides`
+    replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. `AdapterError`: there is no
+    adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or an override contradicts
+    the adapter."""
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
-        check_file(directory / CONFIG_NAME)
+        read_json(directory / CONFIG_NAME)
         config = LemaConfig.from_pretrained(directory, **overrides)
     elif saved is not None:
         named = {"model_name_or_path": saved.base_model_name_or_path}
@@ -144,15 +134,11 @@ def check_same_adapter(model: PeftModel, directory: Path) -> None:
 
 def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, Any, Any]]:
     """Return each setting of the adapter in `directory` that is another of the one attached: its name, then and now."""
-    saved, attached = read_lora_config(directory), model.peft_config["default"]
-    found: list[tuple[str, Any, Any]] = []
-    if saved is None:
-        return found
-    for option, setting in SETTING_OF.items():
-        now, then = (_plain(option, getattr(config, option)) for config in (attached, saved))
-        if option not in ("lora_dropout", "init_lora_weights") and not _same(setting, now, then):
-            found.append((setting, then, now))
-    return found
+    if (saved := read_lora_config(directory)) is None:
+        return []
+    then, now = _facts(saved), _facts(cast(LoraConfig, model.peft_config["default"]))
+    names = [name for name in then if name not in ("lora_dropout", "lora_init")]
+    return [(name, then[name], now[name]) for name in names if not _same(name, now[name], then[name])]
 
 
 def the_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig:
@@ -205,16 +191,11 @@ def save_adapter(
     """Write PEFT's files, but no model card, each whole or not at all, with the permissions of others in the directory.
 
     Before they get their names, the tensors are read back and compared with those in memory, bit for bit. Whatever
-    fails, the files that were there before are untouched. The directory is made where it does not exist.
-
-    Args:
-        base: the base model as the user names it, written to `base_model_name_or_path`; beside it, the `revision`.
-        whole: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
-        writers: of further files.
-
-    Raises:
-        DiskError: a file could not be written, or reads back otherwise.
-        NonFiniteError: a tensor that would be saved has a NaN or an infinity.
+    fails, the files that were there before are untouched. The directory is made where it does not exist. `DiskError`: a
+    file could not be written, or reads back otherwise; `NonFiniteError`: a tensor that would be saved has a NaN or an
+    infinity. `base`: the base model as the user names it, written to `base_model_name_or_path`; beside it, the
+    `revision`. `whole`: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
+    `writers`: of further files.
     """
     model.peft_config["default"].base_model_name_or_path = base
     model.peft_config["default"].revision = revision
@@ -234,7 +215,9 @@ def save_adapter(
             for write in writers:
                 write(part)
             settle(part)
-            check_written(part / WEIGHTS, expected, num_trained(model, whole))
+            # Not what PEFT chooses to save, because an adapter that is saved empty shall be noticed.
+            trained = [one for one in model.parameters() if one.requires_grad] if whole is None else whole.values()
+            check_written(part / WEIGHTS, expected, sum(one.numel() for one in trained))
             for file in part.iterdir():
                 file.replace(directory / file.name)
     except (OSError, SafetensorError) as error:
@@ -242,17 +225,22 @@ def save_adapter(
 
 
 def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
-    """Fill the adapter's parameters from a directory; every one of them must be in the file, and no other.
-
-    The file is `adapter_model.safetensors`, or the older `adapter_model.bin`; `layers_name` is the dotted name of the
-    decoder layers in the base model. Where processes hold the adapter together, each takes its part of it (`parallel`).
-    `AdapterError`: there is no adapter, it is damaged, or it does not fit the model.
-    """
+    """Fill the adapter's parameters from a directory; every one of them must be in the file, and no other. The file is
+    `adapter_model.safetensors`, or the older `adapter_model.bin`; `layers_name` is the dotted name of the decoder
+    layers in the base model. Where processes hold the adapter together, each takes its part of it (`parallel`).
+    `AdapterError`: there is no adapter, it is damaged, or it does not fit the model."""
     file = directory / WEIGHTS
     if file.is_file():
         tensors = read_safetensors(file)
     elif (file := directory / OLD_WEIGHTS).is_file():
-        tensors = _read_old(file, layers_name)
+        try:
+            tensors = {}
+            for name, tensor in torch.load(file, weights_only=True, map_location="cpu").items():
+                layer, _, rest = name.partition(".")  # "<layer, from 1>.<module>.lora_A"
+                tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+        except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
+            what = f"this is not an adapter of the older format: {error}"
+            raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
     else:
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
         how = "name a directory that save_pretrained, save_checkpoint or `lema train` wrote"
@@ -303,17 +291,3 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"the adapter file is damaged: {error}", where=str(file)) from error
-
-
-def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
-    """Read `"<layer, from 1>.<module>.lora_A"` -> tensor, and name each as PEFT does."""
-    try:
-        old = torch.load(file, weights_only=True, map_location="cpu")
-        named = {}
-        for name, tensor in old.items():
-            layer, _, rest = name.partition(".")
-            named[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
-    except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
-        what = f"this is not an adapter of the older format: {error}"
-        raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
-    return named

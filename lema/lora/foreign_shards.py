@@ -35,24 +35,15 @@ REFERENCE = ".serialization.TensorReference"  # the end of the full name of the 
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError, KeyError, TypeError)
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline stage: its number, the files of its ranks in their order, and what describes its tensors."""
-
-    number: int
-    files: tuple[Path, ...]
-    metadata: Path
-
-
 class Reference:
     """What stands in a file in the place of the tensor `tid`, which lies in a file of its own."""
 
     tid: Any = None
 
 
-def find_stages(directory: Path) -> list[Stage]:
-    """Find the files of every pipeline stage of a checkpoint: a directory of `model/` and `mp_metadata_pp_rank_*.json`.
-    A file that is missing is an `AdapterError`."""
+def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
+    """Find what describes each pipeline stage of a checkpoint, and the files of its ranks in their order: a directory
+    of `model/` and `mp_metadata_pp_rank_*.json`. A file that is missing is an `AdapterError`."""
     if (directory / "checkpoint").is_file() and not (directory / "done").is_file():
         what = "this checkpoint was not saved to its end: there is no file `done`"
         raise AdapterError(what, where=str(directory), how="use an earlier one, or save it again")
@@ -72,7 +63,7 @@ def find_stages(directory: Path) -> list[Stage]:
         metadata = directory / f"mp_metadata_pp_rank_{number}.json"
         if not metadata.is_file():
             raise AdapterError(f"{metadata.name} is missing", where=str(directory), how="copy it again")
-        stages.append(Stage(number, tuple(files[rank] for rank in range(ranks)), metadata))
+        stages.append((metadata, [files[rank] for rank in range(ranks)]))
     return stages
 
 
@@ -114,6 +105,7 @@ def _load(file: Path, *, references: bool = False) -> Any:
         raise AdapterError(f"{file.name} is damaged: {error}", where=str(file), how="copy it again") from error
 
 
+OWN_NAME = re.compile(r"(\.lora_\w+)\.[^.]+|\.modules_to_save\.[^.]+")  # the adapter's, which its files leave out
 FUSED = "FusedLinearsSpec"
 GROUPED = "GQAQKVColumnParallelLinearSpec"
 
@@ -148,7 +140,7 @@ def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Met
         where: KvLayout = kv_layout or content.get("kv_layout", "tile")
         if where not in get_args(KvLayout):
             raise _unusable(file, f"keys and values are replicated in an unknown order, {where!r}")
-        parameters = {_without_adapter(name): dict(entry) for name, entry in content["parameters"].items()}
+        parameters = {OWN_NAME.sub(r"\1", name): dict(entry) for name, entry in content["parameters"].items()}
         for owner in content["model_weight_transformation_specs"]:
             module = owner["module_fully_qualified_name"]
             for kind, spec in owner["specs"]:
@@ -207,20 +199,6 @@ def _grouped_heads(
     return rules, (name, linears)
 
 
-def _without_adapter(name: str) -> str:
-    """Return a parameter's name as files of adapters have it: without the adapter's own name in it."""
-    kept: list[str] = []
-    parts = iter(name.split("."))
-    for part in parts:
-        if part == "modules_to_save":
-            next(parts, None)
-        else:
-            kept.append(part)
-            if part.startswith("lora_"):
-                next(parts, None)
-    return ".".join(kept)
-
-
 def _unusable(file: Path, what: str) -> AdapterError:
     return AdapterError(f"{file.name}: {what}", where=str(file), how="save the adapter again, with the same library")
 
@@ -228,41 +206,43 @@ def _unusable(file: Path, what: str) -> AdapterError:
 def read_foreign(
     directory: Path, kv_layout: KvLayout | None, *, check: bool
 ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, tuple[str, ...]]]:
-    """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together.
-
-    Return the tensors by PEFT's names; which replicas of which differ; over how many ranks they lay; and the name of
-    each fused module -> those of the projections its adapter now is of. Replicas must agree, bit for bit, if `check`;
-    else the first rank's are taken. `AdapterError`: a file is missing, damaged or unsafe; the ranks do not fit
-    together; or replicas differ.
-    """
+    """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together. Return the
+    tensors by PEFT's names; which replicas of which differ; over how many ranks they lay; and the name of each fused
+    module -> those of the projections its adapter now is of. Replicas must agree, bit for bit, if `check`; else the
+    first rank's are taken. `AdapterError`: a file is missing, damaged or unsafe; the ranks do not fit together; or
+    replicas differ."""
     tensors: dict[str, Tensor] = {}
     differing: dict[str, list[Difference]] = {}
     modules: dict[str, tuple[str, ...]] = {}
     stages = find_stages(directory)
-    for stage in stages:
+    for about, files in stages:
         try:
-            metadata = read_metadata(stage.metadata, len(stage.files), kv_layout)
+            metadata = read_metadata(about, len(files), kv_layout)
         except ConfigError as error:
-            raise AdapterError(f"{stage.metadata.name}: {error.what}", where=str(stage.metadata)) from error
-        ranks = [load_rank(file) for file in stage.files]
+            raise AdapterError(f"{about.name}: {error.what}", where=str(about)) from error
+        ranks = [load_rank(file) for file in files]
         for rank, held in enumerate(ranks):
             if odd := sorted(held.keys() ^ ranks[0].keys()):
                 what = f"rank 0 and rank {rank} hold different tensors: {odd[0]}"
                 how = "the files are not of one checkpoint; copy it again"
-                raise AdapterError(what, where=str(stage.files[rank]), how=how)
+                raise AdapterError(what, where=str(files[rank]), how=how)
         for name in ranks[0]:
             rule = metadata.rules.get(name) or _plain_rule(name, ranks[0][name], metadata, len(ranks))
             whole, found = join([held[name] for held in ranks], rule.layout, name, check=check)
             if found:
                 differing[name] = found
-            for target, piece in zip(rule.names, _split(whole, rule), strict=True):
+            parts = [whole] if len(rule.names) == 1 else [whole.clone() for _ in rule.names]
+            if len(rule.names) > 1 and rule.layout.parts:
+                sizes = [size for size, _ in rule.layout.parts]
+                parts = [part.contiguous() for part in whole.split(sizes, rule.layout.dim)]
+            for target, piece in zip(rule.names, parts, strict=True):
                 if target in tensors:
                     if tensors[target].dtype == piece.dtype and torch.equal(tensors[target], piece):
                         continue  # a weight that two stages share is in both
-                    raise AdapterError(f"{target} comes twice, once from {name}", where=str(stage.metadata))
+                    raise AdapterError(f"{target} comes twice, once from {name}", where=str(about))
                 tensors[target] = piece
         modules |= metadata.modules
-    return tensors, differing, len(stages[0].files), modules
+    return tensors, differing, len(stages[0][1]), modules
 
 
 def _plain_rule(name: str, held: Tensor, metadata: Metadata, tp: int) -> Rule:
@@ -279,11 +259,3 @@ def _plain_rule(name: str, held: Tensor, metadata: Metadata, tp: int) -> Rule:
     if stride == 1:
         return Rule(even, (name,))
     return Rule(fused([(held.shape[dim] * tp // stride, even)] * stride), (name,))
-
-
-def _split(whole: Tensor, rule: Rule) -> list[Tensor]:
-    if len(rule.names) == 1:
-        return [whole]
-    if rule.layout.parts:
-        return [part.contiguous() for part in whole.split([size for size, _ in rule.layout.parts], rule.layout.dim)]
-    return [whole.clone() for _ in rule.names]

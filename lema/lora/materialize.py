@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.errors import ModelError
+from lema.model.outer_weights import put
 
-__all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "put", "take_off"]
+__all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "take_off"]
 
 ADAPTER = "default"  # PEFT's name for the first adapter, and mostly the only one
 SAVED = ".modules_to_save."  # where PEFT keeps the copy that trains, by adapter
@@ -96,10 +97,29 @@ def make_real(
             if rows.tied_adapter is None and adapter in rows.token_indices:
                 rows.update_layer(adapter, token_indices=rows.token_indices[adapter])
                 rows.trainable_tokens_delta.float()
-        for names in _by_layer(_begun_as_stored(model, config, layers_name, adapter), layers_name):
+        # Those that begin with a stored tensor, each with that tensor's name; None: it is in memory.
+        begun: dict[str, str | None] = {}
+        for name, _ in _unreal(model, config, adapter):
+            own = MAGNITUDE in name and not _adapted_by(model, name).get_base_layer().weight.is_meta
+            begun[name] = None if own else PLACES.sub("", name)
+        for name, _ in model.named_buffers():
+            if f"{SAVED}{adapter}." in name and name.startswith(f"{layers_name}."):
+                begun[name] = PLACES.sub("", name)
+
+        def layer(name: str) -> int:
+            inside = name.startswith(f"{layers_name}.")
+            return int(name.removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
+
+        for _, group in groupby(sorted(begun, key=layer), layer):  # what is outside the layers together
+            names = {name: begun[name] for name in group}
             wanted = {stored for stored in names.values() if stored is not None}
             assert read is not None or not wanted, f"{next(iter(names))} begins with a stored tensor: `read` is needed"
-            _begin(model, config, names, read(wanted) if read is not None and wanted else {}, adapter)
+            found = read(wanted) if read is not None and wanted else {}
+            for name, stored in names.items():
+                if MAGNITUDE in name:
+                    _measure(_adapted_by(model, name), config, None if stored is None else found[stored], adapter)
+                elif stored is not None and stored in found:  # a buffer that is not stored is as the module made it
+                    put(model, name, found[stored].clone())
     else:
         for name, parameter in _unreal(model, config, adapter):
             put(model, name, torch.empty_like(parameter, device=device))
@@ -135,9 +155,8 @@ def _make_matrices(module: LoraLayer, init: Any, device: torch.device, adapter: 
             cast(nn.Linear, matrix).reset_parameters()
     rows = [one for one in (module.lora_embedding_A, module.lora_embedding_B) if adapter in one]
     for one in rows:
-        one[adapter] = nn.Parameter(
-            (torch.randn if draw else torch.empty)(one[adapter].shape), requires_grad=one[adapter].requires_grad
-        )
+        values = (torch.randn if draw else torch.empty)(one[adapter].shape)
+        one[adapter] = nn.Parameter(values, requires_grad=one[adapter].requires_grad)
     if draw and init == "orthogonal" and matrices:
         module.orthogonal_init(adapter)
     elif draw and init and (matrices or rows):
@@ -163,40 +182,6 @@ def _unreal(model: nn.Module, config: LoraConfig, adapter: str) -> list[tuple[st
     ]
 
 
-def _begun_as_stored(model: nn.Module, config: LoraConfig, layers_name: str, adapter: str) -> dict[str, str | None]:
-    """Return the parameters that begin with a stored tensor, each with that tensor's name; None: it is in memory."""
-    begun: dict[str, str | None] = {}
-    for name, _ in _unreal(model, config, adapter):
-        begun[name] = PLACES.sub("", name)
-        if MAGNITUDE in name and not _adapted_by(model, name).get_base_layer().weight.is_meta:
-            begun[name] = None
-    for name, _ in model.named_buffers():
-        if f"{SAVED}{adapter}." in name and name.startswith(f"{layers_name}."):
-            begun[name] = PLACES.sub("", name)
-    return begun
-
-
-def _by_layer(names: Mapping[str, str | None], layers_name: str) -> Iterator[dict[str, str | None]]:
-    """Group names by the layer they are in, those outside the layers together."""
-
-    def layer(item: tuple[str, str | None]) -> int:
-        inside = item[0].startswith(f"{layers_name}.")
-        return int(item[0].removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
-
-    for _, group in groupby(sorted(names.items(), key=layer), layer):
-        yield dict(group)
-
-
-def _begin(
-    model: nn.Module, config: LoraConfig, names: Mapping[str, str | None], found: Mapping[str, Tensor], adapter: str
-) -> None:
-    for name, stored in names.items():
-        if MAGNITUDE in name:
-            _measure(_adapted_by(model, name), config, None if stored is None else found[stored], adapter)
-        elif stored is not None and stored in found:  # a buffer that is not stored is as the module made it
-            put(model, name, found[stored].clone())
-
-
 def _measure(module: LoraLayer, config: LoraConfig, weight: Tensor | None, adapter: str) -> None:
     """Let PEFT measure the magnitudes of a module, lent `weight` where its own is not in memory."""
     base = cast(nn.Linear, module.get_base_layer())
@@ -220,16 +205,6 @@ def _tie(model: PreTrainedModel, config: LoraConfig) -> None:
             if name.endswith(tied):
                 saved = cast(nn.Linear, wrapper.modules_to_save[ADAPTER])
                 saved.weight = cast(nn.Embedding, embeddings.modules_to_save[ADAPTER]).weight
-
-
-def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set a parameter, which keeps its `requires_grad`, or a buffer."""
-    owner_name, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    if leaf in owner._buffers:
-        owner._buffers[leaf] = tensor
-    else:
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=owner.get_parameter(leaf).requires_grad)
 
 
 def _of(kind: type[Kind], model: nn.Module) -> Iterator[tuple[str, Kind]]:

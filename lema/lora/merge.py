@@ -25,8 +25,14 @@ from torch import Tensor, nn
 from lema.errors import ConfigError
 
 __all__ = [
-    *("ADAPTER", "WRAPPED", "Rounding", "merge_in_place", "merge_lora_params", "merge_module", "rounded"),
-    *("rounded_all", "wrapped"),
+    "ADAPTER",
+    "WRAPPED",
+    "Rounding",
+    "merge_in_place",
+    "merge_lora_params",
+    "merge_module",
+    "rounded",
+    "wrapped",
 ]
 
 Rounding = Literal["nearest", "stochastic"]
@@ -34,12 +40,9 @@ Rounding = Literal["nearest", "stochastic"]
 
 def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, name: str) -> Tensor:
     """Return `exact`, in fp32 for stochastic rounding, as `dtype`; other than half precision it is rounded to the
-    nearest.
-
-    Stochastic rounding goes up or down such that the mean is exact; infinite values and those beyond the largest of the
-    type are rounded to the nearest. Random numbers depend on `seed`, `name` and the place in the tensor, and on nothing
-    that was drawn before: a model is rounded alike in any order and in any number of files.
-    """
+    nearest. Stochastic rounding goes up or down such that the mean is exact; infinite values and those beyond the
+    largest of the type are rounded to the nearest. Random numbers depend on `seed`, `name` and the place in the tensor,
+    and on nothing that was drawn before: a model is rounded alike in any order and in any number of files."""
     near = exact.to(dtype)
     if rounding == "nearest" or dtype not in (torch.bfloat16, torch.float16):
         return near
@@ -63,31 +66,22 @@ Weight = Callable[[str, nn.Parameter], Tensor]
 
 
 def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> dict[str, Tensor]:
-    """Return the weights of all adapted modules with the adapter merged; the model is left as it is.
-
-    The tensors have their names in the model without adapters; those of modules that train whole are among them.
-
-    Args:
-        rounding: of the sum in fp32 to the type of the weights; see `lema.lora.merge`.
-        seed: of stochastic rounding; the same one gives the same bits.
-
-    Raises:
-        ConfigError: the adapter is merged already, or a weight is not in memory.
-    """
+    """Return the weights of all adapted modules with the adapter merged; the model is left as it is. The tensors have
+    their names in the model without adapters; those of modules that train whole are among them. `ConfigError`: the
+    adapter is merged already, or a weight is not in memory. `rounding`: of the sum in fp32 to the type of the weights;
+    see `lema.lora.merge`. `seed`: of stochastic rounding; the same one gives the same bits."""
     found: dict[str, Tensor] = {}
     for name, module in wrapped(model.get_base_model() if isinstance(model, PeftModel) else model):
         if any(getattr(part, "merged_adapters", ()) for part in module.modules()):
             raise ConfigError("the adapter is merged already", where=name, how="undo that first")
         dtypes = {stored: parameter.dtype for _, _, stored, parameter in _base_of(name, module)}
-        merged = merge_module(name, module, _own)
-        found |= rounded_all(merged, dtypes, rounding, seed)
+        found |= merge_module(name, module, _own, dtypes, rounding, seed)
     return found
 
 
 def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> Callable[[], None]:
     """Have a model compute with its adapter merged; return a function that puts back the original weights, which were
-    kept, so they are the same bits. Arguments and errors are those of `merge_lora_params`.
-    """
+    kept, so they are the same bits. Arguments and errors are those of `merge_lora_params`."""
     found = merge_lora_params(model, rounding=rounding, seed=seed)
     kept: list[tuple[nn.Module, str, nn.Parameter]] = []
     marked: list[Any] = []
@@ -112,10 +106,12 @@ def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: in
     return unmerge
 
 
-def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tensor]:
+def merge_module(
+    name: str, module: nn.Module, weight: Weight, dtypes: Mapping[str, torch.dtype], rounding: Rounding, seed: int
+) -> dict[str, Tensor]:
     """Lend a module of PEFT's (`wrapped`) its weights in fp32, let PEFT merge into them, and take them away again. PEFT
     changes the tensors that `weight` gives. The merged tensors are returned by their names in the model without
-    adapters; half precision has become fp32."""
+    adapters, rounded to the types in `dtypes`; those without one are as they are."""
     lent = list(_base_of(name, module))
     for part, leaf, stored, parameter in lent:
         own = weight(stored, parameter)
@@ -129,7 +125,11 @@ def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tens
             else:
                 anything.merge()
                 merged = anything.get_base_layer()
-        return {f"{name}.{leaf}": tensor.detach() for leaf, tensor in merged.state_dict().items()}
+        exact = {f"{name}.{leaf}": tensor.detach() for leaf, tensor in merged.state_dict().items()}
+        return {
+            stored: rounded(tensor, dtypes[stored], rounding, seed, stored) if stored in dtypes else tensor
+            for stored, tensor in exact.items()
+        }
     finally:
         for part, leaf, _, parameter in lent:
             part._parameters[leaf] = parameter
@@ -138,16 +138,6 @@ def merge_module(name: str, module: nn.Module, weight: Weight) -> dict[str, Tens
             if hasattr(adapted, "merged_adapters"):
                 cast(Any, adapted).merged_adapters.clear()
             getattr(adapted, "_caches", {}).pop(f"{ADAPTER}-weight_norm", None)  # DoRA's, for PEFT's own way back
-
-
-def rounded_all(
-    tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], rounding: Rounding, seed: int
-) -> dict[str, Tensor]:
-    """Return tensors as the types given for them; those without one as they are."""
-    return {
-        name: rounded(tensor, dtypes[name], rounding, seed, name) if name in dtypes else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 def wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

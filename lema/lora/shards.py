@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -60,33 +59,7 @@ def read_shards(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dic
     """Read what `write_shards` wrote, and put it together. Return the tensors, which replicas of which differ (none, if
     `check`), and over how many ranks they lay. `AdapterError`: a file is missing, damaged, or not what the layout says;
     or, if `check`, replicas differ."""
-    content = _read_layouts(directory / LAYOUTS)
-    layouts, shapes = {}, {}
-    for name, entry in content["tensors"].items():
-        shapes[name] = entry.pop("shape", None)
-        try:
-            layouts[name] = layout_from_dict(entry)
-        except (DataError, ConfigError) as error:
-            raise AdapterError(f"{name}: {error.what}", where=str(directory / LAYOUTS), how=error.how) from error
-    tp = content["tp"]
-    names = [f"tp_{rank:02}.safetensors" for rank in range(tp)]
-    if sorted(content["files"]) != sorted(names) or any(layout.tp != tp for layout in layouts.values()):
-        raise AdapterError(f"it does not describe {tp} ranks", where=str(directory / LAYOUTS), how="save it again")
-    ranks = [_read_rank(directory / name, content["files"][name]) for name in names]
-    for name, held in zip(names, ranks, strict=True):
-        if odd := sorted(held.keys() ^ layouts.keys()):
-            raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(directory / name))
-    tensors, found = {}, {}
-    for name, layout in layouts.items():
-        tensors[name], differing = join([held[name] for held in ranks], layout, name, check=check)
-        if differing:
-            found[name] = differing
-        if list(tensors[name].shape) != shapes[name]:
-            raise AdapterError(f"{name} is {list(tensors[name].shape)}, and was {shapes[name]}", where=name)
-    return tensors, found, tp
-
-
-def _read_layouts(file: Path) -> dict[str, Any]:
+    file = directory / LAYOUTS
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -105,21 +78,39 @@ def _read_layouts(file: Path) -> dict[str, Any]:
     )
     if not sound:
         raise AdapterError(f"{file.name} does not describe shards of an adapter", where=str(file), how="save it again")
-    return dict(content)
-
-
-def _read_rank(file: Path, digest: Any) -> dict[str, Tensor]:
-    if not file.is_file():
-        how = "copy the directory again, with all its files"
-        raise AdapterError(f"the shard {file.name} is missing", where=str(file), how=how)
-    try:
-        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
-            raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
-        tensors: dict[str, Tensor] = load_file(file)
-    except (OSError, SafetensorError) as error:
-        what = f"the shard {file.name} is damaged: {error}"
-        raise AdapterError(what, where=str(file), how="copy it again") from error
-    return tensors
+    layouts, shapes = {}, {}
+    for name, entry in content["tensors"].items():
+        shapes[name] = entry.pop("shape", None)
+        try:
+            layouts[name] = layout_from_dict(entry)
+        except (DataError, ConfigError) as error:
+            raise AdapterError(f"{name}: {error.what}", where=str(file), how=error.how) from error
+    tp = content["tp"]
+    names = [f"tp_{rank:02}.safetensors" for rank in range(tp)]
+    if sorted(content["files"]) != sorted(names) or any(layout.tp != tp for layout in layouts.values()):
+        raise AdapterError(f"it does not describe {tp} ranks", where=str(file), how="save it again")
+    ranks = []
+    for file in (directory / name for name in names):
+        if not file.is_file():
+            how = "copy the directory again, with all its files"
+            raise AdapterError(f"the shard {file.name} is missing", where=str(file), how=how)
+        try:
+            if hashlib.sha256(file.read_bytes()).hexdigest() != content["files"][file.name]:
+                raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
+            ranks.append(load_file(file))
+        except (OSError, SafetensorError) as error:
+            what = f"the shard {file.name} is damaged: {error}"
+            raise AdapterError(what, where=str(file), how="copy it again") from error
+        if odd := sorted(ranks[-1].keys() ^ layouts.keys()):
+            raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(file))
+    tensors, found = {}, {}
+    for name, layout in layouts.items():
+        tensors[name], differing = join([held[name] for held in ranks], layout, name, check=check)
+        if differing:
+            found[name] = differing
+        if list(tensors[name].shape) != shapes[name]:
+            raise AdapterError(f"{name} is {list(tensors[name].shape)}, and was {shapes[name]}", where=name)
+    return tensors, found, tp
 
 
 PREFIX = "base_model.model."  # of names in a model of PEFT's
@@ -140,12 +131,10 @@ def module_of(name: str) -> tuple[str, str]:
 
 
 def layout_of_tensor(leaf: str, module: Layout, axes: int) -> Layout:
-    """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`.
-
-    Column-parallel: A `[rank, input]` is whole on every rank, B `[output, rank]` is cut along its outputs, heads and
-    fused parts as they are in the module. Row-parallel: A is cut along its inputs, B is whole. Where an embedding's
-    vocabulary is cut, both are whole. A tensor with a single axis (`axes`) goes along the module's outputs.
-    """
+    """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`. Column-parallel: A
+    `[rank, input]` is whole on every rank, B `[output, rank]` is cut along its outputs, heads and fused parts as they
+    are in the module. Row-parallel: A is cut along its inputs, B is whole. Where an embedding's vocabulary is cut, both
+    are whole. A tensor with a single axis (`axes`) goes along the module's outputs."""
     whole = replicated(module.tp)
     if axes > 1 and leaf.endswith("weight") and not leaf.startswith("lora_"):
         return module  # one that trains whole

@@ -17,14 +17,10 @@ from logging import CRITICAL, getLogger
 import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 from transformers.utils import logging
 
 from lema.backend import load
@@ -32,10 +28,12 @@ from lema.config import LemaConfig
 from lema.errors import LemaError
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.model import Split, meta_model, read_config
+from lema.model.capture import replaced_tensors
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
+from lema.storage.modelfiles import known_types
 
 __all__ = ["Row", "model_types", "survey", "survey_model", "try_model"]
 
@@ -59,7 +57,7 @@ class Row:
 
 def model_types() -> list[str]:
     """Every type of which the installed `transformers` has a causal language model, or one of images and text."""
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+    return sorted(known_types())
 
 
 def survey(model_type: str) -> Row:
@@ -96,7 +94,14 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
     """Try one model as `meta_model` builds it, which cannot be used afterwards."""
     with _quiet():
         try:
-            _run_parts(model)
+            # Up to the layers, the first layer, and from the layers to the logits.
+            not_run = {part for layer in find_layers(model)[1][1:] for part in layer.modules()}
+            with _shapes_only(model, not_run):
+                for training in (True, False):
+                    split = Split(model.train(training), load("cpu"))
+                    tokens = torch.ones(1, TOKENS, dtype=torch.long)
+                    prelude = split.prelude({"input_ids": tokens}, split.layers[0].state_dict())
+                    split.head(prelude.hidden)
         except Exception as error:  # noqa: BLE001
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 return Row(model_type, None, reason="unknown without weights: what it computes depends on values")
@@ -111,17 +116,6 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
             return Row(model_type, True, reason=f"no adapter by default: {_sentence(error)}")
 
 
-def _run_parts(model: PreTrainedModel) -> None:
-    """Run the model up to its layers, the first layer, and from the layers to the logits, in training and out of it."""
-    not_run = {part for layer in find_layers(model)[1][1:] for part in layer.modules()}
-    with _shapes_only(model, not_run):
-        for training in (True, False):
-            split = Split(model.train(training), load("cpu"))
-            tokens = torch.ones(1, TOKENS, dtype=torch.long)
-            prelude = split.prelude({"input_ids": tokens}, split.layers[0].state_dict())
-            split.head(prelude.hidden)
-
-
 def _own_failure(model: PreTrainedModel) -> Exception | None:
     """Return the error that the whole model raises in the same mode; None: it runs."""
     try:
@@ -134,10 +128,14 @@ def _own_failure(model: PreTrainedModel) -> Exception | None:
 
 def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     """Attach the default adapter, and return the names of the modules that got one."""
-    _leave_one_of_each(find_layers(model)[1])
+    layers, seen, found = find_layers(model)[1], set(), set()
+    for index, layer in enumerate(layers):
+        made_of = tuple((name, type(module)) for name, module in layer.named_modules())
+        if made_of in seen:  # adapters fit both or neither
+            layers[index] = nn.Identity()
+        seen.add(made_of)
     config = configured_lora(model, LemaConfig("-", lora_rank=1))
     inject_lora_params(model, config, torch.device("cpu"), seed=None)
-    found = set()
     for name, module in model.named_modules():
         own = name.replace(".base_layer", "").rpartition(".")[2]
         if isinstance(module, ParamWrapper):  # a parameter of a module that has several
@@ -147,35 +145,22 @@ def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _leave_one_of_each(layers: nn.ModuleList) -> None:
-    """Empty every layer that is made like an earlier one: adapters fit both or neither."""
-    seen = set()
-    for index, layer in enumerate(layers):
-        made_of = tuple((name, type(module)) for name, module in layer.named_modules())
-        if made_of in seen:
-            layers[index] = nn.Identity()
-        seen.add(made_of)
-
-
 @contextmanager
 def _shapes_only(model: PreTrainedModel, not_run: Collection[nn.Module] = ()) -> Iterator[None]:
     """Run what is inside without values: parameters seem to be in memory, but only shapes and dtypes are computed.
     Those of modules that are `not_run` stay as they are, because a large model has most of its parameters in them."""
     # The other implementations of experts sort tokens by values, or compute in half precision only.
     model.set_experts_implementation("batched_mm")
-    owned = [module._parameters for module in model.modules() if module._parameters and module not in not_run]
-    before = [dict(parameters) for parameters in owned]
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
-        try:
-            for parameters in owned:
-                for name, meta in parameters.items():
-                    if meta is not None:
-                        empty = torch.empty(meta.shape, dtype=meta.dtype)
-                        parameters[name] = nn.Parameter(empty, requires_grad=False)
-            yield
-        finally:
-            for parameters, originals in zip(owned, before, strict=True):
-                parameters.update(originals)
+    kept = {id(one) for module in not_run for one in module._parameters.values()}
+
+    def like(tensor: Tensor) -> Tensor:
+        if id(tensor) in kept or not isinstance(tensor, nn.Parameter):
+            return tensor
+        return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with mode, torch.no_grad(), replaced_tensors(model, like):
+        yield
 
 
 def _unknown(error: BaseException) -> str:

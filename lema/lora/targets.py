@@ -101,15 +101,18 @@ def _recorded(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, kinds) and not is_block(module)}
 
 
-def _beside_experts(model: nn.Module, numbers: Collection[int]) -> set[str]:
+def _beside_experts(model: nn.Module, numbers: set[int]) -> set[str]:
     """Name the linears with as many outputs as there are experts beside them, where `numbers` has their number too."""
     found = set()
     for name, block in model.named_modules():
-        counts = {count for part in block.children() for count in _experts_in(part) if count in numbers}
+        # How many experts a part may hold: one for each entry of a list, or of a weight's first dimension.
+        counts = {len(part) for part in block.children() if isinstance(part, nn.ModuleList)}
+        others = [part for part in block.children() if not isinstance(part, nn.ModuleList | _ConvNd)]
+        counts |= {one.shape[0] for part in others for one in part.parameters(recurse=False) if one.ndim == 3}
         found |= {
             f"{name}.{leaf}"
             for leaf, part in block.named_children()
-            if isinstance(part, nn.Linear) and part.out_features in counts
+            if isinstance(part, nn.Linear) and part.out_features in counts & numbers
         }
     return found
 
@@ -121,14 +124,6 @@ def _expert_numbers(config: Mapping[str, Any]) -> Iterator[int]:
             yield from _expert_numbers(value)
         elif "expert" in str(key).lower() and type(value) is int and value > 0:
             yield value
-
-
-def _experts_in(part: nn.Module) -> Iterator[int]:
-    """Yield how many experts a module may hold: one for each entry of a list, or of a weight's first dimension."""
-    if isinstance(part, nn.ModuleList):
-        yield len(part)
-    elif not isinstance(part, _ConvNd):
-        yield from (parameter.shape[0] for parameter in part.parameters(recurse=False) if parameter.ndim == 3)
 
 
 def _ends(wanted: Collection[str], names: Collection[str]) -> list[str]:

@@ -1,13 +1,7 @@
 """What goes between two layers as one tensor, and checks that layer by layer a model computes what it does as a whole.
 
-Visiting layer by layer is exact only if all that comes out of layers and reaches later ones is known
-(`lema.model.flow`). Autograd knows what a tensor was made of, so it is asked.
-
 Such questions are answered by tensors that have shapes and no values, because a lazy device would compile whatever is
-run on it. Masks are made without a look at values: `transformers` leaves a mask out where it finds that nothing is
-masked, and asks the device for that in every forward, which on a lazy device costs a graph for each answer and another
-one for layers without a mask. While something traces it, `transformers` makes the mask without asking. A lazy device
-traces too, but `transformers` does not know it, and is told so here.
+run on it, and by autograd, which knows what a tensor was made of.
 """
 
 from __future__ import annotations
@@ -28,12 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 
-__all__ = [
-    *("PASSED_THROUGH_THE_MODEL", "Between", "Shared", "alike", "as_leaf", "changed", "depends_on", "has_values"),
-    *("leaves", "past_layers", "replaced", "replaced_tensors", "tensors_in", "values_unread", "without_casts"),
-    *("without_dropout", "without_values"),
-]
-
 # What a model's own forward may raise.
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
 ALIGNMENT = 64  # elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes
@@ -50,12 +38,6 @@ class _Place:
     order: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """How many elements it has, and how many follow it until the next one begins."""
-        count = prod(self.shape)
-        return count, -count % ALIGNMENT
-
     @classmethod
     def of(cls, tensor: Tensor) -> _Place:
         order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
@@ -68,15 +50,9 @@ class _Place:
 
 
 class Between:
-    """What one layer hands to the next, or the top layer to the head, for one micro-batch.
-
-    Args:
-        live: the numbers of what is wanted later.
-        shared: mappings that later layers are given too; what was written into them goes along.
-
-    Attributes:
-        more: whether the layer that ran last handed on more than one value.
-    """
+    """What one layer hands to the next, or the top layer to the head, for one micro-batch. `live`: the numbers of what
+    is wanted later. `shared`: mappings that later layers are given too; what was written into them goes along. `more`:
+    whether the layer that ran last handed on more than one value."""
 
     def __init__(self, live: Sequence[int], shared: Sequence[Shared]) -> None:
         self.live, self.shared = tuple(live), tuple(shared)
@@ -106,7 +82,8 @@ class Between:
         places = [leaf for leaf in self._leaves if isinstance(leaf, _Place)]
         pieces = [packed]
         if len(places) > 1:
-            sizes = [size for place in places for size in place.sizes]
+            counts = [prod(place.shape) for place in places]
+            sizes = [size for count in counts for size in (count, -count % ALIGNMENT)]  # and what follows each
             pieces = [place.taken(one) for place, one in zip(places, packed.split(sizes)[::2], strict=True)]
             for index, piece in enumerate(pieces):
                 if piece.requires_grad:
@@ -130,21 +107,21 @@ class Between:
         if not tensor.requires_grad:
             return tensor
         same = tensor.view_as(tensor)
-        same.register_hook(lambda gradient: _laid_out(gradient, self._strides.get(index, gradient.stride())))
+
+        def laid_out(gradient: Tensor) -> Tensor:
+            strides = self._strides.get(index, gradient.stride())
+            if gradient.stride() == strides:
+                return gradient
+            once = gradient[tuple(slice(0, None if stride else 1) for stride in strides)]  # along 0 values are equal
+            made = torch.empty_strided(once.shape, strides, dtype=gradient.dtype, device=gradient.device)
+            return made.copy_(once).expand_as(gradient)
+
+        same.register_hook(laid_out)
         return same
 
 
 def _is_carried(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a tensor with these strides; along those of 0 its values are equal."""
-    if tensor.stride() == strides:
-        return tensor
-    once = tensor[tuple(slice(0, None if stride else 1) for stride in strides)]
-    made = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(once).expand_as(tensor)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -161,9 +138,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a value with what `change` makes of it or else, in nested tuples, lists and dictionaries, of their items.
-
-    What nothing is changed in is returned itself, because the model may know it again.
-    """
+    What nothing is changed in is returned itself, because the model may know it again."""
     if (other := change(value)) is not value or not isinstance(value, dict | list | tuple):
         return other
     items = list(value.values() if isinstance(value, dict) else value)
@@ -199,20 +174,20 @@ def depends_on(made: Iterable[Tensor], sources: Iterable[Tensor]) -> bool:
 @contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
     """Replace the `forward` of modules, each of its own alone, in a `with` block; None: by that of its class."""
+
+    def put(chosen: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
+        for module, forward in chosen.items():
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                vars(module)["forward"] = forward
+
     before = {module: vars(module).get("forward") for module in forwards}
     try:
-        _replace(forwards)
+        put(forwards)
         yield
     finally:
-        _replace(before)
-
-
-def _replace(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
-    for module, forward in forwards.items():
-        if forward is None:
-            vars(module).pop("forward", None)
-        else:
-            vars(module)["forward"] = forward
+        put(before)
 
 
 @contextmanager
@@ -229,20 +204,15 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def without_casts(layer: nn.Module) -> None:
-    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is.
-
-    PEFT casts the input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back
-    for the product, which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both
-    casts out changes no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them.
-    """
+    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is. PEFT casts the
+    input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back for the product,
+    which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both casts out changes
+    no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them."""
     for part in layer.modules():
-        if isinstance(part, Linear) and _hands_on(part):
+        if not isinstance(part, Linear) or part.lora_variant:
+            continue
+        if all(isinstance(one, nn.Identity) for one in part.lora_dropout.values()):
             part.cast_input_dtype_enabled = False
-
-
-def _hands_on(part: Linear) -> bool:
-    """Whether all that an adapter does with its input is to multiply it by its A."""
-    return not part.lora_variant and all(isinstance(one, nn.Identity) for one in part.lora_dropout.values())
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:
@@ -284,11 +254,9 @@ def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Ite
 
 @contextmanager
 def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there.
-
-    The parameters on `meta` of its part `given` are given to each call, and stay there; all others seem to be on
-    `device`.
-    """
+    """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there. The
+    parameters on `meta` of its part `given` are given to each call, and stay there; all others seem to be on
+    `device`."""
     inside = {id(parameter) for parameter in given.parameters() if parameter.is_meta}
 
     def like(tensor: Tensor) -> Tensor:
@@ -308,10 +276,8 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
 
 def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callable[..., Any]], T | None]) -> T | None:
     """Return what `look` finds, given a function that runs the model's own forward without values and past its layers,
-    which hand on what they are given: on a few token ids, or on the inputs it is called with.
-
-    None: the forward does not run like that, or `look` found nothing.
-    """
+    which hand on what they are given: on a few token ids, or on the inputs it is called with. None: the forward does
+    not run like that, or `look` found nothing."""
 
     def run(**given: Any) -> Any:
         # Made here, where tensors have no values, because models look at the values of those that have.
@@ -334,7 +300,9 @@ def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callabl
 
 @contextmanager
 def values_unread() -> Iterator[None]:
-    """Have masks made whatever their values, in a `with` block."""
+    """Have masks made whatever their values, in a `with` block. `transformers` leaves a mask out where it finds that
+    nothing is masked, and asks the device for that in every forward, which on a lazy device costs a graph for each
+    answer. It does not ask while something traces it; a lazy device traces too, but `transformers` does not know it."""
     module: Any = masking_utils
     before, module.is_tracing = module.is_tracing, lambda _=None: True
     try:

@@ -42,16 +42,9 @@ class _NotCompiled(Exception):
 
 
 class CompiledLayers:
-    """The layers of one model, each called through the compiled template of its kind.
-
-    Args:
-        layers: the model's decoder layers, adapters attached. They are compared here: make another after changing one.
-        name: of the list of layers, for warnings.
-
-    Attributes:
-        kinds: for each layer, the number of its kind.
-        compilations: how many graphs have been compiled.
-    """
+    """The layers of one model, each called through the compiled template of its kind. `layers`: the model's decoder
+    layers, adapters attached. They are compared here: make another after changing one. `compilations`: how many graphs
+    have been compiled."""
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         self._layers, self._name, self._backend = layers, name, backend
@@ -63,7 +56,17 @@ class CompiledLayers:
         self._forwards = [_separate(template, self._compile) for template in self._templates]
         self._modules = [list(layer.modules()) for layer in layers]
         self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
-        self._own = [list(_own_tensors(layer)) for layer in layers]
+        # Where each layer keeps the tensors it has itself: their names, and what they are in under which key.
+        self._own = [
+            [
+                (f"{path}.{key}" if path else key, kept, key)
+                for path, part in layer.named_modules()
+                for kept in (part._parameters, part._buffers)
+                for key, tensor in kept.items()
+                if tensor is not None and not tensor.is_meta
+            ]
+            for layer in layers
+        ]
         self._labels = [
             list(_labels(layer, layers[self._firsts[kind]], labels))
             for layer, kind in zip(layers, self.kinds, strict=True)
@@ -81,10 +84,8 @@ class CompiledLayers:
 
     def call(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
         """Call a layer compiled, with leased weights by their names in the layer and a hidden state that is
-        differentiated where there is a graph.
-
-        Returns what the layer returns; `NotImplemented` where it does not compile, which has been said in a warning.
-        """
+        differentiated where there is a graph. Returns what the layer returns; `NotImplemented` where it does not
+        compile, which has been said in a warning."""
         if not self.compiles(index):
             return NotImplemented
         kind, training = self.kinds[index], self._layers[index].training
@@ -128,17 +129,16 @@ class CompiledLayers:
 
     def _try(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> None:
         """Run a layer once, beside the training, where nothing sees it; what is compiled here is used ever after.
-
-        Raises:
-            _NotCompiled: it cannot be compiled, or draws random numbers.
-        """
+        `_NotCompiled`: it cannot be compiled, or draws random numbers."""
         state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
-        args, kwargs = _without_graph((args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), (args, kwargs))
         try:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 out = self._run(index, tensors, args, kwargs)
-                if torch.is_grad_enabled() and self.compilations > compilations:
-                    _differentiate(out, [*tensors_in((args, kwargs)), *tensors.values()])
+                made = [one for one in tensors_in(out) if one.requires_grad]
+                wanted = [one for one in (*tensors_in((args, kwargs)), *tensors.values()) if one.requires_grad]
+                if torch.is_grad_enabled() and self.compilations > compilations and made and wanted:
+                    torch.autograd.grad(made, wanted, [torch.zeros_like(one) for one in made], allow_unused=True)
         # Any error at all, because a compiler fails in as many ways as it has parts.
         except Exception as error:
             if isinstance(error, (LemaError, MemoryError)) or "out of memory" in str(error).lower():
@@ -184,15 +184,6 @@ def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[...,
     return torch.compile(own, backend=backend)
 
 
-def _own_tensors(layer: nn.Module) -> Iterator[tuple[str, Mapping[str, Tensor | None], str]]:
-    """Yield where a layer keeps the tensors it has itself: their names, and what they are in under which key."""
-    for path, part in layer.named_modules():
-        for kept in (part._parameters, part._buffers):
-            for key, tensor in kept.items():
-                if tensor is not None and not tensor.is_meta:
-                    yield f"{path}.{key}" if path else key, kept, key
-
-
 def _labels(
     layer: nn.Module, template: nn.Module, labels: Collection[Attribute]
 ) -> Iterator[tuple[nn.Module, nn.Module, str]]:
@@ -216,19 +207,6 @@ def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[No
     finally:
         for (part, _, name), value in zip(labels, kept, strict=True):
             vars(part)[name] = value
-
-
-def _without_graph(value: Any) -> Any:
-    """Return arguments whose tensors are leaves, and need gradients where those given do."""
-    return tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), value)
-
-
-def _differentiate(out: Any, inputs: Sequence[Tensor]) -> None:
-    """Form the gradients of a layer's inputs, and drop them."""
-    made = [one for one in tensors_in(out) if one.requires_grad]
-    wanted = [one for one in inputs if one.requires_grad]
-    if made and wanted:
-        torch.autograd.grad(made, wanted, [torch.zeros_like(one) for one in made], allow_unused=True)
 
 
 def _signature(value: Any) -> Any:

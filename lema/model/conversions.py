@@ -1,8 +1,7 @@
 """Conversions: tensors on disk which only together give tensors of the model, as `transformers` rearranges them.
 
-A conversion is run once on tensors without bytes. Where it only stacks, concatenates, splits and turns over, the result
-is assembled from the files when it is read. Where it computes, as the dequantising operations of `transformers` do, the
-stored tensors pass to the device as they are, and the operations are run again at every lease.
+A conversion is run once on tensors without bytes. What it only arranges is assembled from the files when it is read;
+where it computes, as dequantising does, its operations are run again at every lease, on the device.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
 from lema.errors import is_out_of_memory
-from lema.model.copies import CopyTrace
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.formats import LIBRARY, PLAN, Plan, Step, cut
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import Move, Piece, simplest
+from lema.storage.slices import Box, Move, Piece, contiguous, follow, simplest
 from lema.storage.tensorfile import read_into
 from lema.stream.placement import DTYPES
 
-__all__ = ["Conversion", "Misfit"]
+__all__ = ["Conversion", "CopyTrace", "Misfit"]
 
 CONSTANTS = ("I64", "I32")  # whole numbers, such as the shape that a packed weight has
 MOST_CONSTANT = 64  # bytes of such a tensor
@@ -38,6 +37,81 @@ Groups = dict[str, list[TensorRecord]]  # by the pattern of the converter that t
 
 class Misfit(ValueError):
     """What is stored does not make what the model needs; the message says why."""
+
+
+_aten = torch.ops.aten
+MAKE_ONE = (_aten.clone.default, _aten._to_copy.default)
+
+
+class CopyTrace(TorchDispatchMode):
+    """Writes down the copies that are made while it is active, between tensors on `meta`: stacking, concatenating,
+    cloning, and whatever makes a view. What computes is found out, as its result shares no memory with what it was
+    given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sources: dict[int, int] = {}  # by storage, the number of the source that it is
+        self._filled: dict[int, tuple[tuple[int, ...], list[Box]]] = {}  # by storage, its shape and where it came from
+        self._alive: list[Tensor] = []  # so that no address of a storage is used again
+
+    def source(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor that stands for a source."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._sources[_storage(tensor)] = number
+        self._alive.append(tensor)
+        return tensor
+
+    def moves(self, tensor: Tensor) -> list[tuple[int, Move]] | None:
+        """Return which elements of which source go where in a tensor, as a contiguous array; None where some
+        are computed, or copied in a way that is not followed."""
+        dims = zip(tensor.shape, tensor.stride(), contiguous(tensor.shape), strict=True)
+        waiting = [(_storage(tensor), Move(int(tensor.storage_offset()), 0, tuple(dims)).joined())]
+        found: list[tuple[int, Move]] = []
+        try:
+            while waiting:
+                storage, move = waiting.pop()
+                if storage in self._sources:
+                    found.append((self._sources[storage], move))
+                elif storage in self._filled:
+                    waiting += follow(move, *self._filled[storage])
+                else:
+                    return None
+        except ValueError:
+            return None
+        return found if sum(move.count for _, move in found) == tensor.numel() else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        if not isinstance(result, Tensor):
+            return result
+        if func in (_aten.cat.default, _aten.stack.default):
+            dim, stacked = args[1] if len(args) > 1 else given.get("dim", 0), func is _aten.stack.default
+            parts = args[0] if stacked else [one for one in args[0] if one.numel()]
+            self._note(result, parts, dim % result.ndim, stacked=stacked)
+        elif func in MAKE_ONE and result.dtype == args[0].dtype:
+            self._note(result, [args[0]], 0, stacked=False)
+        return result
+
+    def _note(self, result: Tensor, parts: Sequence[Tensor], dim: int, *, stacked: bool) -> None:
+        if not result.is_contiguous():
+            return  # where it lies is not followed, so neither is what becomes of it
+        boxes, at = [], 0
+        for part in parts:
+            size, strides = list(part.shape), list(part.stride())
+            if stacked:
+                size.insert(dim, 1)
+                strides.insert(dim, 0)
+            low = [0] * result.ndim
+            if result.ndim:
+                low[dim], at = at, at + size[dim]
+            boxes.append(Box(_storage(part), tuple(low), tuple(size), int(part.storage_offset()), tuple(strides)))
+        self._filled[_storage(result)] = (tuple(result.shape), boxes)
+        self._alive += [result, *parts]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass
@@ -58,19 +132,16 @@ class Conversion:
         return f"{len(self.sources)} tensors in {files} ({self.sources[0][1].name} ...)"
 
     def records(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored]:
-        """Return how each tensor that comes out is stored, by its name in the model.
-
-        Raises:
-            Misfit: the sources do not make what the converter makes.
-        """
+        """Return how each tensor that comes out is stored, by its name in the model. `Misfit`: the sources do not make
+        what the converter makes."""
         groups, operations = self._groups(), self.converter.operations
         quantizer = getattr(operations[0], "hf_quantizer", None)
         if quantizer is None:
-            return self._copied(groups, operations, model, dtype) or self._computed(
-                groups, operations, [], model, dtype
-            )
+            copied = self._copied(groups, operations, model, dtype)
+            return copied or self._computed(groups, operations, [], model, dtype)
         first, *rest = operations
-        if not all(_is_plain(record) for group in groups.values() for record in group):
+        stored = [DTYPES.get(record.dtype) for group in groups.values() for record in group]
+        if not all(dtype and dtype.is_floating_point and dtype.itemsize > 1 for dtype in stored):  # some are quantised
             if not any("scale" in pattern for pattern in groups):  # some operations would take it for the weight itself
                 raise Misfit(f"{self.sources[0][1].name} has no scales")
             return self._computed(groups, [first], rest, model, dtype)
@@ -102,7 +173,7 @@ class Conversion:
         sources = iter([trace.source(number, record.shape, dtype) for number, record in enumerate(records)])
         given = {pattern: [next(sources) for _ in group] for pattern, group in groups.items()}
         with trace:
-            made = self._run(operations, given, model)
+            made = self.run(operations, given, model)
         found: dict[str, Stored] = {}
         for name, tensor in made.items():
             if (moves := trace.moves(tensor)) is None:
@@ -114,10 +185,8 @@ class Conversion:
     def _computed(
         self, groups: Groups, first: Sequence[Any], rest: Sequence[Any], model: PreTrainedModel, dtype: torch.dtype
     ) -> dict[str, Stored]:
-        """Return the results as what the first operations compute and the others arrange.
-
-        Where others arrange, the first are run for one expert at a time.
-        """
+        """Return the results as what the first operations compute and the others arrange. Where others arrange, the
+        first are run for one expert at a time."""
         names = {pattern: [f"{pattern} {number}" for number in range(len(group))] for pattern, group in groups.items()}
         run = _Operations(self, first, model, single=bool(rest))
         padded, steps = _padding(groups, first[0]), []
@@ -126,9 +195,7 @@ class Conversion:
         keys: list[str] = []
         for number in range(max(map(len, groups.values())) if rest else 1):
             mine = {pattern: group[number : number + 1] if rest else group for pattern, group in groups.items()}
-            constants = {
-                pattern: [_value(one) for one in group] for pattern, group in mine.items() if _is_constant(group)
-            }
+            constants = {pattern: whole for pattern, group in mine.items() if (whole := _constants(group)) is not None}
             here = {
                 pattern: tuple(names[pattern][number : number + 1] if rest else names[pattern])
                 for pattern in mine.keys() - constants.keys()
@@ -142,7 +209,7 @@ class Conversion:
                     raise Misfit(f"{(mine.get(key) or mine[next(iter(mine))])[0].name} has no scales")
                 lists[key].append(trace.source(number * len(keys) + at, made[key].shape, dtype))
         with trace:
-            results = self._run(rest, lists, model) if rest else {key: tensors[0] for key, tensors in lists.items()}
+            results = self.run(rest, lists, model) if rest else {key: tensors[0] for key, tensors in lists.items()}
         run.forget_model(model, results)
         records = {names[pattern][number]: one for pattern, group in groups.items() for number, one in enumerate(group)}
         found: dict[str, Stored] = {}
@@ -159,12 +226,16 @@ class Conversion:
             found[name] = QuantizedRecord(name, LIBRARY, parts, tuple(tensor.shape), {PLAN: Plan(run, used, cast)})
         return found
 
-    def run(self, operations: Sequence[Any], given: Mapping[str, Sequence[Tensor]], model: nn.Module) -> dict[str, Any]:
-        """Run operations of the converter, and name what comes out as `transformers` does.
-
-        Raises:
-            Misfit: an operation fails.
-        """
+    def run(
+        self,
+        operations: Sequence[Any],
+        given: Mapping[str, Sequence[Tensor]],
+        model: nn.Module,
+        *,
+        single: bool = False,
+    ) -> dict[str, Tensor]:
+        """Run operations of the converter, and name what comes out as `transformers` does. If `single`, each result is
+        a row of one. `Misfit`: an operation fails."""
         converter = copy.copy(self.converter)
         converter.operations = list(operations)
         converter.layer_targets = defaultdict(set)
@@ -177,13 +248,7 @@ class Conversion:
             if is_out_of_memory(error):  # at a lease, where it is tried again with less at once
                 raise
             raise Misfit(str(error) or type(error).__name__) from error
-        return made
-
-    def _run(
-        self, operations: Sequence[Any], given: Mapping[str, Sequence[Tensor]], model: nn.Module
-    ) -> dict[str, Tensor]:
-        made = self.run(operations, given, model)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        return {name: one[0] if single or isinstance(one, list) else one for name, one in made.items()}
 
 
 @dataclass(eq=False)
@@ -196,8 +261,7 @@ class _Operations:
     single: bool  # they are run for one of several experts, and return what they make in a row of one
 
     def __call__(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        made = self.conversion.run(self.operations, given, self.model)
-        return {name: one[0] if self.single or isinstance(one, list) else one for name, one in made.items()}
+        return self.conversion.run(self.operations, given, self.model, single=self.single)
 
     def tried(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return what is made of tensors without bytes; small constants beside them have theirs."""
@@ -228,11 +292,9 @@ class _Operations:
 
 
 def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], dtype: torch.dtype) -> Step:
-    """Let a step be cut along the first dimension, where its parts and what is made of them have one in common.
-
-    All operations that are known work on each row, or block of rows, by itself; that a part of them makes the part
-    of the result is tried on tensors without bytes.
-    """
+    """Let a step be cut along the first dimension, where its parts and what is made of them have one in common. All
+    operations that are known work on each row, or block of rows, by itself; that a part of them makes the part of the
+    result is tried on tensors without bytes."""
     given = {name: [_empty(records[part]) for part in group] for name, group in step.parts.items()}
     large = [one for group in given.values() for one in group if one.numel() > 1]
     units = min((one.shape[0] for one in large if one.ndim), default=1)
@@ -262,20 +324,15 @@ def _numbers(names: Sequence[str]) -> set[int]:
     return {int(part) for part in different[0]}
 
 
-def _is_plain(record: TensorRecord) -> bool:
-    """Whether a stored tensor is a weight that is not quantised."""
-    dtype = DTYPES.get(record.dtype)
-    return dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _is_constant(group: Sequence[TensorRecord]) -> bool:
-    return all(record.dtype in CONSTANTS and record.nbytes <= MOST_CONSTANT for record in group)
-
-
-def _value(record: TensorRecord) -> Tensor:
-    data = bytearray(record.nbytes)
-    read_into(record, memoryview(data))
-    return torch.frombuffer(data, dtype=DTYPES[record.dtype]).view(record.shape)
+def _constants(group: Sequence[TensorRecord]) -> list[Tensor] | None:
+    """Read small whole numbers; None: some are something else."""
+    if not all(record.dtype in CONSTANTS and record.nbytes <= MOST_CONSTANT for record in group):
+        return None
+    data = [bytearray(record.nbytes) for record in group]
+    for record, there in zip(group, data, strict=True):
+        read_into(record, memoryview(there))
+    pairs = zip(group, data, strict=True)
+    return [torch.frombuffer(there, dtype=DTYPES[record.dtype]).view(record.shape) for record, there in pairs]
 
 
 def _empty(record: TensorRecord) -> Tensor:
@@ -285,11 +342,8 @@ def _empty(record: TensorRecord) -> Tensor:
 
 
 def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
-    """Return what to pad weights to whose last blocks of scales are not full, by pattern.
-
-    Raises:
-        Misfit: scales are not those of the blocks that the config names.
-    """
+    """Return what to pad weights to whose last blocks of scales are not full, by pattern. `Misfit`: scales are not
+    those of the blocks that the config names."""
     settings = getattr(getattr(operation, "hf_quantizer", None), "quantization_config", None)
     block, padding = getattr(settings, "weight_block_size", None), {}
     for pattern, group in groups.items():
@@ -299,9 +353,8 @@ def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
         for one, scale in zip(group, scales, strict=True):
             grid = tuple(-(-size // of) for size, of in zip(one.shape[-2:], block, strict=True))
             if scale.shape[-2:] != grid:
-                raise Misfit(
-                    f"{scale.name} is {list(scale.shape)}, and blocks of {list(block)} have {list(grid)} scales"
-                )
+                what = f"{scale.name} is {list(scale.shape)}, and blocks of {list(block)} have {list(grid)} scales"
+                raise Misfit(what)
         rows, columns = (number * of for number, of in zip(scales[0].shape[-2:], block, strict=True))
         if (rows, columns) != tuple(weight.shape[-2:]):
             padding[pattern] = (rows, columns)

@@ -15,16 +15,8 @@ __all__ = ["ModelFiles"]
 
 
 class ModelFiles:
-    """A model's directory, opened: its config and its tokenizer, without weights and without a device.
-
-    Attributes:
-        directory: on this machine.
-        config: the model's own, as `transformers` has it.
-        trusted: whether code that comes with the model may run.
-
-    Raises:
-        ModelError: there is no model, or its config cannot be read.
-    """
+    """A model's directory, opened: its config and its tokenizer, without weights and without a device. `ModelError`:
+    there is no model, or its config cannot be read. `trusted`: whether code that comes with the model may run."""
 
     def __init__(self, settings: LemaConfig, *, trust_remote_code: bool = False) -> None:
         name, revision = settings.model_name_or_path, settings.revision
@@ -34,11 +26,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer in the directory.
-
-        Raises:
-            DataError: there is none.
-        """
+        """The tokenizer in the directory. `DataError`: there is none."""
         how = "put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has code "
         how += "of its own that you trust, add --trust-remote-code"
         return load_tokenizer(self.directory, trusted=self.trusted, how=how)

@@ -1,12 +1,8 @@
 """What goes from layer to layer: the hidden state, and whatever else later layers or the head make use of.
 
-A model's forward is run with recorders in the place of its layers. `Tape` follows the tensors that they return: where
-one is an argument of a later layer, and what the model's own code makes of them on the way (`Step`). When the layers
-run, each does the steps after it, so that nothing of the model's is left to do between two layers.
-
-What is still wanted after a layer goes on as one tensor (`lema.model.capture.Between`). The engine keeps, moves and
-differentiates that as it does a hidden state, which in most models is all there is. Packing several changes no bit of
-them, nor of their gradients: a layer's gradients arrive in the order in which the whole model adds them.
+A model's forward is run with recorders in the place of its layers. `Tape` follows the tensors that they return, and
+what the model's own code makes of them on the way (`Step`); each layer does the steps after it when it runs. A chapter
+of docs/internals/engine.md says why no bit changes by that.
 """
 
 from __future__ import annotations
@@ -91,9 +87,8 @@ class LayerCall:
 
     def run(self, hidden: Tensor, layer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Tensor:
         """Call `layer` with its arguments, `hidden` being what the layer below left; return what is left for the next.
-
-        It is taken apart once, because gradients of two parts would be added in another order than the whole model's.
-        """
+        It is taken apart once, because gradients of two parts would be added in another order than the whole
+        model's."""
         values: dict[int, Any] = {self.hidden: hidden}
         written: dict[int, dict[Any, Any]] = {}
         if self.received is not None:
@@ -133,19 +128,10 @@ class Prelude:
 
 
 class Tape(TorchFunctionMode):
-    """Follows what comes out of the layers through a model's forward, in a `with` block.
-
-    Args:
-        cut: the number of what enters the head; None: it is not known yet.
-        at_cut: called when the forward comes to it; returns what is used in its place.
-        keep: keep every tensor that has a number.
-
-    Attributes:
-        calls: of the layers so far.
-        steps: what was done after each of them.
-        hidden: what the first layer was given.
-        values: with `keep`, by number.
-    """
+    """Follows what comes out of the layers through a model's forward, in a `with` block. `cut`: the number of what
+    enters the head; None: it is not known yet. `at_cut`: called when the forward comes to it; returns what is used in
+    its place. `steps`: what was done after each of them. `hidden`: what the first layer was given. `values`: with
+    `keep`, by number."""
 
     def __init__(
         self, cut: int | None = None, at_cut: Callable[[], Tensor] | None = None, *, keep: bool = False
@@ -216,9 +202,7 @@ class Tape(TorchFunctionMode):
             if not _needed(steps, {goal}, given=number)[1]:
                 yield number
 
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         written = args[0] if out is None and args else out

@@ -36,10 +36,7 @@ def model_inputs(batch: MicroBatch) -> dict[str, Tensor]:
 
 def add_noise(model: PreTrainedModel, alpha: float) -> None:
     """Have the input's embeddings come with noise while the model is in training mode, as `transformers` draws it.
-
-    Raises:
-        ConfigError: the model looks its tokens up in no table.
-    """
+    `ConfigError`: the model looks its tokens up in no table."""
     try:
         table: Any = model.get_input_embeddings()
         assert isinstance(table.weight, Tensor)

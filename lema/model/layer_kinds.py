@@ -26,12 +26,9 @@ Attribute: TypeAlias = tuple[str, str]
 
 
 def compare_layers(layers: Sequence[nn.Module], name: str) -> tuple[tuple[int, ...], tuple[Attribute, ...]]:
-    """Compare the layers of a stack with each other, whose `name` in the model says that `<name>.3` is a layer's.
-
-    Returns:
-        For each layer the number of its kind, in the order in which kinds come: `(0, 0, 1, 0, ...)`; and the attributes
-        in which layers of one kind may differ, since they say which layer it is.
-    """
+    """Compare the layers of a stack with each other, whose `name` in the model says that `<name>.3` is a layer's. It
+    returns for each layer the number of its kind, in the order in which kinds come: `(0, 0, 1, 0, ...)`; and the
+    attributes in which layers of one kind may differ, since they say which layer it is."""
     numbers = frozenset(_numbers(layers))
     labels = set(numbers)
     firsts: list[int] = []
@@ -50,10 +47,8 @@ def compare_layers(layers: Sequence[nn.Module], name: str) -> tuple[tuple[int, .
 
 
 def _numbers(layers: Sequence[nn.Module]) -> Iterator[Attribute]:
-    """Yield the attributes by which a layer knows its number in the stack: they grow by one from layer to layer.
-
-    An attribute of two neighbours only could as well be a switch that is on in one of them, and is none.
-    """
+    """Yield the attributes by which a layer knows its number in the stack: they grow by one from layer to layer. An
+    attribute of two neighbours only could as well be a switch that is on in one of them, and is none."""
     seen: dict[Attribute, dict[int, int]] = {}
     for index, layer in enumerate(layers):
         for path, module in layer.named_modules():

@@ -5,7 +5,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from lema.stream.lease import expand_into
 from lema.stream.placement import LayerBytes, place, views
 from lema.stream.reader import LayerReader, StoredRows
 
-__all__ = ["StoredTensors", "draw_head", "layer_bytes", "load_outside", "place_outside"]
+__all__ = ["StoredTensors", "draw_head", "expanded_weights", "layer_bytes", "load_outside", "place_outside", "put"]
 
 
 def layer_bytes(
@@ -61,7 +61,7 @@ class StoredTensors:
     def read_to_host(self, name: str) -> Tensor:
         """Return a stored tensor in host memory that is its own."""
         placed = self.place([name])
-        return _weights(self._buffer(placed), placed)[name]
+        return expanded_weights(self._buffer(placed), placed)[name]
 
     def rows(self, name: str) -> StoredRows | None:
         """Return the rows of a stored table, which stays on disk; None: they cannot be read one by one."""
@@ -76,7 +76,7 @@ class StoredTensors:
             # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
             return {name: one.to(self.backend.device) for name, one in views(buffer, placed).items()}
         on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
-        found = _weights(on_device, placed)
+        found = expanded_weights(on_device, placed)
         self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
         return found
 
@@ -87,7 +87,7 @@ class StoredTensors:
         return buffer
 
 
-def _weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
+def expanded_weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
     """Return the tensors in memory that was read, quantised ones expanded on the same device."""
     expanded = None
     if placed.expansions:
@@ -100,25 +100,28 @@ def load_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> int:
     """Make every stored tensor that text reaches outside the decoder layers real, on the device; return their bytes.
-
-    Tensors that are tied stay one tensor; those `left_out` stay as they are.
-    """
+    Tensors that are tied stay one tensor; those `left_out` stay as they are."""
     outside, placed = place_outside(model, stored, layers_name, left_out)
     tied = _same_object(model)
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
     for name in outside:
-        _replace(model, name, real[tied.get(name, name)])
-    _show_device(model, stored.backend.device, [layers_name, *left_out])
+        put(model, name, real[tied.get(name, name)])
+    # A model puts its inputs on the device of its first parameter. So that one, of the model and of each model around
+    # its layers, is there where it is not read, too; what stands there takes the memory of one element.
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel) and is_in(layers_name, [name]):
+            first, parameter = next(iter(part.named_parameters(prefix=name)))
+            if parameter.is_meta and not is_in(first, [layers_name, *left_out]):
+                zero = torch.zeros((), dtype=parameter.dtype, device=stored.backend.device)
+                put(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
     return placed.nbytes + placed.expanded_bytes
 
 
 def place_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> tuple[list[str], LayerBytes]:
-    """Name every stored tensor outside the decoder layers that text reaches, and lay them out, tied ones once.
-
-    Those `left_out` are not among them.
-    """
+    """Name every stored tensor outside the decoder layers that text reaches, and lay them out, tied ones once. Those
+    `left_out` are not among them."""
     towers = [layers_name, *find_towers(model)]
     outside = [name for name in stored.records if not is_in(name, towers) and name not in left_out]
     tied = _same_object(model)
@@ -127,9 +130,7 @@ def place_outside(
 
 def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor | None:
     """Draw what no checkpoint has of the head of a text classifier, as `from_pretrained` does after `manual_seed`.
-
-    Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn.
-    """
+    Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn."""
     base = [model.base_model_prefix]
     absent = [name for name, one in model.named_parameters() if one.is_meta and not is_in(name, base)]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in absent)
@@ -148,20 +149,6 @@ def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor
         return torch.get_rng_state() if absent else None
 
 
-def _show_device(model: PreTrainedModel, device: torch.device, on_meta: Sequence[str]) -> None:
-    """Put the first parameter of the model, and of each model around its layers, on the device where it is not read.
-
-    A model puts its inputs on the device of its first parameter. What stands there takes the memory of one element. Of
-    `on_meta`, what is to stay as it is, the layers are the first.
-    """
-    for name, part in model.named_modules():
-        if isinstance(part, PreTrainedModel) and is_in(on_meta[0], [name]):
-            first, parameter = next(iter(part.named_parameters(prefix=name)))
-            if parameter.is_meta and not is_in(first, on_meta):
-                zero = torch.zeros((), dtype=parameter.dtype, device=device)
-                _replace(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
-
-
 def _same_object(model: nn.Module) -> dict[str, str]:
     """Name every parameter by the first name of the same parameter object."""
     first: dict[int, str] = {}
@@ -171,10 +158,13 @@ def _same_object(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _replace(model: nn.Module, name: str, tensor: nn.Parameter) -> None:
+def put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Set a buffer or a parameter: a tensor that is none itself becomes one, and keeps its `requires_grad`."""
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     if leaf in owner._buffers:
         owner._buffers[leaf] = Tensor.detach(tensor)
-    else:
+    elif isinstance(tensor, nn.Parameter):
         owner._parameters[leaf] = tensor
+    else:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=owner.get_parameter(leaf).requires_grad)

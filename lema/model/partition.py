@@ -25,13 +25,9 @@ from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
 from lema.model.weight_names import WRAPPED
+from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import AssembledRecord, part_of
-
-__all__ = [
-    *("held_adapter", "held_records", "held_tensor", "layout_at", "layout_of", "layouts_of", "open_backend"),
-    *("planned_parallel", "whole_adapter", "whole_tensor"),
-]
+from lema.storage.slices import part_of
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
@@ -41,32 +37,27 @@ def layout_of(parameter: Tensor) -> Layout | None:
 
 
 def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
-    """Return what one process reads of each stored tensor of a model whose layers have been divided.
-
-    Raises:
-        ConfigError: a tensor that is divided is stored quantised or in pieces.
-    """
+    """Return what one process reads of each stored tensor of a model whose layers have been divided. `ConfigError`: a
+    tensor that is divided is stored quantised or in pieces."""
     named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in model.named_parameters())
     layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
-    return {
-        name: _held_record(record, layouts[name], parallel.rank) if name in layouts else record
-        for name, record in records.items()
-    }
-
-
-def _held_record(record: Stored, layout: Layout, rank: int) -> Stored:
-    if isinstance(record, QuantizedRecord):
-        what = f"{record.name} is stored quantised, and would have to be divided among processes"
-        how = "open the model as it was before it was quantised, or give each process the whole of it"
-        raise ConfigError(what, where="tensor_parallel_size", how=how)
-    if isinstance(record, AssembledRecord):
-        what = f"{record.name} is put together when it is read, and would have to be divided among processes"
-        how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
-        raise ConfigError(what, where="tensor_parallel_size", how=how)
-    size = record.shape[layout.dim]
-    ranges = [(start, start + length) for start, length in places(layout, size, rank)]
-    assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
-    return part_of(record, layout.dim, ranges)
+    held = dict(records)
+    for name, layout in layouts.items():
+        if (record := records.get(name)) is None:
+            continue
+        if not isinstance(record, TensorRecord):
+            what = "is put together when it is read"
+            how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
+            if isinstance(record, QuantizedRecord):
+                what = "is stored quantised"
+                how = "open the model as it was before it was quantised, or give each process the whole of it"
+            what = f"{record.name} {what}, and would have to be divided among processes"
+            raise ConfigError(what, where="tensor_parallel_size", how=how)
+        size = record.shape[layout.dim]
+        ranges = [(start, start + length) for start, length in places(layout, size, parallel.rank)]
+        assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
+        held[name] = part_of(record, layout.dim, ranges)
+    return held
 
 
 def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Tensor:
@@ -77,11 +68,8 @@ def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Ten
 
 
 def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Tensor:
-    """Put a tensor together from the parts of all processes, each of which calls this; in host memory.
-
-    Raises:
-        DataError: what several processes hold alike is not the same in all of them.
-    """
+    """Put a tensor together from the parts of all processes, each of which calls this; in host memory. `DataError`:
+    what several processes hold alike is not the same in all of them."""
     if parallel.size == 1:
         return part.detach().cpu()
     parts = [one.detach().cpu() for one in parallel.gather(part.detach())]
@@ -90,10 +78,7 @@ def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Ten
 
 def whole_adapter(model: PeftModel, parallel: Parallel) -> dict[str, Tensor] | None:
     """Put everything that trains together, by its name in PEFT's model; every process calls this. None: it is whole.
-
-    Raises:
-        DataError: what several processes hold alike is not the same in all of them.
-    """
+    `DataError`: what several processes hold alike is not the same in all of them."""
     if parallel.size == 1:
         return None
     return {
@@ -116,16 +101,9 @@ def layouts_of(
 ) -> dict[str, Layout]:
     """Return the layout over `tp` ranks of the weight of every linear module and embedding that the model's plan
     covers, by the module's name, `*` standing for every number where the layers are alike; `layout_at` looks one up.
-
-    Args:
-        model: its parameters may be on `meta`.
-        kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
-        kv_multiplier: how many replicas there are; None: as few as can be.
-
-    Raises:
-        ModelError: the model has no plan.
-        ConfigError: a module cannot be divided among so many ranks; it says which, and what would do.
-    """
+    `ModelError`: the model has no plan; `ConfigError`: a module cannot be divided among so many ranks; it says which,
+    and what would do. `kv_layout`: where replicas of keys and values lie, if there are fewer heads of these than ranks.
+    `kv_multiplier`: how many replicas there are; None: as few as can be."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         what = "the model has no tensor-parallel plan"
@@ -137,9 +115,14 @@ def layouts_of(
         module = model.get_submodule(name)
         try:
             if isinstance(module, nn.Embedding):
-                layout = _of_embedding(module, style, tp)
+                by_column = style == "embedding_colwise"
+                size = module.embedding_dim if by_column else module.num_embeddings
+                layout = kinds.replicated(tp) if style in _WHOLE else None
+                if by_column or style == "embedding_rowwise":
+                    layout = kinds.embedding(tp, size, dim=int(by_column))
             elif isinstance(module, nn.Linear):
-                layout = _of_linear(module, style, tp, _attention(model, name, styles), kv_layout, kv_multiplier)
+                heads = _attention(model, name, styles)
+                layout = _of_linear(module, style, tp, heads, kv_layout=kv_layout, kv_multiplier=kv_multiplier)
             else:
                 continue
             if layout is not None:
@@ -154,11 +137,7 @@ def layouts_of(
 
 
 def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
-    """Find the layout of a module in what `layouts_of` returns.
-
-    Raises:
-        ModelError: the plan does not cover the module.
-    """
+    """Find the layout of a module in what `layouts_of` returns. `ModelError`: the plan does not cover the module."""
     found = layouts.get(name) or layouts.get(_pattern(name))
     if found is None:
         what = f"the model's tensor-parallel plan does not say how {name} lies over ranks"
@@ -171,34 +150,18 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _of_embedding(module: nn.Embedding, style: str, tp: int) -> Layout | None:
-    if style == "embedding_rowwise":
-        return kinds.embedding(tp, module.num_embeddings)
-    if style == "embedding_colwise":
-        return kinds.embedding(tp, module.embedding_dim, dim=1)
-    return kinds.replicated(tp) if style in _WHOLE else None
-
-
-def _of_linear(
-    module: nn.Linear,
-    style: str,
-    tp: int,
-    heads: tuple[int, int, int] | None,
-    kv_layout: KvLayout,
-    kv_multiplier: int | None,
-) -> Layout | None:
+def _of_linear(module: nn.Linear, style: str, tp: int, heads: tuple[int, int, int] | None, **kv: Any) -> Layout | None:
     if style not in ("colwise", "rowwise") or heads is None:
         return _of_style(module, style, tp)
     dim = 0 if style == "colwise" else 1
     size, (queries, keys, width) = (module.out_features if dim == 0 else module.in_features), heads
-    options: Any = {"kv_layout": kv_layout, "kv_multiplier": kv_multiplier, "dim": dim}
     if keys < queries and size == keys * width:
-        layout = kinds.kv(tp, queries, keys, **options)
+        layout = kinds.kv(tp, queries, keys, dim=dim, **kv)
         if dim == 0 or layout.kv_multiplier == 1:
             return layout
         what = f"it takes {keys} heads of keys, which would be counted {layout.kv_multiplier} times"
     elif size % queries == 0:
-        return kinds.query(tp, queries, keys, **options)
+        return kinds.query(tp, queries, keys, dim=dim, **kv)
     else:
         what = f"its {size} {'outputs' if dim == 0 else 'inputs'} are neither {queries} heads nor {keys}"
     raise ConfigError(f"this module of an attention cannot be divided: {what}", how="train without tensor parallelism")
@@ -240,21 +203,14 @@ def _of_style(module: nn.Linear, style: str, tp: int) -> Layout | None:
 
 
 def open_backend(config: LemaConfig) -> Backend:
-    """Open the device of a run.
-
-    Raises:
-        BackendUnavailable: it is not installed, or cannot run here.
-        ConfigError: it cannot do what the settings ask for.
-    """
+    """Open the device of a run. `BackendUnavailable`: it is not installed, or cannot run here; `ConfigError`: it cannot
+    do what the settings ask for."""
     return load(config.device, _options(config))
 
 
 def planned_parallel(config: LemaConfig) -> Parallel:
     """Return how the layers of a run would lie over its processes, as one of them sees it; none has to be there.
-
-    Raises:
-        BackendUnavailable, ConfigError: as `open_backend`.
-    """
+    `BackendUnavailable`, `ConfigError`: as `open_backend`."""
     if config.tensor_parallel_size in (None, 1) and not config.sequence_parallel:
         return SingleProcess()
     return planned(config.device, _options(config))

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal
 
@@ -69,16 +70,12 @@ class RowTables:
     """The tables of a model that are looked up row by row, on behalf of the model's own embeddings.
 
     An embedding is one that nothing else shares, such as a head, and that takes nothing but ids; beside the input
-    embeddings only large ones are. Those that train, or are adapted, are whole.
-
-    Args:
-        where: the setting: rows come from "host" memory or from "disk"; "device": all are whole. "auto": from disk,
-            unless layers stay on the device unasked, or it compiles what is run on it, for every number of rows.
-        planned_for: a device, or the name of one, that a plan is made for: nothing is read; None: the model is used.
-        head: the head's weight, where it is leased in pieces: a table that has the same one is not loaded either.
-
-    Raises:
-        ConfigError: the input embeddings cannot be looked up as the setting says.
+    embeddings only large ones are. Those that train, or are adapted, are whole. `ConfigError`: the input embeddings
+    cannot be looked up as the setting says. `where`: the setting: rows come from "host" memory or from "disk";
+    "device": all are whole. "auto": from disk, unless layers stay on the device unasked, or it compiles what is run on
+    it, for every number of rows. `planned_for`: a device, or the name of one, that a plan is made for: nothing is read;
+    None: the model is used. `head`: the head's weight, where it is leased in pieces: a table that has the same one is
+    not loaded either.
     """
 
     def __init__(
@@ -170,11 +167,8 @@ class RowTables:
 
     def keep_whole(self, names: Iterable[str]) -> int:
         """Have some tables whole after all, because they train or are adapted; return what that takes of the device,
-        but for those in layers, which are part of their layer then.
-
-        Raises:
-            ConfigError: the settings ask for the rows of one of them.
-        """
+        but for those in layers, which are part of their layer then. `ConfigError`: the settings ask for the rows of one
+        of them."""
         nbytes = 0
         for name in names:
             table = self._tables[name]
@@ -209,7 +203,12 @@ class RowTables:
             why = self._why_whole(name, module)
             if why is None:
                 row = self._stored.place([name]).read_bytes // module.num_embeddings
-                self._tables[name] = _Table(module, module.weight, nbytes, row, in_layers, self._fetcher(name))
+                fetch: Callable[[Tensor], Tensor] | None = None
+                if not self._planned and self._where == "host":
+                    fetch = partial(torch.index_select, self._stored.read_to_host(name), 0)
+                elif not self._planned and (rows := self._stored.rows(name)) is not None:
+                    fetch = rows.read
+                self._tables[name] = _Table(module, module.weight, nbytes, row, in_layers, fetch)
             elif is_input and asked:
                 raise _refusal(why)
             elif is_input:
@@ -225,16 +224,6 @@ class RowTables:
         if self._where != "host" and self._stored.rows(name) is None:
             return "their rows are stored quantised, or each in several places"
         return None
-
-    def _fetcher(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        if self._planned:
-            return None
-        if self._where == "host":
-            whole = self._stored.read_to_host(name)
-            return lambda ids: whole.index_select(0, ids)
-        rows = self._stored.rows(name)
-        assert rows is not None
-        return rows.read
 
     def _put_in(self) -> None:
         """Have the embeddings look their ids up here: each by itself, its class stays as it is."""

@@ -11,14 +11,14 @@ are real, and each tensor takes time to make.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
@@ -36,13 +36,6 @@ from lema.model.capture import past_layers, tensors_in
 from lema.storage.index import check_inside
 from lema.storage.modelfiles import check_code, read_config_file
 
-__all__ = [
-    *("EmptyOnMeta", "auto_class", "ends_of", "find_layers", "find_towers", "is_in", "main_dtype"),
-    "meta_model",
-    "read_config",
-    "scores_texts",
-]
-
 MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
 MAX_TABLE_BYTES = 256 << 20  # of one table
 MAX_TABLES_BYTES = 2 << 30  # of all the large ones of a model together
@@ -52,19 +45,14 @@ MASKS = frozenset({torch.tril, torch.triu})
 
 
 class SizeLimit(TorchFunctionMode):
-    """Active while a model is built.
-
-    Raises:
-        ModelError: inside, where the model would have too many tensors, or tables that are too large.
-    """
+    """Active while a model is built. `ModelError`: inside, where the model would have too many tensors, or tables that
+    are too large."""
 
     def __init__(self) -> None:
         super().__init__()
         self._tensors = self._bytes = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is torch.empty:
             self._tensors += 1
@@ -93,15 +81,9 @@ UNTOUCHED_FROM = 1 << 20  # bytes
 
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read `config.json` of a model directory.
-
-    Args:
-        trust_remote_code: run the model's own code where it has some; no code is run without it.
-
-    Raises:
-        ModelError: no config, one that this `transformers` cannot read, or one that needs code that is not trusted.
-        WeightsError: trusted code is not there, or is a link out of the directory.
-    """
+    """Read `config.json` of a model directory. `ModelError`: no config, one that this `transformers` cannot read, or
+    one that needs code that is not trusted; `WeightsError`: trusted code is not there, or is a link out of the
+    directory. `trust_remote_code`: run the model's own code where it has some; no code is run without it."""
     read_config_file(directory)
     check_code(directory, trusted=trust_remote_code)
     for file in sorted(directory.glob("*.py")) if trust_remote_code else ():
@@ -149,27 +131,18 @@ def meta_model(
     scores: bool = False,
 ) -> PreTrainedModel:
     """Build the language model of `config`, as `auto_class` says, with every parameter on `meta` and every buffer real.
-
-    Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint.
-
-    Args:
-        dtype: of the parameters; None: the one the config names, else float32.
-        attn_implementation: as in `from_pretrained`; None: transformers' choice.
-        trust_remote_code: as in `read_config`, which checked the code.
-        scores: build the model that scores texts, with `config.num_labels` outputs.
-
-    Raises:
-        ModelError: `transformers` has no causal language model for this config, or it asks for sizes no model has.
-    """
-    if dtype is None:
-        dtype = getattr(config, "dtype", None) or torch.float32
-    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    options["trust_remote_code"] = trust_remote_code
+    Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint. `ModelError`:
+    `transformers` has no causal language model for this config, or it asks for sizes no model has. `dtype`: of the
+    parameters; None: the one the config names, else float32. `attn_implementation`: as in `from_pretrained`; None:
+    transformers' choice. `scores`: build the model that scores texts, with `config.num_labels` outputs."""
+    asked: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **asked}
     kind = AutoModelForSequenceClassification if scores else auto_class(config)
     try:
-        model = _build(kind, config, {"dtype": dtype, **options}, EmptyOnMeta())
+        model = _build(kind, config, options, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
-            model = _build(kind, config, {"dtype": dtype, **options}, nullcontext())
+            model = _build(kind, config, options, nullcontext())
     except LemaError as error:
         raise ModelError(error.what, where=_place(config), how=error.how) from error
     except Exception as error:
@@ -202,21 +175,17 @@ class EmptyOnMeta(TorchFunctionMode):
     take so many that the heap is left full of holes. Large `torch.zeros`, which buffers begin as too, are real, but
     take memory only where they are written to."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         if func is torch.zeros and not {"device", "out", "layout"} & given.keys():
             like = func(*args, **given, device="meta")
-            return _untouched_zeros(like) if like.nbytes >= UNTOUCHED_FROM else func(*args, **given)
+            if like.nbytes < UNTOUCHED_FROM:
+                return func(*args, **given)
+            # The system finds memory for these when they are first written; torch would write them at once.
+            pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            zeros = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
+            return zeros.requires_grad_(like.requires_grad)
         return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))
-
-
-def _untouched_zeros(like: Tensor) -> Tensor:
-    """Return zeros for which the system finds memory when they are first written; torch would write them at once."""
-    pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    zeros = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
-    return zeros.requires_grad_(like.requires_grad)
 
 
 def _build(
@@ -234,11 +203,9 @@ def _build(
 
 
 def main_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype that a model was asked for in, in which it computes.
-
-    `transformers` goes by the first parameter, and that may be one of those that some models have in float32 whatever
-    is asked for. A model whose parameters were converted since has the dtype of the first one.
-    """
+    """Return the dtype that a model was asked for in, in which it computes. `transformers` goes by the first parameter,
+    and that may be one of those that some models have in float32 whatever is asked for. A model whose parameters were
+    converted since has the dtype of the first one."""
     asked: object = getattr(model.config, "dtype", None)
     if isinstance(asked, torch.dtype) and any(one.dtype == asked for one in model.parameters()):
         return asked
@@ -247,11 +214,9 @@ def main_dtype(model: PreTrainedModel) -> torch.dtype:
 
 
 def _make_buffers_again(model: PreTrainedModel) -> None:
-    """Make the buffers that are in no checkpoint as `from_pretrained` does, by the model's own initialisation.
-
-    While the model was built its dtype was the default one, so what a buffer was computed of may have been rounded to
-    it; `from_pretrained` makes such buffers a second time, when that is over.
-    """
+    """Make the buffers that are in no checkpoint as `from_pretrained` does, by the model's own initialisation. While
+    the model was built its dtype was the default one, so what a buffer was computed of may have been rounded to it;
+    `from_pretrained` makes such buffers a second time, when that is over."""
 
     def make(module: nn.Module, owner: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
@@ -268,15 +233,13 @@ def _make_buffers_again(model: PreTrainedModel) -> None:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Find the stack of decoder layers: its dotted name in `model`, and the list itself.
-
-    It is looked for in what the model calls its decoder, so not in the towers of other modalities: first by the
-    config's pipeline plan, then by what `transformers` marks as a layer to checkpoint, then by its length.
-
-    Raises:
-        ModelError: there is no such list, or more than one.
-    """
-    root, decoder = _decoder(model)
+    """Find the stack of decoder layers: its dotted name in `model`, and the list itself. It is looked for in what the
+    model calls its decoder, so not in the towers of other modalities: first by the config's pipeline plan, then by what
+    `transformers` marks as a layer to checkpoint, then by its length. `ModelError`: there is no such list, or more than
+    one."""
+    named = model.get_decoder()
+    asked = ((name, one) for name, one in model.named_modules() if one is named and _outermost_lists(one, name))
+    root, decoder = next(asked, ("", model))  # some call their head a decoder
     lists = _outermost_lists(decoder, root)
     config: PreTrainedConfig = model.config
     plan = getattr(config, "base_model_pp_plan", None) or {}
@@ -300,15 +263,6 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return found[0], lists[found[0]]
 
 
-def _decoder(model: PreTrainedModel) -> tuple[str, nn.Module]:
-    """What the model itself says generates text, and its name; the model where it says nothing."""
-    decoder = model.get_decoder()
-    for name, module in model.named_modules():
-        if module is decoder and _outermost_lists(module, name):  # some call their head a decoder
-            return name, module
-    return "", model
-
-
 def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
     """The lists of modules that are in no other list, nor in a model within the model that reads no tokens."""
     lists: dict[str, nn.ModuleList] = {}
@@ -325,11 +279,9 @@ def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
 
 
 def find_towers(model: PreTrainedModel) -> list[str]:
-    """Name the outermost modules of which text reaches no parameter: those that see images, for one.
-
-    The model's own forward is run without values, on token ids and past its layers, and the parameters that it uses are
-    noted. Of a model that does not run like that everything counts as reached.
-    """
+    """Name the outermost modules of which text reaches no parameter: those that see images, for one. The model's own
+    forward is run without values, on token ids and past its layers, and the parameters that it uses are noted. Of a
+    model that does not run like that everything counts as reached."""
     name, layers = find_layers(model)
     near = [name.rpartition(".")[0]]
     ends = ends_of(model)
@@ -341,7 +293,11 @@ def find_towers(model: PreTrainedModel) -> list[str]:
         unused = set.intersection(*(_unused(model.train(training), layers) for training in (True, False)))
     finally:
         model.train(before)
-    whole = [name for name, module in model.named_modules() if _in_full(name, module, unused)]
+    within = {
+        name: [own for own, _ in module.named_parameters(prefix=name, remove_duplicate=False)]
+        for name, module in model.named_modules()
+    }
+    whole = [name for name, inside in within.items() if inside and unused.issuperset(inside)]
     return [name for name in whole if not is_in(name.rpartition(".")[0], whole)]
 
 
@@ -360,11 +316,6 @@ def is_in(name: str, modules: Iterable[str]) -> bool:
     return any(not module or f"{name}.".startswith(f"{module}.") for module in modules)
 
 
-def _in_full(name: str, module: nn.Module, unused: Collection[str]) -> bool:
-    inside = [own for own, _ in module.named_parameters(prefix=name, remove_duplicate=False)]
-    return bool(inside) and all(own in unused for own in inside)
-
-
 class _Uses(TorchFunctionMode):
     """Notes the tensors that others are computed of."""
 
@@ -372,9 +323,7 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.seen: set[int] = set()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if next(tensors_in([made]), None) is not None:  # asking for a dtype is no use
             self.seen |= {id(tensor) for tensor in tensors_in([args, kwargs])}

@@ -1,12 +1,8 @@
 """A causal language model in three parts: the prelude before the decoder layers, the layers, and the head after them.
 
-All three are the model's own code. The model's forward is run with every layer's `forward` replaced by a recorder, so
-embeddings, masks, rotary tables, final norm, soft-capping and logit scales are the model's own:
-
-- the *prelude* records each layer's arguments and stops at the last layer;
-- the *head* lets the last layer return the true hidden state and runs to the logits.
-
-Both take the model's forward as a function (`Run`), because a trainer may call a part of the model alone.
+All three are the model's own code: its forward is run with every layer's `forward` replaced by a recorder. The prelude
+and the head take that forward as a function (`Run`), because a trainer may call a part of the model alone. The first
+chapters of docs/internals/engine.md tell how.
 """
 
 from __future__ import annotations
@@ -51,19 +47,11 @@ def _stop() -> Tensor:
 
 
 class Split:
-    """The parts of one model. The layers' weights are given at each call; all others are the model's own.
-
-    Args:
-        model: the model, adapters attached or not; every parameter outside the decoder layers is real.
-        compiled: run layers compiled, where they can be.
-        parallel: the processes that hold the model together; None: the backend's.
-
-    Attributes:
-        lazy: whether the device compiles what is run on it, and its tensors have no addresses. It is then not asked
-            for values, because each answer would be a graph to compile.
-        tables: the embeddings that are looked up row by row; None: all are whole.
-        dtype: in which the layers compute.
-    """
+    """The parts of one model. The layers' weights are given at each call; all others are the model's own. `model`: the
+    model, adapters attached or not; every parameter outside the decoder layers is real. `parallel`: the processes that
+    hold the model together; None: the backend's. `lazy`: whether the device compiles what is run on it, and its tensors
+    have no addresses. It is then not asked for values, because each answer would be a graph to compile. `tables`: the
+    embeddings that are looked up row by row; None: all are whole."""
 
     def __init__(
         self, model: PreTrainedModel, backend: Backend, *, compiled: bool = False, parallel: Parallel | None = None
@@ -96,14 +84,10 @@ class Split:
         differentiate: bool = False,
         run: Run | None = None,
     ) -> Prelude:
-        """Run the model up to its layers.
-
-        Args:
-            batch: `input_ids`, int64 `[batch, sequence]`, and what else the model's forward takes.
-            first_layer_weights: of layer 0, by name; used once, to learn what a layer returns.
-            differentiate: let the hidden state keep its graph, where something before the layers trains.
-            run: what to run; None: the model on `batch`.
-        """
+        """Run the model up to its layers. `batch`: `input_ids`, int64 `[batch, sequence]`, and what else the model's
+        forward takes. `first_layer_weights`: of layer 0, by name; used once, to learn what a layer returns.
+        `differentiate`: let the hidden state keep its graph, where something before the layers trains. `run`: what to
+        run; None: the model on `batch`."""
         if self.model.training not in self._cut:
             self._learn(self._few(batch), first_layer_weights)
         # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
@@ -146,10 +130,8 @@ class Split:
             return run()
 
     def known(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether `prelude` needs no weights: once what layers return is learnt, on a lazy device from their shapes.
-
-        A model whose forward looks at values is learnt as on other devices, which finds out what cannot be split, too.
-        """
+        """Whether `prelude` needs no weights: once what layers return is learnt, on a lazy device from their shapes. A
+        model whose forward looks at values is learnt as on other devices, which finds out what cannot be split, too."""
         if not self.lazy or self.model.training in self._cut:
             return self.model.training in self._cut
         device, marked = self._backend.device, self._mark_absent
@@ -239,11 +221,9 @@ class Split:
             return torch.func.functional_call(layer, self._renamed(index, weights), args, kwargs, tie_weights=False)
 
     def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
-        """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`.
-
-        The part of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown
-        away. `cut` is the number of what is given to the head; None: as was learnt.
-        """
+        """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part
+        of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown away. `cut`
+        is the number of what is given to the head; None: as was learnt."""
         looked_at = batch is not None
         if batch is None:
             # Any token but padding, because padding could be masked.
@@ -254,10 +234,8 @@ class Split:
 
     def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, looked_at: bool = False) -> Any:
         """Return what `run` returns if the last layer's output is `hidden`; what it does before that is thrown away.
-
         The generator is put back before the head begins: what it draws is what the whole model would draw. `cut` is as
-        in `head`; `looked_at`: embeddings are looked up all the same.
-        """
+        in `head`; `looked_at`: embeddings are looked up all the same."""
         state, entered = self._backend.rng_state(), list[Tensor]()
 
         def enter() -> Tensor:
@@ -304,10 +282,8 @@ class Split:
 
     def _check(self, few: Mapping[str, Tensor]) -> None:
         """Make sure that the model is a prelude, layers one after the other, and a head; find where that begins.
-
-        Raises:
-            ModelError: what comes out of layers cannot be followed to later ones, or the head needs all tokens at once.
-        """
+        `ModelError`: what comes out of layers cannot be followed to later ones, or the head needs all tokens at
+        once."""
         tape = Tape(keep=True)
         with torch.enable_grad():  # because the graphs say what depends on what layers return
             logits = self._followed(tape, partial(self._logits, few), capture.as_leaf)

@@ -12,7 +12,7 @@ import copy
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +35,6 @@ from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored, fold
 from lema.storage.slices import AssembledRecord
 from lema.stream.placement import DTYPES
-
-__all__ = [
-    *("LayerNames", "NameMap", "checkpoint_dtype", "grouped", "map_names", "match_names", "stored_name"),
-    *("target_dtypes", "warn_of_unused"),
-]
 
 HALVES = ("F16", "BF16")
 SHOWN = 8  # kinds of names in one line
@@ -67,31 +62,21 @@ class NameMap:
 
 
 def match_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> dict[str, Stored]:
-    """Find where every tensor of the model is stored.
-
-    Tied names that are stored once get the same record. Buffers the checkpoint need not store have none. Tensors on
-    disk that the model has no place for are named in a warning.
-
-    Raises:
-        ModelError, WeightsError: as `map_names`.
-    """
+    """Find where every tensor of the model is stored. Tied names that are stored once get the same record. Buffers the
+    checkpoint need not store have none. Tensors on disk that the model has no place for are named in a warning.
+    `ModelError`, `WeightsError`: as `map_names`."""
     names = map_names(model, index)
     warn_of_unused(names, stacklevel=3)
     return names.stored | {name: names.stored[source] for name, source in names.tied.items()}
 
 
 def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
-    """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes.
-
-    A tensor of the model that is not on disk is an error, where `from_pretrained` would draw it at random; but for the
-    head that scores texts, which `draw_head` draws. One on disk that the model has no place for is no error: published
-    checkpoints carry towers and prediction layers of other uses.
-
-    Raises:
-        ModelError: the checkpoint is quantised in a form that is not read here.
-        WeightsError: tensors are missing, stored twice, of another shape or of a type the model cannot be loaded from,
-            or scales of quantised ones are; all are named, with those not used.
-    """
+    """Decide for every tensor of the model where it comes from, and for every tensor on disk where it goes. A tensor of
+    the model that is not on disk is an error, where `from_pretrained` would draw it at random; but for the head that
+    scores texts, which `draw_head` draws. One on disk that the model has no place for is no error: published
+    checkpoints carry towers and prediction layers of other uses. `ModelError`: the checkpoint is quantised in a form
+    that is not read here; `WeightsError`: tensors are missing, stored twice, of another shape or of a type the model
+    cannot be loaded from, or scales of quantised ones are; all are named, with those not used."""
     stored = fold(index)
     ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
     parts = (model.config, model.config.get_text_config(decoder=True))  # some say it of the part that reads text
@@ -111,14 +96,15 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     filled = names.stored.keys() | {conversion.first for conversion in conversions}
     missing = _tie_and_keep(model, names, [name for name in state if name not in filled], filled)
     if missing or twice or misshapen or mistyped:
-        complaints = [
-            _complaint("missing", missing),
-            _complaint("not used", [f"{record.name} in {record.file.name}" for record in names.unused]),
-            _complaint("stored twice under different names", twice),
-            _complaint("of another shape", misshapen),
-            _complaint("of a type the model cannot be loaded from", mistyped),
-        ]
-        what = "\n".join(["the checkpoint does not fit the model", *filter(None, complaints)])
+        complaints = {
+            "missing": missing,
+            "not used": [f"{record.name} in {record.file.name}" for record in names.unused],
+            "stored twice under different names": twice,
+            "of another shape": misshapen,
+            "of a type the model cannot be loaded from": mistyped,
+        }
+        listed = ["\n    ".join([f"  {len(items)} {what}:", *items]) for what, items in complaints.items() if items]
+        what = "\n".join(["the checkpoint does not fit the model", *listed])
         how = "check that config.json and the weights are of the same model"
         raise WeightsError(what, where=str(index.path), how=how)
     return names
@@ -160,12 +146,8 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
 
 
 def _open_quantizer(settings: Any, path: Path) -> HfQuantizer:
-    """Return the quantizer of `transformers` whose operations expand what is stored.
-
-    Raises:
-        ModelError: `transformers` cannot expand weights of this method.
-        ConfigError: the method's library is not installed.
-    """
+    """Return the quantizer of `transformers` whose operations expand what is stored. `ModelError`: `transformers`
+    cannot expand weights of this method; `ConfigError`: the method's library is not installed."""
     chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
     found = chosen.get("quant_method")
     method = str(getattr(found, "value", found))
@@ -198,15 +180,18 @@ def _assign(
     state: dict[str, Tensor],
     quantizer: HfQuantizer | None,
 ) -> tuple[NameMap, list[Conversion], list[str]]:
-    """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does.
-
-    Returns the map, the conversions that fill the rest, and the names that two tensors claim.
-    """
+    """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does. Returns the map,
+    the conversions that fill the rest, and the names that two tensors claim."""
     transforms = [] if index.in_memory_names else get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    ignorable = _ignorable_unexpected(model)
+    # Stored tensors nobody needs: those the model class lists, and two buffers that moved in all models at once.
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    for end, moved in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
+        patterns |= {moved} if any(name.endswith(end) for name in buffers) else set()
+    ignorable = _any_of(patterns)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
     tried: dict[Any, Any] = {}
@@ -217,8 +202,7 @@ def _assign(
         if target not in state and name in state:
             target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if target not in state:
-            ignore = ignorable is not None and ignorable.search(target)
-            (names.ignored if ignore else names.unused).append(record)
+            (names.ignored if ignorable.search(target) else names.unused).append(record)
         elif target in names.stored or (pattern is None and target in conversions):
             other = names.stored.get(target) or conversions[target].sources[0][1]
             twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
@@ -258,11 +242,9 @@ def _add(
 
 
 def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
-    """Say which tensors are whole numbers where the model computes with fractions, or the other way round.
-
-    Any floating type is cast to the model's, as `from_pretrained` does; but two types of 16 bits are never in one
-    checkpoint, and what is read as the other is noise.
-    """
+    """Say which tensors are whole numbers where the model computes with fractions, or the other way round. Any floating
+    type is cast to the model's, as `from_pretrained` does; but two types of 16 bits are never in one checkpoint, and
+    what is read as the other is noise."""
     plain = [(name, record) for name, record in names.stored.items() if isinstance(record, TensorRecord)]
     assembled = [(name, record) for name, record in names.stored.items() if isinstance(record, AssembledRecord)]
     plain += [(name, one) for name, record in assembled for one in {piece.record: None for piece in record.pieces}]
@@ -276,21 +258,18 @@ def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> list[str]:
-    """Fill what is missing from tied partners and from the model's own buffers; return what is still missing.
-
-    Tying is symmetric, as in `from_pretrained`: whichever name of a tied group is stored fills the others.
-    """
+    """Fill what is missing from tied partners and from the model's own buffers; return what is still missing. Tying is
+    symmetric, as in `from_pretrained`: whichever name of a tied group is stored fills the others."""
     groups: dict[str, list[str]] = {}
     for target, source in model.all_tied_weights_keys.items():
         groups.setdefault(source, [source]).append(target)
     for group in groups.values():
         if stored := next((name for name in group if name in filled), None):
             names.tied |= {name: stored for name in group if name in missing}
-    patterns = model._keys_to_ignore_on_load_missing
-    ignorable = re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
+    ignorable = _any_of(model._keys_to_ignore_on_load_missing or ())
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     missing = [name for name in missing if name not in names.tied]
-    names.kept = [name for name in missing if name in buffers and ignorable and ignorable.search(name)]
+    names.kept = [name for name in missing if name in buffers and ignorable.search(name)]
     missing = [name for name in missing if name not in names.kept]
     if scores_texts(model):
         missing = [name for name in missing if is_in(name, [model.base_model_prefix])]
@@ -298,19 +277,8 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
     return [name for name in missing if not is_in(name, towers)]
 
 
-def _ignorable_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:
-    """Stored tensors nobody needs: those the model class lists, and two buffers that moved in all models at once."""
-    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.add(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.add(r"(^|\.)position_ids$")
-    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
-
-
-def _complaint(what: str, items: list[str]) -> str:
-    return "\n".join([f"  {len(items)} {what}:", *(f"    {item}" for item in items)]) if items else ""
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or "(?!)")  # which nothing matches
 
 
 WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps
@@ -322,11 +290,8 @@ def stored_name(name: str) -> str:
 
 
 class LayerNames:
-    """The names in one layer, as its modules are now.
-
-    Args:
-        layer: adapters attached or not. A parameter that trains is its own; what is leased in its place is left out.
-    """
+    """The names in one layer, as its modules are now. `layer`: adapters attached or not. A parameter that trains is its
+    own; what is leased in its place is left out."""
 
     def __init__(self, layer: nn.Module) -> None:
         parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}

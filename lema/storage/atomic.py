@@ -21,6 +21,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +32,7 @@ from lema.storage.manifest import check_manifest, write_manifest
 __all__ = ["appearing", "commit", "discard", "flush", "free_directory", "replace_file", "replacing", "settle"]
 
 READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+LOCKABLE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC  # of a file
 # What `flock` says on a file system without locks, or with locks of files alone (a network's).
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EISDIR}
 PART, OLD, GONE = "part", "old", "gone"
@@ -38,12 +40,10 @@ LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
 
 
 def commit(directory: Path, fill: Callable[[Path], object]) -> None:
-    """Have a directory appear under its name, complete; one that is there already is replaced.
-
-    `fill` writes all that is in it, but for the manifest, into the directory it is given. The directories above are
-    made where they do not exist. `Exception`: whatever `fill` raises; `OSError`: it could not be written; `DiskError`:
-    it does not read back as it was written. What was there before is then untouched, and nothing is left behind.
-    """
+    """Have a directory appear under its name, complete; one that is there already is replaced. `fill` writes all that
+    is in it, but for the manifest, into the directory it is given. The directories above are made where they do not
+    exist. `Exception`: whatever `fill` raises; `OSError`: it could not be written; `DiskError`: it does not read back
+    as it was written. What was there before is then untouched, and nothing is left behind."""
     with _named_when_whole(directory) as part:
         fill(part)
         settle(part)
@@ -70,7 +70,7 @@ def appearing(directory: Path) -> Iterator[Path]:
 def _named_when_whole(directory: Path) -> Iterator[Path]:
     _make(directory.parent)
     sweep(directory.parent, directory.name)
-    part, descriptor = _begin(directory)
+    descriptor, part = _begin(directory, PART, Path.mkdir, READ)
     try:
         yield part
         _rename(part, directory)
@@ -97,30 +97,27 @@ def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None
             found = LEFT.fullmatch(left.name)
             if found is None or left.is_symlink() or not left.is_dir():
                 continue
-            if found["name"] == name or re.fullmatch(r"checkpoint-\d+", found["name"]):
-                _clear(left, parent / found["name"], found["kind"], alone=alone)
+            if found["name"] != name and not re.fullmatch(r"checkpoint-\d+", found["name"]):
+                continue
+            directory, kind = parent / found["name"], found["kind"]
+            # What another process has cleared meanwhile, or owns, is not ours to touch.
+            with suppress(OSError), _locked(left, wait=False) as held:
+                if (held or alone) and kind == OLD and not directory.exists():
+                    left.rename(directory)
+                elif held or alone:
+                    shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
 
 
-def _clear(left: Path, directory: Path, kind: str, *, alone: bool) -> None:
-    # What another process has cleared meanwhile, or owns, is not ours to touch.
-    with suppress(OSError), _locked(left, wait=False) as held:
-        if not (held or alone):
-            return
-        if kind == OLD and not directory.exists():
-            left.rename(directory)
-        else:
-            shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
-
-
-def _begin(directory: Path) -> tuple[Path, int]:
+def _begin(target: Path, kind: str, make: Callable[[Path], object], flags: int) -> tuple[int, Path]:
+    """Make a directory or a file that is to become `target`, and open and lock it."""
     while True:
-        part = _aside(directory, PART)
-        part.mkdir()
+        path = _aside(target, kind)
+        make(path)
         with suppress(FileNotFoundError):  # another process may sweep it between its making and its locking
-            descriptor = os.open(part, READ)
+            descriptor = os.open(path, flags)
             _lock(descriptor, wait=True)
-            if part.exists():
-                return part, descriptor
+            if path.exists():
+                return descriptor, path
             os.close(descriptor)
 
 
@@ -205,17 +202,11 @@ def open_partial(file: Path) -> tuple[int, Path]:
     with suppress(FileNotFoundError):
         for left in filter(lambda other: pattern.fullmatch(other.name), sorted(file.parent.iterdir())):
             # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
-            with suppress(OSError), _locked(left, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, wait=False) as held:
+            with suppress(OSError), _locked(left, LOCKABLE, wait=False) as held:
                 if held:
                     left.unlink()
-    while True:
-        partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
-        # 0o666 and not mkstemp's 0o600: the file gets the permissions the umask gives any other.
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        _lock(descriptor, wait=True)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor, partial
-        os.close(descriptor)  # another run swept it between its making and its locking
+    # Not mkstemp, because the file gets the permissions that the umask gives any other.
+    return _begin(file, "partial", partial(Path.touch, exist_ok=False), LOCKABLE)
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
@@ -233,14 +224,14 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
 def partial_file(file: Path) -> Iterator[tuple[int, Path]]:
     """Give what `open_partial` returns; the new file takes the name `file` at the end, on disk, or goes on failure.
     `OSError`: it could not be written; what was there before is untouched."""
-    descriptor, partial = open_partial(file)
+    descriptor, path = open_partial(file)
     try:
-        yield descriptor, partial
+        yield descriptor, path
         os.fsync(descriptor)
-        partial.replace(file)  # before it is closed, because what is not locked may be swept
+        path.replace(file)  # before it is closed, because what is not locked may be swept
     except BaseException:
         with suppress(OSError):  # because the error that brought us here is the one to tell
-            partial.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)

@@ -21,13 +21,11 @@ THREADS = 2  # writes under way: a disk is idle between them otherwise
 
 
 class BlockFile:
-    """A file of known size, filled through views of memory that are written behind the caller's back.
-
-    The views may be asked for in any order of offsets, but no byte twice. The space is taken at once, so a full disk is
-    noticed before the work; a write that fails is raised by a later call. `OSError`: the disk is full or failing; so do
-    all methods but `close`. The `descriptor`, open for reading and writing, stays open; by `path` the file is opened a
-    second time, past the page cache.
-    """
+    """A file of known size, filled through views of memory that are written behind the caller's back. The views may be
+    asked for in any order of offsets, but no byte twice. The space is taken at once, so a full disk is noticed before
+    the work; a write that fails is raised by a later call. `OSError`: the disk is full or failing; so do all methods
+    but `close`. The `descriptor`, open for reading and writing, stays open; by `path` the file is opened a second time,
+    past the page cache."""
 
     def __init__(self, descriptor: int, path: Path, size: int) -> None:
         self._plain, self._size = descriptor, size

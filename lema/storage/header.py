@@ -7,14 +7,16 @@ https://github.com/huggingface/safetensors#format demands, and gives no tensor a
 import json
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lema.errors import WeightsError
 
-__all__ = ["DTYPE_BITS", "TensorRecord", "damaged", "open_regular", "parse_json", "read_header", "regular_size"]
+__all__ = ["DTYPE_BITS", "TensorRecord", "damaged", "parse_json", "read_header", "read_json", "regular_size"]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
@@ -41,7 +43,7 @@ def read_header(file: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
     """The metadata and the tensors of one safetensors file, these in the order of their bytes. `WeightsError`: the file
     is missing, not a regular file, truncated, or its header is not sound."""
     size = regular_size(file)
-    with open_regular(file) as stream:
+    with _readable(file), file.open("rb") as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:
             raise damaged(file, f"it is {size} bytes long, too short for a safetensors header")
@@ -123,26 +125,29 @@ def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
 
 def regular_size(file: Path) -> int:
     """Bytes of a file that is there and is neither a pipe nor a device, which could block or never end."""
-    try:
+    with _readable(file):
         status = file.stat()
-    except OSError as error:
-        raise _unopened(file, error) from error
     if not stat.S_ISREG(status.st_mode):
         raise WeightsError(f"{file.name} is not a regular file", where=str(file), how="give a regular file")
     return status.st_size
 
 
-def open_regular(file: Path) -> BinaryIO:
-    """Open a file whose size was asked before."""
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
     try:
-        return file.open("rb")
+        yield
     except OSError as error:
-        raise _unopened(file, error) from error
+        what = f"{file.name} cannot be opened ({error.strerror})"
+        raise WeightsError(what, where=str(file), how="check the path and its permissions") from error
 
 
-def _unopened(file: Path, error: OSError) -> WeightsError:
-    what = f"{file.name} cannot be opened ({error.strerror})"
-    return WeightsError(what, where=str(file), how="check the path and its permissions")
+def read_json(file: Path, limit: int, kind: str) -> dict[str, Any]:
+    """Read the JSON object in a small file. `WeightsError`: it is not there, no regular file, or no JSON object, or has
+    more than the `limit` of bytes for its `kind`."""
+    if (size := regular_size(file)) > limit:
+        raise damaged(file, f"it is {size} bytes long, more than the {limit} {kind} may have")
+    with _readable(file):
+        return parse_json(file, file.read_bytes())
 
 
 def damaged(file: Path, what: str) -> WeightsError:

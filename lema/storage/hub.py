@@ -7,6 +7,7 @@ own environment variables.
 
 import os
 from pathlib import Path
+from typing import Any
 
 from lema.errors import DiskError, WeightsError
 from lema.storage.diskspace import is_full
@@ -30,18 +31,15 @@ def resolve_model(
 ) -> Path:
     """Find the local directory of a model, downloading it from the hub if it is a hub id not yet in the cache.
 
-    Whatever exists on disk, or is spelt like a path, is never sent to the hub.
+    Whatever exists on disk, or is spelt like a path, is never sent to the hub. `ConfigError`: code is trusted and
+    `revision` is not a commit; `WeightsError`: there is no such directory, or the hub does not have the model or does
+    not give it; `DiskError`: the disk filled up while downloading.
 
     Args:
         name_or_path: a model directory; a `.safetensors` file or index in one; or a hub id such as `org/name`.
         revision: branch, tag or commit on the hub; not used for local models.
         trust_remote_code: fetch the model's code as well; on the hub it must be pinned by a commit.
         download: ask the hub for what is not in the cache.
-
-    Raises:
-        ConfigError: code is trusted and `revision` is not a commit.
-        WeightsError: there is no such directory, or the hub does not have the model or does not give it.
-        DiskError: the disk filled up while downloading.
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
@@ -68,58 +66,43 @@ def own_weights(name_or_path: str | os.PathLike[str], directory: Path) -> Path:
 
 def _download(name: str, revision: str | None, files: tuple[str, ...], online: bool) -> Path:
     # Imported here: the command line must not pay for it when the model is local.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download
 
     where = name if revision is None else f"{name} at revision {revision}"
     try:
-        directory = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(files),
-            ignore_patterns=list(IGNORED_FILES),
-            local_files_only=not online,
-        )
-    except HFValidationError as error:
-        what = f"{name!r} is neither an existing directory nor a hub id"
-        raise WeightsError(what, where=where, how="check the path, or give org/name") from error
-    except GatedRepoError as error:
-        what = f"the hub gives {name} only to accounts that accepted its terms"
-        how = f"accept them at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+        patterns: dict[str, Any] = {"allow_patterns": list(files), "ignore_patterns": list(IGNORED_FILES)}
+        directory = Path(snapshot_download(name, revision=revision, local_files_only=not online, **patterns))
+    except (errors.HFValidationError, OSError) as error:
+        cause = error.__cause__
+        match error:
+            case errors.HFValidationError():
+                what = f"{name!r} is neither an existing directory nor a hub id"
+                how = "check the path, or give org/name"
+            case errors.GatedRepoError():
+                what = f"the hub gives {name} only to accounts that accepted its terms"
+                how = f"accept them at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+            case errors.RepositoryNotFoundError():
+                what = f"{name!r} is not a local directory, and the hub has no such model (or it is private)"
+                how = "check the spelling; for a private model set HF_TOKEN"
+            case errors.RevisionNotFoundError():
+                what, how = f"the hub has no such revision of {name}", "check the revision"
+            case errors.LocalEntryNotFoundError() if not online:
+                what = f"{name!r} is neither a local directory nor in the hub cache"
+                how = f"check the path; or fetch it first: hf download {name}"
+            case errors.LocalEntryNotFoundError():
+                answered = isinstance(cause, errors.HfHubHTTPError)
+                why = f"the hub answered: {cause}" if answered else "the hub cannot be reached"
+                what = f"{name!r} is not a local directory, is not in the hub cache, and {why}"
+                how = "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory"
+            case errors.HfHubHTTPError():
+                what, how = f"the hub did not give the model: {error}", "try again later"
+            case OSError() if is_full(error):
+                what = f"the disk is full: {name} could not be downloaded"
+                how = "free space, or set HF_HOME to a larger disk; what was downloaded is kept"
+                raise DiskError(what, where=str(error.filename or "hub cache"), how=how) from error
+            case _:
+                what, how = f"the hub cannot be reached: {error}", "check the connection"
         raise WeightsError(what, where=where, how=how) from error
-    except RepositoryNotFoundError as error:
-        what = f"{name!r} is not a local directory, and the hub has no such model (or it is private)"
-        raise WeightsError(what, where=where, how="check the spelling; for a private model set HF_TOKEN") from error
-    except RevisionNotFoundError as error:
-        raise WeightsError(f"the hub has no such revision of {name}", where=where, how="check the revision") from error
-    except LocalEntryNotFoundError as error:
-        answered = isinstance(error.__cause__, HfHubHTTPError)
-        why = f"the hub answered: {error.__cause__}" if answered else "the hub cannot be reached"
-        what = f"{name!r} is not a local directory, is not in the hub cache, and {why}"
-        how = "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory"
-        if not online:
-            what = f"{name!r} is neither a local directory nor in the hub cache"
-            how = f"check the path; or fetch it first: hf download {name}"
-        raise WeightsError(what, where=where, how=how) from error
-    except HfHubHTTPError as error:
-        raise WeightsError(f"the hub did not give the model: {error}", where=where, how="try again later") from error
-    except OSError as error:
-        if is_full(error):
-            what = f"the disk is full: {name} could not be downloaded"
-            how = "free space, or set HF_HOME to a larger disk; what was downloaded is kept"
-            raise DiskError(what, where=str(error.filename or "hub cache"), how=how) from error
-        raise WeightsError(f"the hub cannot be reached: {error}", where=where, how="check the connection") from error
-    return _with_weights(Path(directory), where)
-
-
-def _with_weights(directory: Path, where: str) -> Path:
     if not any(directory.glob("*.safetensors")):
         raise WeightsError(
             "there are no .safetensors weights of this model (other formats are pickled and can run code)",

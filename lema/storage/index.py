@@ -5,19 +5,10 @@ name only files of its own directory; the hub cache, whose snapshots are links i
 """
 
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lema.errors import WeightsError
-from lema.storage.header import (
-    MAX_HEADER_BYTES,
-    TensorRecord,
-    damaged,
-    open_regular,
-    parse_json,
-    read_header,
-    regular_size,
-)
+from lema.storage.header import MAX_HEADER_BYTES, TensorRecord, damaged, read_header, read_json
 
 __all__ = ["INDEX_NAME", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
 
@@ -29,40 +20,35 @@ MAX_NAME = 200  # characters; file systems have 255 bytes
 SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
 
-class GlobalBinaryIndex(Mapping[str, TensorRecord]):
+class GlobalBinaryIndex(dict[str, TensorRecord]):
     """Every tensor of a model, by name, over all its files; the headers are read and checked, the tensors are not.
-
     `path` is a model directory, one `.safetensors` file, or a `.safetensors.index.json`. The names come in the order of
     the files' names and, within a file, of the bytes. `WeightsError`: a file is missing, damaged, not safetensors, or
-    lies outside the directory.
-    """
+    lies outside the directory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         entry = _entry(self.path)
         self.root = entry.parent  # the directory the files lie in
-        weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else None
-        self.files = (entry,) if weight_map is None else _shards(entry, weight_map)
-        self.records: dict[str, TensorRecord] = {}
+        weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else {}
+        self.files = tuple(entry.parent / name for name in sorted(set(weight_map.values()))) or (entry,)
         self.metadata: dict[Path, dict[str, str]] = {}  # file -> the strings its writer left in the header
         for file in self.files:
             self.metadata[file], records = read_header(file)
             for name, record in records.items():
-                if (other := self.records.get(name)) is not None:
+                if (other := self.get(name)) is not None:
                     how = "delete the shard left over from another download or save"
                     raise WeightsError(f"tensor {name!r} is stored twice", where=f"{other.file} and {file}", how=how)
-                self.records[name] = record
-        if weight_map is not None:
-            self._check_promises(entry, weight_map)
-
-    def __getitem__(self, name: str) -> TensorRecord:
-        return self.records[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.records)
-
-    def __len__(self) -> int:
-        return len(self.records)
+                self[name] = record
+        broken = [
+            f"{name} (in {file})"
+            for name, file in weight_map.items()
+            if name not in self or self[name].file.name != file
+        ]
+        if broken:
+            what = f"{len(broken)} tensors are not in the file the index names: {', '.join(broken)}"
+            how = "download the model again; index and shards come from different saves"
+            raise WeightsError(what, where=str(entry), how=how)
 
     def __repr__(self) -> str:
         return f"GlobalBinaryIndex({str(self.path)!r}: {len(self)} tensors, {len(self.files)} files, {self.nbytes} B)"
@@ -75,26 +61,11 @@ class GlobalBinaryIndex(Mapping[str, TensorRecord]):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(record.nbytes for record in self.records.values())
-
-    def _check_promises(self, index: Path, weight_map: dict[str, str]) -> None:
-        broken = [
-            f"{name} (in {file})"
-            for name, file in weight_map.items()
-            if name not in self.records or self.records[name].file.name != file
-        ]
-        if broken:
-            what = f"{len(broken)} tensors are not in the file the index names: {', '.join(broken)}"
-            how = "download the model again; index and shards come from different saves"
-            raise WeightsError(what, where=str(index), how=how)
+        return sum(record.nbytes for record in self.values())
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    size = regular_size(index)
-    if size > MAX_HEADER_BYTES:
-        raise damaged(index, f"it is {size} bytes long, more than the {MAX_HEADER_BYTES} an index may have")
-    with open_regular(index) as stream:
-        weight_map = parse_json(index, stream.read()).get("weight_map")
+    weight_map = read_json(index, MAX_HEADER_BYTES, "an index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "it has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
@@ -103,24 +74,13 @@ def _read_weight_map(index: Path) -> dict[str, str]:
             what = f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file beside it"
             how = "an index may only name files of its own directory; do not use this model unless you trust it"
             raise WeightsError(what, where=f"{index}: weight_map[{name!r}]", how=how)
-    return weight_map
-
-
-def _shards(index: Path, weight_map: dict[str, str]) -> tuple[Path, ...]:
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    if missing := [file.name for file in files if not _is_there(file)]:
+    files = sorted(set(weight_map.values()))
+    if missing := [file for file in files if not os.path.exists(index.parent / file)]:  # noqa: PTH110 - of any name
         what = f"{len(missing)} files of the model are missing: {', '.join(missing)}"
         raise WeightsError(what, where=str(index), how="download the model again; the copy is not complete")
     for file in files:
-        check_inside(file)
-    return tuple(files)
-
-
-def _is_there(file: Path) -> bool:
-    try:
-        return file.exists()
-    except (OSError, ValueError):  # no file can have such a name
-        return False
+        check_inside(index.parent / file)
+    return weight_map
 
 
 def check_inside(file: Path) -> None:
@@ -144,34 +104,25 @@ def check_inside(file: Path) -> None:
 def _entry(path: Path) -> Path:
     """The file to begin with: the single file, or the index of a sharded model."""
     if path.is_dir():
-        entry = _entry_of_directory(path)
-        check_inside(entry)
-        return entry
+        files = sorted(path.glob("*.safetensors"))
+        weights = [file for file in files if not file.name.startswith("adapter_")]
+        # The names in the order transformers looks for them.
+        named = [path / name for name in (SINGLE_NAME, INDEX_NAME) if os.path.lexists(path / name)]
+        if named or len(weights) == 1:
+            check_inside(entry := [*named, *weights][0])
+            return entry
+        what = "only adapter weights" if files else "no .safetensors file"
+        what, how = f"there is {what} in {path}", "give the directory of the base model"
+        if weights:
+            what = f"{len(weights)} .safetensors files and no index: {', '.join(file.name for file in weights)}"
+            how = f"add {INDEX_NAME}, or name the one file that holds the model"
+        elif binaries := sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern)):
+            what = f"the weights are pickled ({', '.join(binaries)}): such files can run code and cannot be streamed"
+            how = "if you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
+        raise WeightsError(what, where=str(path), how=how)
     if path.name.endswith((".safetensors", ".json")) and path.exists():
         return path
     if path.exists():
         what = f"{path.name} is not a safetensors file"
         raise WeightsError(what, where=str(path), how="give a model directory or a .safetensors file")
     raise WeightsError(f"{path} does not exist", where=str(path), how="check the path of the model")
-
-
-def _entry_of_directory(directory: Path) -> Path:
-    for name in (SINGLE_NAME, INDEX_NAME):  # in the order transformers looks for them
-        if os.path.lexists(directory / name):
-            return directory / name
-    files = sorted(directory.glob("*.safetensors"))
-    weights = [file for file in files if not file.name.startswith("adapter_")]
-    if len(weights) == 1:
-        return weights[0]
-    if weights:
-        what = f"{len(weights)} .safetensors files and no index: {', '.join(file.name for file in weights)}"
-        how = f"add {INDEX_NAME}, or name the one file that holds the model"
-        raise WeightsError(what, where=str(directory), how=how)
-    if binaries := sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern)):
-        what = f"the weights are pickled ({', '.join(binaries)}): such files can run code and cannot be streamed"
-        how = "if you trust it, convert it: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OUT)"
-        raise WeightsError(what, where=str(directory), how=how)
-    what = "only adapter weights" if files else "no .safetensors file"
-    raise WeightsError(
-        f"there is {what} in {directory}", where=str(directory), how="give the directory of the base model"
-    )

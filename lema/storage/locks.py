@@ -58,10 +58,12 @@ def _taken(file: Path) -> int | None:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_still(descriptor, file):  # else a run that ended meanwhile has taken the file with it
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-                return descriptor
+            # Another file, or none, has the name where a run that ended meanwhile has taken its file with it.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), file.stat()):
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+                    return descriptor
         except OSError as error:
             pid, _, host = os.pread(descriptor, 256, 0).decode(errors="replace").strip().partition(" ")
             holder = f"process {pid} on {host}" if pid and host else "it has not said which process it is"
@@ -79,13 +81,6 @@ def _taken(file: Path) -> int | None:
         os.close(descriptor)
 
 
-def _is_still(descriptor: int, file: Path) -> bool:
-    """Whether a descriptor is of the file that has its name now."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    return False
-
-
 # What the save at a run's end, beside its checkpoints, is under until it is whole.
 UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss\.png)\.\d+\.part")
 
@@ -101,19 +96,13 @@ def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) ->
             alone = stack.enter_context(run_lock(output_dir))
             for directory in (output_dir, *below):
                 sweep(directory, alone=alone)
-            if alone:
-                _clear(output_dir)
+            for left in list(output_dir.iterdir()) if alone else ():
+                # What a run that was killed while it saved its adapter has left; what another user owns is not ours.
+                with suppress(OSError):
+                    if UNFINISHED.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
+                        shutil.rmtree(left)
+                    elif UNFINISHED.fullmatch(left.name):
+                        left.unlink()
 
         first_alone(replicas, enter)
         yield
-
-
-def _clear(output_dir: Path) -> None:
-    """Remove what a run that was killed while it saved its adapter has left in its directory."""
-    for left in list(output_dir.iterdir()):
-        if UNFINISHED.fullmatch(left.name):
-            with suppress(OSError):  # what another user owns is not ours to touch
-                if left.is_dir() and not left.is_symlink():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()

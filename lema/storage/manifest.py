@@ -36,12 +36,10 @@ def write_manifest(directory: Path) -> None:
 
 
 def check_manifest(directory: Path, spared: Collection[str] = ()) -> None:
-    """Read every file of a directory back, and compare it with what its manifest says.
-
-    Files that the manifest does not name are let be, such as notes of the user's; those with tensors are not. Those
-    named in `spared` may be missing or damaged. `AdapterError`: there is no manifest, it is damaged, or a file is
-    missing, damaged or too many; names the file.
-    """
+    """Read every file of a directory back, and compare it with what its manifest says. Files that the manifest does not
+    name are let be, such as notes of the user's; those with tensors are not. Those named in `spared` may be missing or
+    damaged. `AdapterError`: there is no manifest, it is damaged, or a file is missing, damaged or too many; names the
+    file."""
     said = _read(directory)
     for name, facts in said.items():
         if name in spared:
@@ -82,9 +80,8 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
         raise _damaged(f"the manifest's hashes are {written['algorithm']!r}, not {ALGORITHM}", file)
     for name, facts in files.items():
         inside = "\0" not in name and not {"", ".", ".."} & set(name.split("/"))  # as `write_manifest` writes it
-        if not isinstance(facts, dict) or facts.keys() != {"size", ALGORITHM} or not inside:
-            raise _damaged(f"the manifest is damaged at {name!r}", file)
-        if type(facts["size"]) is not int or not isinstance(facts[ALGORITHM], str):
+        sound = inside and isinstance(facts, dict) and facts.keys() == {"size", ALGORITHM}
+        if not sound or type(facts["size"]) is not int or not isinstance(facts[ALGORITHM], str):
             raise _damaged(f"the manifest is damaged at {name!r}", file)
     if _text(written).encode() != there:  # a last byte may be missing that JSON does not miss
         raise _damaged("the manifest is not as it was written", file)

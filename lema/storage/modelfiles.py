@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lema.errors import ConfigError, DataError, ModelError, WeightsError
-from lema.storage.header import open_regular, parse_json, regular_size
+from lema.storage.header import read_json, regular_size
 from lema.storage.index import check_inside
 
 if TYPE_CHECKING:
@@ -97,11 +97,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
         raise ModelError("the model directory has no config.json", where=str(directory), how=how)
     try:
         check_inside(file)
-        if (size := regular_size(file)) > MAX_CONFIG_BYTES:
-            what = f"config.json is {size} bytes long, more than the {MAX_CONFIG_BYTES} a config may have"
-            raise WeightsError(what, where=str(file), how="download the model again")
-        with open_regular(file) as stream:
-            config = parse_json(file, stream.read())
+        config = read_json(file, MAX_CONFIG_BYTES, "a config")
     except WeightsError as error:
         raise ModelError(error.what, where=error.where, how=error.how) from error
     for place, what in _absurd(config, "", MAX_DEPTH):
@@ -168,21 +164,21 @@ def check_code(directory: Path, *, trusted: bool) -> None:
 def _needed(config: dict[str, Any]) -> list[str]:
     """The files without which the model cannot be made, as `transformers` has no classes for it."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
 
     kind, classes = config.get("model_type"), config.get("auto_map")
-    known = isinstance(kind, str)
-    models = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
-    missing = {
-        "AutoConfig": not (known and kind in CONFIG_MAPPING),
-        "AutoModelForCausalLM": not (known and kind in models),
-    }
     if not isinstance(classes, dict):
         return []
-    return sorted({_file(str(classes[name])) for name, wanted in missing.items() if wanted and name in classes})
+    known = {"AutoConfig": CONFIG_MAPPING, "AutoModelForCausalLM": known_types()}
+    missing = [name for name, types in known.items() if not (isinstance(kind, str) and kind in types)]
+    return sorted({_file(str(classes[name])) for name in missing if name in classes})
+
+
+def known_types() -> set[str]:
+    """Return every type of which the installed `transformers` has a causal language model, or one of images and text.
+    Its classes are not imported."""
+    from transformers.models.auto import modeling_auto as auto
+
+    return {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
 
 def _kernels(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -202,16 +198,16 @@ def _check_place(source: Path) -> None:
         if not isinstance(reference, str) or not REFERENCE.fullmatch(reference):
             what = f"the model's code is named {reference!r}, which is no class of a file beside the weights"
             how = 'write "file.Class" there; do not use this model unless you trust it'
-            raise WeightsError(what, where=f"{source}: auto_map", how=how)
-        if "--" in reference:
+        elif "--" in reference:
             other = reference.partition("--")[0]
             what = f"the model's code lies in another repository, {other}, at whatever it is today"
             how = "put that repository's .py files beside the weights, and take its name out of auto_map"
-            raise WeightsError(what, where=f"{source}: auto_map", how=how)
-        if not (source.parent / _file(reference)).is_file():
+        elif not (source.parent / _file(reference)).is_file():
             what = f"the model's code is not there: {_file(reference)}"
             how = "copy the model's .py files into its directory; of a hub id, go online to fetch them"
-            raise WeightsError(what, where=f"{source}: auto_map", how=how)
+        else:
+            continue
+        raise WeightsError(what, where=f"{source}: auto_map", how=how)
 
 
 def _used(auto_map: Any) -> Iterator[str]:

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lema.backend.hostmemory import mapped
 from lema.backend.trace import NO_TRACE, NoTrace
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Extents", "OffloadFile", "as_bytes", "whole_blocks"]
 
+Call = Callable[[], None] | None
 THREADS = 2  # transfers under way: a disk is idle between them otherwise
 
 # What a file system says that has no files without a name, or a kernel that knows none.
@@ -52,6 +53,7 @@ class OffloadFile:
     def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:
         self.where, self._what, self._how, self._trace = str(directory), what, how, trace
         try:
+            directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open_nameless(directory)
             self._direct = _set_direct(self._descriptor, True)
         except OSError as error:
@@ -85,52 +87,42 @@ class OffloadFile:
         except OSError as error:
             raise self._error(DiskError, "the file cannot be mapped", error) from error
 
-    def write(self, memory: memoryview, offset: int, before: Callable[[], None] | None = None) -> Future[None]:
+    def write(self, memory: memoryview, offset: int, before: Call = None) -> Future[None]:
         """Start writing `memory` at `offset`, once `before`, called in another thread, has returned. It must stay as it
         is from then on until the result is there, which raises DiskError where writing failed."""
-        return self._pool.submit(self._move, "write", memory, offset, before, None)
+        return self._pool.submit(self._move, True, memory, offset, before)
 
-    def read(
-        self, memory: memoryview, offset: int, before: Callable[[], None], after: Callable[[], None] | None = None
-    ) -> Future[None]:
+    def read(self, memory: memoryview, offset: int, before: Call, after: Call = None) -> Future[None]:
         """Start filling `memory` from `offset`, once `before`, called in another thread, has returned. There `after` is
         called when it is filled. The result raises ReadError where reading failed, and what `before` or `after`
         raised."""
-        return self._pool.submit(self._move, "read", memory, offset, before, after)
+        return self._pool.submit(self._move, False, memory, offset, before, after)
 
     def close(self) -> None:
         """Wait for the transfers under way, drop those that have not begun, and give the space back."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._close()
 
-    def _move(
-        self,
-        kind: Literal["read", "write"],
-        memory: memoryview,
-        offset: int,
-        before: Callable[[], None] | None,
-        after: Callable[[], None] | None,
-    ) -> None:
+    def _move(self, writing: bool, memory: memoryview, offset: int, before: Call = None, after: Call = None) -> None:
         if before is not None:
             before()
         try:
-            with self._trace.span("boundaries", kind, nbytes=len(memory)):
-                self._transfer(kind, memory, offset)
-                if not self._direct and kind == "write":
+            with self._trace.span("boundaries", "write" if writing else "read", nbytes=len(memory)):
+                self._transfer(writing, memory, offset)
+                if not self._direct and writing:
                     os.fsync(self._descriptor)  # only what is on the disk can be dropped from the cache
                 if not self._direct and hasattr(os, "posix_fadvise"):  # macOS has none
                     os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            writing = kind == "write"
             what = "writing failed" if writing else "reading failed"
             raise self._error(DiskError if writing else ReadError, what, error) from error
         if after is not None:
             after()
 
-    def _transfer(self, kind: Literal["read", "write"], memory: memoryview, offset: int) -> None:
+    def _transfer(self, writing: bool, memory: memoryview, offset: int) -> None:
         direct = self._direct  # now: another thread may be refused, and say so, while this one is
         try:
-            if kind == "write":
+            if writing:
                 write_all(self._descriptor, memory, offset)
             else:
                 read_all(self._descriptor, [memory], offset, len(memory))
@@ -138,14 +130,13 @@ class OffloadFile:
             if error.errno != errno.EINVAL or not direct:
                 raise
             self._direct = _set_direct(self._descriptor, False)  # this file system refuses after all
-            self._transfer(kind, memory, offset)
+            self._transfer(writing, memory, offset)
 
     def _error(self, kind: type[DiskError], what: str, error: OSError) -> DiskError:
         return kind(f"{what} for {self._what}: {error.strerror or error}", where=self.where, how=self._how)
 
 
 def _open_nameless(directory: Path) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from lema.errors import ReadError
 from lema.storage.atomic import partial_file
@@ -34,25 +35,14 @@ def tensor_file(
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[TensorFile]:
     """Give a safetensors file to write, which appears at the end of the `with` block, replacing one that was there.
-
-    Args:
-        tensors: name, dtype and shape of every tensor, in the order their bytes shall have.
-        metadata: strings for the header.
-        progress: called as bytes are given, with how many were, and how many there are in all.
-
-    Raises:
-        DiskError: the disk is full, read-only or failing; nothing is left behind, `file` is as it was.
-    """
-    header, records, size = _layout(file, list(tensors), metadata or {})
+    `DiskError`: the disk is full, read-only or failing; nothing is left behind, `file` is as it was. `tensors`: name,
+    dtype and shape of every tensor, in the order their bytes shall have. `metadata`: strings for the header.
+    `progress`: called as bytes are given, with how many were, and how many there are in all."""
+    out = TensorFile(file, list(tensors), metadata or {}, progress)
     with ExitStack() as stack:
         with disk_errors(file):
             descriptor, partial = stack.enter_context(partial_file(file))
-            blocks = stack.enter_context(closing(BlockFile(descriptor, partial, size)))
-            done = 0
-            for place in blocks.views(0, len(header)):
-                place[:] = header[done : done + len(place)]
-                done += len(place)
-        out = TensorFile(file, records, size, blocks, done, progress)
+            out.begin(stack.enter_context(closing(BlockFile(descriptor, partial, out.size))))
         yield out
         with disk_errors(file):
             out.finish()
@@ -62,18 +52,32 @@ def tensor_file(
 class TensorFile:
     """A safetensors file being written; see `tensor_file`. `records` says where each tensor lies in it."""
 
-    def __init__(
-        self,
-        file: Path,
-        records: Mapping[str, TensorRecord],
-        size: int,
-        blocks: BlockFile,
-        given: int,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self.file, self.records = file, records
-        self._size, self._blocks, self._given, self._progress = size, blocks, given, progress
-        self._unwritten = set(records)
+    def __init__(self, file: Path, specs: list[TensorSpec], metadata: Mapping[str, str], progress: Any) -> None:
+        self.file, self._progress = file, progress
+        header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+        sizes, position = [], 0
+        for name, dtype, shape in specs:
+            assert name not in header, f"{name} is announced twice"
+            nbytes = prod(shape) * DTYPE_BITS[dtype] // 8
+            sizes.append((position, nbytes))
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+            position += nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+        self.records: Mapping[str, TensorRecord] = {
+            name: TensorRecord(name, file, start + offset, nbytes, dtype, shape)
+            for (name, dtype, shape), (offset, nbytes) in zip(specs, sizes, strict=True)
+        }
+        self.size = start + position  # of the whole file
+        self._header, self._given = (start - 8).to_bytes(8, "little") + text.ljust(start - 8), 0
+        self._unwritten = set(self.records)
+
+    def begin(self, blocks: BlockFile) -> None:
+        """Write the header to a file of that size, and what follows to the same."""
+        self._blocks = blocks
+        for place in blocks.views(0, len(self._header)):
+            place[:] = self._header[self._given : self._given + len(place)]
+            self._given += len(place)
 
     def space(self, name: str) -> Iterator[memoryview]:
         """Yield the place of one tensor, a bounded piece at a time; fill each before the next is asked for. Bytes given
@@ -85,7 +89,7 @@ class TensorFile:
                 yield place
                 self._given += len(place)
                 if self._progress is not None:
-                    self._progress(self._given, self._size)
+                    self._progress(self._given, self.size)
         self._unwritten.remove(name)
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
@@ -135,24 +139,3 @@ def read_pieces(record: TensorRecord) -> Iterator[memoryview]:
         piece = buffer[: record.nbytes - start]
         read_into(record, piece, start)
         yield piece
-
-
-def _layout(
-    file: Path, specs: list[TensorSpec], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, TensorRecord], int]:
-    """The header's bytes, where each tensor goes, and the size of the whole file."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    sizes, position = [], 0
-    for name, dtype, shape in specs:
-        assert name not in header, f"{name} is announced twice"
-        nbytes = prod(shape) * DTYPE_BITS[dtype] // 8
-        sizes.append((position, nbytes))
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + nbytes]}
-        position += nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
-    records = {
-        name: TensorRecord(name, file, start + offset, nbytes, dtype, shape)
-        for (name, dtype, shape), (offset, nbytes) in zip(specs, sizes, strict=True)
-    }
-    return (start - 8).to_bytes(8, "little") + text.ljust(start - 8), records, start + position

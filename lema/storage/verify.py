@@ -74,13 +74,11 @@ VERSION = "1"  # of what is hashed
 
 
 def base_fingerprint(records: Mapping[str, TensorRecord]) -> str:
-    """Return the fingerprint of a model: `1-` and a SHA-256 in hexadecimal.
-
-    Of every tensor it takes name, type and shape as they are stored, and of its bytes the first, the middle and the
-    last 1024: so it costs a few reads per tensor however large the model is. Training changes nearly every weight, so a
-    model that was trained on has another fingerprint; a change of a few bytes elsewhere is not seen. How the tensors
-    are divided among files does not matter. A file that cannot be read is a `ReadError`.
-    """
+    """Return the fingerprint of a model: `1-` and a SHA-256 in hexadecimal. Of every tensor it takes name, type and
+    shape as they are stored, and of its bytes the first, the middle and the last 1024: so it costs a few reads per
+    tensor however large the model is. Training changes nearly every weight, so a model that was trained on has another
+    fingerprint; a change of a few bytes elsewhere is not seen. How the tensors are divided among files does not matter.
+    A file that cannot be read is a `ReadError`."""
     whole = sha256()
     for name in sorted(records):
         record = records[name]

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lema.errors import ConfigError
-from lema.model.copies import CopyTrace
+from lema.model.conversions import CopyTrace
 from lema.storage.header import TensorRecord, read_header
 from lema.storage.quantized.formats import move_elements
 from lema.storage.slices import AssembledRecord, Move, Piece, simplest

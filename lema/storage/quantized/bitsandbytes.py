@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.storage.quantized.records import PartSpecs, flat_pieces, pieces, quiet_import
+from lema.storage.quantized.records import PartSpecs, pieces, quiet_import
 
 __all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
 
@@ -47,7 +47,9 @@ def quantize(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, An
     """Quantise a weight, some blocks at a time; return its parts, and what the library says of it."""
     functional = quiet_import("bitsandbytes.functional")
     flat = weight.reshape(-1)
-    done = [functional.quantize_4bit(flat[span], blocksize=BLOCK, quant_type=kind) for span in flat_pieces(flat, BLOCK)]
+    done = [
+        functional.quantize_4bit(flat[span], blocksize=BLOCK, quant_type=kind) for span in pieces(flat, block=BLOCK)
+    ]
     # The library's own way to quantise the scales, which is of all of them together.
     scales = torch.cat([state.absmax for _, state in done])
     offset = scales.mean()
@@ -85,7 +87,7 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
         )
         scales = (functional.dequantize_blockwise(scales, nested) + about["nested_offset"]).float()
     block = about["blocksize"]
-    for span in flat_pieces(flat, block):
+    for span in pieces(flat, block=block):
         size = span.stop - span.start
         state = functional.QuantState(
             absmax=scales[span.start // block : -(-span.stop // block)],
@@ -120,5 +122,4 @@ def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[st
         bnb_4bit_compute_dtype=dtype,
         llm_int8_skip_modules=list(unchanged),
     )
-    made: dict[str, Any] = config.to_dict()
-    return made
+    return dict(config.to_dict())

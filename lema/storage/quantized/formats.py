@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lema.storage.quantized import bitsandbytes, torchao
-from lema.storage.quantized.records import unit_pieces
+from lema.storage.quantized.records import pieces
 from lema.storage.slices import Move
 
 __all__ = ["KINDS", "LIBRARIES", "LIBRARY", "PLAN", "Plan", "Step", "cut", "expand", "move_elements"]
@@ -29,9 +29,26 @@ KINDS: Mapping[str, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsand
 
 @torch.no_grad()
 def expand(library: str, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
-    """Fill `out` with the weight that the parts stand for, in its dtype: bitwise what the library dequantises."""
-    expander = _expand_planned if library == LIBRARY else LIBRARIES[library].expand
-    expander(parts, about, out)
+    """Fill `out`, contiguous, with the weight that the parts stand for: bitwise what the library dequantises."""
+    if library != LIBRARY:
+        LIBRARIES[library].expand(parts, about, out)
+        return
+    plan: Plan = about[PLAN]
+    for step in plan.steps:
+        given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
+        if step.units == 1:
+            made = plan.make(step, given, out.dtype)
+            for name, move in step.moves:
+                move_elements(made[name].contiguous(), move, out)
+            continue
+        # What one piece after the other makes fills a range of `out`.
+        flat, places = out.view(-1), {name: move.write for name, move in step.moves}
+        for span in pieces(out, step.units, sum(move.count for _, move in step.moves)):
+            made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
+            for name in places:
+                tensor = made[name]
+                flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
+                places[name] += tensor.numel()
 
 
 LIBRARY = "transformers"
@@ -79,19 +96,6 @@ class Plan:
         return made
 
 
-def _expand_planned(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
-    """Fill `out`, contiguous, with what the operations make of the parts."""
-    plan: Plan = about[PLAN]
-    for step in plan.steps:
-        given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
-        if step.units > 1:
-            _expand_in_pieces(plan, step, given, out)
-            continue
-        made = plan.make(step, given, out.dtype)
-        for name, move in step.moves:
-            move_elements(made[name].contiguous(), move, out)
-
-
 def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
     """Return a step for some of its units, and its parts for them."""
 
@@ -106,18 +110,6 @@ def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
         for name, group in step.constants.items()
     }
     return replace(step, constants=constants), {name: [rows(one) for one in group] for name, group in parts.items()}
-
-
-def _expand_in_pieces(plan: Plan, step: Step, given: Lists, out: Tensor) -> None:
-    """Expand what one after the other fills a range of `out`."""
-    flat, places = out.view(-1), {name: move.write for name, move in step.moves}
-    elements = sum(move.count for _, move in step.moves)
-    for span in unit_pieces(out, step.units, elements):
-        made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
-        for name in places:
-            tensor = made[name]
-            flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
-            places[name] += tensor.numel()
 
 
 def move_elements(source: Tensor, move: Move, target: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lema.storage.header import TensorRecord, are_sizes
 from lema.storage.index import GlobalBinaryIndex
 from lema.storage.slices import AssembledRecord
 
-__all__ = ["PartSpecs", "QuantizedRecord", "Stored", "flat_pieces", "fold", "pieces", "quiet_import", "unit_pieces"]
+__all__ = ["PartSpecs", "QuantizedRecord", "Stored", "fold", "pieces", "quiet_import"]
 
 QUANT_STATE = ".quant_state.bitsandbytes__"
 FLOATS = ("float32", "float16", "bfloat16")
@@ -70,11 +70,8 @@ def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
 def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
     """Find the parameters that torchao's flattened state dicts describe in the files' metadata."""
     described: dict[str, str] = {}
-    for metadata in index.metadata.values():
-        if "tensor_names" in metadata:
-            described |= {
-                name: text for name, text in metadata.items() if "." in name and '"_tensor_data_names"' in text
-            }
+    for metadata in filter(lambda one: "tensor_names" in one, index.metadata.values()):
+        described |= {name: text for name, text in metadata.items() if "." in name and '"_tensor_data_names"' in text}
     found = []
     for name, text in described.items():
         about = _parsed(text, name, index.path)
@@ -202,25 +199,10 @@ def quiet_import(module: str) -> Any:
         raise ConfigError(what, where=library, how='pip install "lema[quantize]"') from error
 
 
-def pieces(tensor: Tensor) -> Iterator[slice]:
-    """Cut a tensor along its first dimension."""
-    size = max(1, _piece(tensor) * tensor.shape[0] // max(tensor.numel(), 1))
-    return _cut(tensor.shape[0], size)
-
-
-def flat_pieces(tensor: Tensor, block: int) -> Iterator[slice]:
-    """Cut a flat tensor between blocks."""
-    return _cut(tensor.numel(), max(1, _piece(tensor) // block) * block)
-
-
-def unit_pieces(tensor: Tensor, units: int, elements: int) -> Iterator[slice]:
-    """Cut `units` that have so many elements of `tensor` together."""
-    return _cut(units, max(1, _piece(tensor) * units // max(elements, 1)))
-
-
-def _piece(tensor: Tensor) -> int:
-    return PIECE_ON_HOST if tensor.device.type == "cpu" else PIECE_ON_DEVICE
-
-
-def _cut(length: int, size: int) -> Iterator[slice]:
+def pieces(tensor: Tensor, units: int | None = None, elements: int | None = None, block: int = 1) -> Iterator[slice]:
+    """Cut a tensor along its first dimension, between `block`s of it; or `units` that have so many `elements`
+    together."""
+    length = tensor.shape[0] if units is None else units
+    most = PIECE_ON_HOST if tensor.device.type == "cpu" else PIECE_ON_DEVICE
+    size = max(1, most * length // max(elements or tensor.numel(), 1) // block) * block
     return (slice(start, min(start + size, length)) for start in range(0, length, size))

@@ -68,9 +68,7 @@ def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[st
     linear modules `unchanged` are not quantised."""
     from transformers import TorchAoConfig
 
-    config = TorchAoConfig(_config(kind), modules_to_not_convert=list(unchanged))
-    made: dict[str, Any] = config.to_dict()
-    return made
+    return dict(TorchAoConfig(_config(kind), modules_to_not_convert=list(unchanged)).to_dict())
 
 
 def _config(kind: str) -> Any:
