@@ -22,6 +22,8 @@ from lema.errors import ConfigError
 
 __all__ = ["YamlFile", "from_yaml", "parse_value", "read_yaml"]
 
+MAX_BYTES = 256 << 10  # of a file: the parser takes 10 s for so much, and settings are a few thousand
+MAX_VALUES = 20_000  # in a file, aliases written out: a few lines of them stand for more than any memory
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
 
 
@@ -52,6 +54,9 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
             "write one `key: value` per line, with a space after the colon",
         )
         raise ConfigError("a config file is a list of `key: value` lines", where=where, how=how)
+    if _num_values(root, {}) > MAX_VALUES:
+        how = "write fewer settings, and fewer aliases (`*name`) of aliases"
+        raise ConfigError(f"the file stands for more than {MAX_VALUES:,} values", where=str(file), how=how)
     values = _parsed(_yaml().load, text, str(file))
     lines = dict(_lines(root, "", set()))
     for key in values:
@@ -73,10 +78,14 @@ def _yaml() -> YAML:
 
 def _read_text(file: Path) -> str:
     try:
-        data = file.read_bytes()
+        with file.open("rb") as opened:
+            data = opened.read(MAX_BYTES + 1)
     except OSError as error:
         how = "check the path; it is taken relative to the directory you are in" if not file.exists() else ""
         raise ConfigError(f"cannot read the config file: {error.strerror}", where=str(file), how=how) from error
+    if len(data) > MAX_BYTES:
+        what = f"the config file has more than {MAX_BYTES:,} bytes"
+        raise ConfigError(what, where=str(file), how="settings are short; give the path of the YAML file, not of data")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -139,6 +148,17 @@ def from_yaml(
             given = {key: at for key, at in places.items() if key == other or key.startswith(inside)}
             places |= {name + key.removeprefix(other): at for key, at in given.items()}
         raise error.located(places, overrides) from error.__cause__
+
+
+def _num_values(node: Node, known: dict[int, int]) -> int:
+    """How many values a node stands for if every alias is written out; one that holds itself is more than allowed."""
+    if id(node) not in known:
+        known[id(node)] = MAX_VALUES + 1  # until it is counted
+        inside = list(node.value) if isinstance(node, SequenceNode) else []
+        if isinstance(node, MappingNode):
+            inside = [one for pair in node.value for one in pair]
+        known[id(node)] = 1 + sum(_num_values(one, known) for one in inside)
+    return known[id(node)]
 
 
 def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -22,13 +21,15 @@ from lema.config import LemaConfig
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import check_file, check_ranks, check_types, read_json, read_records
+from lema.lora.foreign_shards import UNREADABLE
 from lema.lora.materialize import put
 from lema.model.partition import held_adapter
 from lema.storage import resolve_model
 from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
+from lema.storage.header import check_pickled
 from lema.storage.verify import check_finite, check_written
 
 
@@ -308,12 +309,13 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
     """Read `"<layer, from 1>.<module>.lora_A"` -> tensor, and name each as PEFT does."""
     try:
+        check_pickled(file)
         old = torch.load(file, weights_only=True, map_location="cpu")
         named = {}
         for name, tensor in old.items():
             layer, _, rest = name.partition(".")
             named[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
-    except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
+    except (WeightsError, *UNREADABLE) as error:
         what = f"this is not an adapter of the older format: {error}"
         raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
     return named

@@ -84,6 +84,7 @@ def load_generation_config(directory: Path) -> GenerationConfig | None:
 
 MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 2048  # an order of magnitude beyond the deepest models there are
+MAX_LABELS = 1_000_000  # transformers makes a table of as many names
 MAX_DEPTH = 32  # of objects and lists in each other
 COUNTS = re.compile(r"(layers?|blocks)$")  # how a key ends that says how often something is made
 
@@ -126,6 +127,8 @@ def _absurd(value: Any, place: str, depth: int) -> Iterator[tuple[str, str]]:
         yield place, "a number of more than 64 bits"
     elif isinstance(value, int | float) and value > MAX_LAYERS and COUNTS.search(place):
         yield place, f"{value} of them, and {MAX_LAYERS} is the most that is built"
+    elif isinstance(value, int | float) and value > MAX_LABELS and place.endswith("num_labels"):
+        yield place, f"{value} labels, and {MAX_LABELS} are the most there are names for"
 
 
 COMMIT = re.compile("[0-9a-f]{40}")
