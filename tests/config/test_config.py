@@ -576,3 +576,27 @@ def test_an_error_that_lists_millions_tells_of_the_first_and_how_much_more() -> 
     assert str(error).startswith("0, 1, 2")
     assert "characters more" in str(error)
     assert len(str(error)) < 3000
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"learning_rate": 1e300}, "learning_rate must lie between"),
+        ({"gradient_accumulation_steps": 10**5000}, "gradient_accumulation_steps must lie between"),
+        ({"gradient_accumulation_steps": 10**8}, "gradient_accumulation_steps must be at most 100000"),
+        ({"output_dir": "a\0b"}, "output_dir must not hold a NUL character"),
+        ({"train_data": {"one": ["a", "b\0"]}}, "train_data must not hold a NUL character"),
+    ],
+    ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
+)
+def test_a_value_that_no_setting_has_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LemaConfig("m", **settings)
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, "[" * 100_000, "[1]", "{", "\ud800"], ids=range(5))
+def test_a_config_beside_an_adapter_that_is_none_is_refused_by_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / CONFIG_NAME).write_text(text, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(ConfigError) as caught:
+        LemaConfig.from_pretrained(tmp_path)
+    assert caught.value.where == str(tmp_path / CONFIG_NAME)
