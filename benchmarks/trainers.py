@@ -16,10 +16,11 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
-from common import Shape, hush, write_model
+from common import Shape, forget_pages, hush, write_model
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -58,6 +59,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         write_model(directory, shape)
+        if arguments.accumulation:
+            _accumulate(arguments, directory, ids, adapter)
+            return
         own = LemaModel(
             LemaConfig(
                 str(directory),
@@ -75,7 +79,7 @@ def main() -> None:
         model = lema.streamed(directory, adapter, device="cpu", micro_batch_size=arguments.micro_batch_size)
         trainer = SFTTrainer(
             model,
-            args=_settings(arguments, name),
+            args=_settings(arguments, name, arguments.rows, arguments.steps + 2),
             train_dataset=Dataset.from_dict({"input_ids": ids.tolist()}),
             processing_class=_tokenizer(),
             callbacks=[turns],
@@ -94,11 +98,48 @@ def main() -> None:
         own.close()
 
 
-def _settings(arguments: argparse.Namespace, name: str) -> SFTConfig:
+class Seconds(TrainerCallback):
+    """Times each optimizer step on the clock."""
+
+    def __init__(self) -> None:
+        self.began, self.steps = 0.0, list[float]()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.began = perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps.append(perf_counter() - self.began)
+
+
+def _accumulate(arguments: argparse.Namespace, directory: Path, ids: torch.Tensor, adapter: LoraConfig) -> None:
+    ratios = []
+    for number in range(arguments.steps):
+        seconds = {}
+        for wide in (True, False) if number % 2 else (False, True):
+            forget_pages(directory)
+            model = lema.streamed(directory, adapter, device="cpu", micro_batch_size=arguments.micro_batch_size)
+            watch, rows = Seconds(), arguments.rows if wide else 1
+            data = Dataset.from_dict({"input_ids": ids.tolist()})
+            settings = _settings(arguments, f"{directory}/trl", rows, 3)
+            SFTTrainer(
+                model, args=settings, train_dataset=data, processing_class=_tokenizer(), callbacks=[watch]
+            ).train()
+            model.close()
+            seconds[wide] = statistics.mean(watch.steps[1:])
+        ratios.append(seconds[False] / seconds[True])
+        print(
+            f"one batch of {arguments.rows} rows {seconds[True]:.2f} s, accumulated {seconds[False]:.2f} s", flush=True
+        )
+    first, middle, third = statistics.quantiles(ratios, n=4)
+    print(f"{middle:.2f} x the tokens per second of accumulation ({first:.2f} to {third:.2f}), {len(ratios)} rounds")
+
+
+def _settings(arguments: argparse.Namespace, name: str, rows: int, steps: int) -> SFTConfig:
     return SFTConfig(
         f"{name}/trl",
-        max_steps=arguments.steps + 2,
-        per_device_train_batch_size=arguments.rows,
+        max_steps=steps,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=arguments.rows // rows,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         max_length=arguments.length,
@@ -131,6 +172,7 @@ def _arguments() -> argparse.Namespace:
         "steps": 7,
     }.items():
         parser.add_argument(f"--{option}", type=int, default=value)
+    parser.add_argument("--accumulation", action="store_true", help="one wide batch against accumulation of its rows")
     return parser.parse_args()
 
 

@@ -40,10 +40,15 @@ class LemaError(Exception):
     """
 
     exit_code = 1
+    max_length = 2000  # characters of each part: a message that lists what is wrong may list millions
 
     def __init__(self, what: str, *, where: str = "", how: str = "") -> None:
-        self.what, self.where, self.how = what, where, how
-        super().__init__(what)
+        self.what, self.where, self.how = (self._shortened(part) for part in (what, where, how))
+        super().__init__(self.what)
+
+    def _shortened(self, text: str) -> str:
+        more = len(text) - self.max_length
+        return f"{text[: self.max_length]} ... and {more:,} characters more" if more > 100 else text
 
     def __str__(self) -> str:
         lines = [self.what]

@@ -92,7 +92,7 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
     micro_batch_size: Silent[Count | None] = None
     """Rows computed at once, of which a pair has two; None: the whole batch. Fewer need less memory; with dropout they
     draw otherwise, without it nothing but rounding changes."""
-    gradient_accumulation_steps: Refused[Count] = 1
+    gradient_accumulation_steps: Refused[Annotated[int, Field(ge=1, le=100_000)]] = 1
     """Batches per optimizer step."""
     max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None
     """Gradients longer than this are scaled down to it; None: no clipping."""
@@ -373,7 +373,7 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
             values = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read the config: {error.strerror}", where=str(file)) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"not JSON: {error}", where=str(file)) from error
         if not isinstance(values, dict):
             raise ConfigError("a config is a JSON object", where=str(file))

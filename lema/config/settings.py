@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
 from lema.config.problems import Problem, SettingsError, Several, problems_of
 
@@ -57,6 +57,13 @@ class Settings(BaseModel):
             for name, field in cls.model_fields.items()
         }
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _within_reason(cls, value: Any) -> Any:
+        for what in _unreasonable(value):
+            raise ValueError(what)
+        return value
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if problems := list(self.disagreements()):
@@ -66,6 +73,21 @@ class Settings(BaseModel):
     def disagreements(self) -> Iterator[Problem]:
         """Yield what is wrong between settings, each of which is right by itself."""
         yield from ()
+
+
+LARGEST = 10**18  # a number that 64 bits hold, and 32 bits of floating point with room to compute
+
+
+def _unreasonable(value: Any) -> Iterator[str]:
+    """Yield what no setting can be, whichever it is: system calls and tensors fail on it later, in their own words."""
+    if isinstance(value, str) and "\0" in value:
+        yield "must not hold a NUL character"
+    elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
+        yield "must lie between -1e18 and 1e18"
+    elif isinstance(value, Mapping):
+        yield from (what for one in value.values() for what in _unreasonable(one))
+    elif isinstance(value, list | tuple):
+        yield from (what for one in value for what in _unreasonable(one))
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:

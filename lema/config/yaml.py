@@ -22,6 +22,8 @@ from lema.errors import ConfigError
 
 __all__ = ["YamlFile", "from_yaml", "parse_value", "read_yaml"]
 
+MAX_BYTES = 256 << 10  # of a file: the parser takes 10 s for so much, and settings are a few thousand
+MAX_VALUES = 20_000  # in a file, aliases written out: a few lines of them stand for more than any memory
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
 
 
@@ -42,7 +44,8 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
     """Read a YAML mapping with text keys; a `ConfigError` names file and line of what is none, or cannot be read."""
     file = Path(path)
     try:
-        data = file.read_bytes()
+        with file.open("rb") as opened:
+            data = opened.read(MAX_BYTES + 1)
         text = data.decode("utf-8-sig")
     except OSError as error:
         how = "check the path; it is taken relative to the directory you are in" if not file.exists() else ""
@@ -50,6 +53,9 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
     except UnicodeDecodeError as error:
         what, at = "the config file is not UTF-8 text", data.count(b"\n", 0, error.start) + 1
         raise ConfigError(what, where=f"{file}:{at}", how="save it as UTF-8") from error
+    if len(data) > MAX_BYTES:
+        what = f"the config file has more than {MAX_BYTES:,} bytes"
+        raise ConfigError(what, where=str(file), how="settings are short; give the path of the YAML file, not of data")
     root = _parsed(_yaml().compose, text, str(file))
     if root is None:
         how = "it needs at least `model_name_or_path: ...`"
@@ -60,6 +66,9 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
             "write one `key: value` per line, with a space after the colon",
         )
         raise ConfigError("a config file is a list of `key: value` lines", where=where, how=how)
+    if _num_values(root, {}) > MAX_VALUES:
+        how = "write fewer settings, and fewer aliases (`*name`) of aliases"
+        raise ConfigError(f"the file stands for more than {MAX_VALUES:,} values", where=str(file), how=how)
     values = _parsed(_yaml().load, text, str(file))
     lines = dict(_lines(root, "", set()))
     for key in values:
@@ -133,6 +142,17 @@ def from_yaml(
             given = {key: at for key, at in places.items() if key == other or key.startswith(inside)}
             places |= {name + key.removeprefix(other): at for key, at in given.items()}
         raise error.located(places, overrides) from error.__cause__
+
+
+def _num_values(node: Node, known: dict[int, int]) -> int:
+    """How many values a node stands for if every alias is written out; one that holds itself is more than allowed."""
+    if id(node) not in known:
+        known[id(node)] = MAX_VALUES + 1  # until it is counted
+        inside = list(node.value) if isinstance(node, SequenceNode) else []
+        if isinstance(node, MappingNode):
+            inside = [one for pair in node.value for one in pair]
+        known[id(node)] = 1 + sum(_num_values(one, known) for one in inside)
+    return known[id(node)]
 
 
 def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:

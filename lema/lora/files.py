@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -22,14 +21,16 @@ from lema.config import LemaConfig
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import check_ranks, check_types, read_json, read_records
+from lema.lora.foreign_shards import UNREADABLE
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
 from lema.model.partition import held_adapter
 from lema.storage import resolve_model
 from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
+from lema.storage.header import check_pickled
 from lema.storage.verify import check_finite, check_written
 
 
@@ -233,14 +234,7 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
     if file.is_file():
         tensors = read_safetensors(file)
     elif (file := directory / OLD_WEIGHTS).is_file():
-        try:
-            tensors = {}
-            for name, tensor in torch.load(file, weights_only=True, map_location="cpu").items():
-                layer, _, rest = name.partition(".")  # "<layer, from 1>.<module>.lora_A"
-                tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
-        except (pickle.UnpicklingError, ValueError, AttributeError, RuntimeError, EOFError) as error:
-            what = f"this is not an adapter of the older format: {error}"
-            raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
+        tensors = _read_old(file, layers_name)
     else:
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
         how = "name a directory that save_pretrained, save_checkpoint or `lema train` wrote"
@@ -281,6 +275,20 @@ def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: 
             how = "load it with the base model it was trained with"
             raise AdapterError(f"the adapter does not fit the model: {what}", where=str(file), how=how)
         put(model, name, tensors[name])
+
+
+def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
+    """Read `"<layer, from 1>.<module>.lora_A"` -> tensor, and name each as PEFT does."""
+    try:
+        check_pickled(file)
+        tensors = {}
+        for name, tensor in torch.load(file, weights_only=True, map_location="cpu").items():
+            layer, _, rest = name.partition(".")
+            tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+    except (WeightsError, *UNREADABLE) as error:
+        what = f"this is not an adapter of the older format: {error}"
+        raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
+    return tensors
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,17 @@ from torch import Tensor
 from lema.backend.layout import Difference, KvLayout, Layout, column, fused, kv, query, replicated
 from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.shards import join
-from lema.storage.header import parse_json
+from lema.storage.header import check_pickled, parse_json
 
 __all__ = ["read_foreign"]
 
 NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 REFERENCE = ".serialization.TensorReference"  # the end of the full name of the one class that may be asked for
-_UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError, KeyError, TypeError)
+# What torch.load says of bytes that it did not write; bytes that are nested too deep are a RuntimeError.
+UNREADABLE = (
+    *(pickle.UnpicklingError, struct.error, RuntimeError, EOFError, OSError, ValueError, AttributeError),
+    *(LookupError, TypeError, AssertionError, ArithmeticError),
+)
 
 
 class Reference:
@@ -57,8 +62,9 @@ def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
     ranks = 1 + max(rank for files in found.values() for rank in files)
     for number in range(1 + max(found)):
         files = found.get(number, {})
-        if missing := [rank for rank in range(ranks) if rank not in files]:
-            name = f"dp_rank_00_tp_rank_{missing[0]:02}_pp_rank_{number:02}.pt"
+        missing = next((rank for rank in range(ranks) if rank not in files), None)  # of perhaps millions
+        if missing is not None:
+            name = f"dp_rank_00_tp_rank_{missing:02}_pp_rank_{number:02}.pt"
             raise AdapterError(f"the shard {name} is missing", where=str(directory / "model"), how="copy it again")
         metadata = directory / f"mp_metadata_pp_rank_{number}.json"
         if not metadata.is_file():
@@ -93,6 +99,7 @@ def load_rank(file: Path) -> dict[str, Tensor]:
 
 def _load(file: Path, *, references: bool = False) -> Any:
     try:
+        check_pickled(file)
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         odd = [name for name in asked if not (references and name.endswith(REFERENCE))]
         if odd:
@@ -101,7 +108,9 @@ def _load(file: Path, *, references: bool = False) -> Any:
         known: list[Any] = [(Reference, name) for name in asked]
         with torch.serialization.safe_globals(known):
             return torch.load(file, map_location="cpu", weights_only=True)
-    except _UNREADABLE as error:
+    except WeightsError as error:
+        raise AdapterError(error.what, where=error.where, how=error.how) from error
+    except UNREADABLE as error:
         raise AdapterError(f"{file.name} is damaged: {error}", where=str(file), how="copy it again") from error
 
 

@@ -6,6 +6,7 @@ https://github.com/huggingface/safetensors#format demands, and gives no tensor a
 
 import json
 import stat
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,16 @@ from typing import Any
 
 from lema.errors import WeightsError
 
-__all__ = ["DTYPE_BITS", "TensorRecord", "damaged", "parse_json", "read_header", "read_json", "regular_size"]
+__all__ = [
+    "DTYPE_BITS",
+    "TensorRecord",
+    "check_pickled",
+    "damaged",
+    "parse_json",
+    "read_header",
+    "read_json",
+    "regular_size",
+]
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
@@ -130,6 +140,22 @@ def regular_size(file: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise WeightsError(f"{file.name} is not a regular file", where=str(file), how="give a regular file")
     return status.st_size
+
+
+def check_pickled(file: Path) -> None:
+    """Refuse a file of `torch.save` that is a pipe, a device or the like, or an archive that unpacks to more than it
+    holds: `torch.save` compresses nothing. `WeightsError` says which."""
+    size = regular_size(file)
+    with _readable(file), file.open("rb") as opened:
+        try:
+            if not zipfile.is_zipfile(opened):
+                return
+            with zipfile.ZipFile(opened) as archive:
+                unpacked = sum(entry.file_size for entry in archive.infolist())
+        except (zipfile.BadZipFile, ValueError) as error:
+            raise damaged(file, f"it is no archive that torch.save wrote ({error})") from error
+    if unpacked > size:
+        raise damaged(file, f"it has {size:,} bytes and says that it unpacks to {unpacked:,}")
 
 
 @contextmanager

@@ -52,6 +52,7 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
     check_companions(directory)
+    _check_growth(directory / "tokenizer.json")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
     # Any error at all: the files are from outside, and the library that reads them raises plain `Exception`.
@@ -62,6 +63,27 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
         what = f"the model has no tokenizer that can be loaded: {type(tokenizer).__name__} is none"
         raise DataError(what, where=str(directory), how=how)
     return tokenizer
+
+
+def _check_growth(file: Path) -> None:
+    """Refuse a tokenizer that makes much more text of a text than there was: what it replaces, puts before and puts
+    around. The library that runs it has no limit, and ends the process where memory ends. `DataError`."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):  # it is told where the file is loaded, as are forms that are none
+        return
+    factor, left = 1, [content.get(key) for key in GROWING] if isinstance(content, dict) else []
+    while left and factor <= MAX_GROWTH:
+        step = left.pop()
+        if isinstance(step, list):
+            left += step
+        elif isinstance(step, dict):
+            left += [inner for inner in step.values() if isinstance(inner, dict | list)]
+            texts = [step.get(key) for key in ("content", "prepend", "replacement")]
+            factor *= max(1, *(len(text) for text in texts if isinstance(text, str)), 1)
+    if factor > MAX_GROWTH:
+        what = f"the tokenizer may make more than {MAX_GROWTH:,} times as much text of a text"
+        raise DataError(what, where=str(file), how="use the tokenizer that was published with the model")
 
 
 def load_generation_config(directory: Path) -> GenerationConfig | None:
@@ -82,8 +104,11 @@ def load_generation_config(directory: Path) -> GenerationConfig | None:
     return settings
 
 
+GROWING = ("normalizer", "pre_tokenizer")  # the parts of tokenizer.json that write text
+MAX_GROWTH = 1000
 MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 2048  # an order of magnitude beyond the deepest models there are
+MAX_LABELS = 1_000_000  # transformers makes a table of as many names
 MAX_DEPTH = 32  # of objects and lists in each other
 COUNTS = re.compile(r"(layers?|blocks)$")  # how a key ends that says how often something is made
 
@@ -122,6 +147,8 @@ def _absurd(value: Any, place: str, depth: int) -> Iterator[tuple[str, str]]:
         yield place, "a number of more than 64 bits"
     elif isinstance(value, int | float) and value > MAX_LAYERS and COUNTS.search(place):
         yield place, f"{value} of them, and {MAX_LAYERS} is the most that is built"
+    elif isinstance(value, int | float) and value > MAX_LABELS and place.endswith("num_labels"):
+        yield place, f"{value} labels, and {MAX_LABELS} are the most there are names for"
 
 
 COMMIT = re.compile("[0-9a-f]{40}")

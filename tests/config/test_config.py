@@ -360,6 +360,13 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
+def laughs(form: str) -> str:
+    """Ten lines, each with ten aliases of the one before: as values, or as mappings that are merged."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{n}: &a{n} {form.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 11)]
+    return "\n".join(lines)
+
+
 def test_yaml_values_are_yaml_1_2(tmp_path: Path) -> None:
     text = "model_name_or_path: on\nlearning_rate: 1e-4\nlora_target_modules: [q_proj, v_proj]\ndevice_memory: 4e9\n"
     config = LemaConfig.from_yaml(write(tmp_path / "c.yaml", text))
@@ -399,6 +406,13 @@ def test_paths_in_yaml_stay_as_the_shell_sees_them(tmp_path: Path) -> None:
         ("model_name_or_path: m\n1: 2\n", ":2", "a key must be a name, not 1"),
         (b"model_name_or_path: m\nrun_name: caf\xe9\n", ":2", "not UTF-8"),
         ("model_name_or_path: m\nseed: " + "[" * 5000, "", "nested too deeply"),
+        pytest.param(f"model_name_or_path: {'m' * 300_000}\n", "", "more than 262,144 bytes", id="long"),
+        pytest.param(
+            "".join(f"key{number}: 1\n" for number in range(12_000)), "", "more than 20,000 values", id="many keys"
+        ),
+        pytest.param(laughs("[{}]"), "", "more than 20,000 values", id="aliases"),
+        pytest.param(laughs("{{<<: [{}]}}"), "", "more than 20,000 values", id="merges"),
+        ("a: &a [*a]\n", "", "more than 20,000 values"),
         ("seed: 1\n", "", "model_name_or_path is not given"),
         ("model_name_or_path: m\nseed: 2024-13-45\n", "", "not YAML"),
         ("model_name_or_path: m\neval_split: 0.1\neval_data: e\n", "", "exclude each other"),
@@ -555,3 +569,34 @@ def test_a_fraction_is_at_least_a_byte_and_at_most_the_whole(fraction: float, to
 def test_what_is_no_amount_of_memory(value: Any) -> None:
     with pytest.raises(ConfigError, match="no amount of memory"):
         parse_memory(value, 1000)
+
+
+def test_an_error_that_lists_millions_tells_of_the_first_and_how_much_more() -> None:
+    error = ConfigError(", ".join(map(str, range(1_000_000))), where="here", how="mend it")
+    assert str(error).startswith("0, 1, 2")
+    assert "characters more" in str(error)
+    assert len(str(error)) < 3000
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"learning_rate": 1e300}, "learning_rate must lie between"),
+        ({"gradient_accumulation_steps": 10**5000}, "gradient_accumulation_steps must lie between"),
+        ({"gradient_accumulation_steps": 10**8}, "gradient_accumulation_steps must be at most 100000"),
+        ({"output_dir": "a\0b"}, "output_dir must not hold a NUL character"),
+        ({"train_data": {"one": ["a", "b\0"]}}, "train_data must not hold a NUL character"),
+    ],
+    ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
+)
+def test_a_value_that_no_setting_has_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LemaConfig("m", **settings)
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, "[" * 100_000, "[1]", "{", "\ud800"], ids=range(5))
+def test_a_config_beside_an_adapter_that_is_none_is_refused_by_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / CONFIG_NAME).write_text(text, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(ConfigError) as caught:
+        LemaConfig.from_pretrained(tmp_path)
+    assert caught.value.where == str(tmp_path / CONFIG_NAME)

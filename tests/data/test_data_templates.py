@@ -1,5 +1,6 @@
 """A chat template is a program from outside: whatever it does, it ends in an error that names it, or in a chat."""
 
+import resource
 import threading
 
 import pytest
@@ -23,6 +24,9 @@ HOSTILE = {
     "takes a power, further down": ("a\n{# #}\n{{ 2 ** 9 }}", "line 3"),
     "counts far": ("{% for a in range(1000000000) %}{% endfor %}", "the number 1000000000"),
     "multiplies far": ("{{ 'a' * 99999999999 }}", "the number 99999999999"),
+    "multiplies again": ("{{ ('a' * 999999 * 999999)|length }}", "more than a gibibyte"),
+    "multiplies what it is given": ("{{ (messages[0].role * 999999 * 999999)|length }}", "more than a gibibyte"),
+    "pads far": ("{{ '%99999999999d' % 1 }}", "more than a gibibyte"),
     "is cut off": ("{% for m in messages %}", "chat template does not take this chat"),
     "loops for ever": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.2 seconds"),
     "lists for ever": ("{% for a in range(99999) %}{{ range(9999)|list|length }}{% endfor %}", "0.2 seconds"),
@@ -56,13 +60,14 @@ def test_a_template_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) ->
     assert "0.2 seconds" in str(caught[0])
 
 
-def test_an_honest_template_is_taken_and_its_timer_put_away() -> None:
+def test_an_honest_template_is_taken_and_its_limits_put_away() -> None:
     import signal
 
-    before = signal.getsignal(signal.SIGVTALRM)
+    before, memory = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)
     assert len(prepare_data(CHAT, word_tokenizer(TEMPLATE), max_length=64)) == 1
     assert signal.getsignal(signal.SIGVTALRM) is before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    assert resource.getrlimit(resource.RLIMIT_AS) == memory
 
 
 def test_a_role_nobody_knows_is_an_error_unless_the_template_names_it() -> None:

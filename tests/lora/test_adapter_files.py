@@ -1,10 +1,14 @@
 """Adapters to and from disk: PEFT's format unchanged, the older format, and nothing that does not fit."""
 
+import io
 import json
 import os
 import pickle
+import random
 import re
 import warnings
+import zipfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,8 @@ from tiny import write_checkpoint
 from lema import LemaModel, MemoryStrategy
 from lema.errors import AdapterError, ConfigError
 from lema.lora import save_adapter
-from lema.lora.files import read_settings
+from lema.lora.files import _read_old, read_settings
+from lema.lora.foreign_shards import load_rank
 from lema_cpu import CpuBackend
 
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h"}
@@ -184,6 +189,52 @@ def test_code_in_an_older_adapter_is_not_run(llama: Path, write: Any, tmp_path: 
     with suppress(RuntimeError):  # the bare pickle is not a file of torch's
         torch.load(directory / "adapter_model.bin", weights_only=False)  # it is a bomb indeed
     assert ran.exists()
+
+
+def spoilt_archives() -> Iterator[bytes]:
+    """An archive that unpacks to a thousand times its bytes, and nesting without an end."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\0" * 10_000_000)
+    yield packed.getvalue()
+    yield b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
+
+
+def test_whatever_stands_in_an_older_adapter_it_is_refused_by_name(tmp_path: Path) -> None:
+    """Hundreds of files, one byte or many of which are others: no error but the one that names the file."""
+    made = []
+    for zipped in (True, False):
+        saved = io.BytesIO()
+        torch.save({"1.q.lora_A": torch.ones(2, 3)}, saved, _use_new_zipfile_serialization=zipped)
+        made.append(saved.getvalue())
+    file = tmp_path / "adapter_model.bin"
+
+    def read(content: bytes) -> None:
+        file.write_bytes(content)
+        for reading in (lambda: _read_old(file, "layers"), lambda: load_rank(file)):
+            with suppress(AdapterError):
+                reading()
+
+    for content in spoilt_archives():
+        file.write_bytes(content)
+        with pytest.raises(AdapterError, match=r"adapter_model\.bin"):
+            load_rank(file)
+        read(content)
+    draw = random.Random(0)
+    for _ in range(500):
+        spoilt = bytearray(draw.choice(made))
+        for _ in range(draw.choice((1, 3, 10, 40))):
+            spoilt[draw.randrange(len(spoilt))] = draw.randrange(256)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read(bytes(spoilt))
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_adapter(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_model.bin")
+    with pytest.raises(AdapterError, match="regular file"):
+        load_rank(tmp_path / "adapter_model.bin")
 
 
 def dump(thing: Any, file: Path) -> None:

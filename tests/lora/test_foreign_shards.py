@@ -300,6 +300,10 @@ def spec(content: Any, which: int) -> Any:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a rank is missing": (lambda d: rank_file(d, 1).unlink(), "dp_rank_00_tp_rank_01_pp_rank_00.pt is missing"),
     "the last rank is missing": (lambda d: rank_file(d, 3).unlink(), "lay over 4 ranks, and there are shards of 3"),
+    "a rank of a hundred million": (
+        lambda d: shutil.copy(rank_file(d, 0), rank_file(d, 0).with_name("dp_rank_00_tp_rank_99999999_pp_rank_00.pt")),
+        "dp_rank_00_tp_rank_04_pp_rank_00.pt is missing",
+    ),
     "all are missing": (lambda d: shutil.rmtree(d / "adapter_shards/model"), "no shards here"),
     "cut short": (lambda d: rank_file(d, 2).write_bytes(rank_file(d, 2).read_bytes()[:2000]), "is damaged"),
     "no tensors": (lambda d: torch.save([1], rank_file(d, 0)), "not a table of tensors"),

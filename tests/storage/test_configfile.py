@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, normalizers
 from transformers import LlamaConfig
 
 from lema.errors import DataError, ModelError, WeightsError
@@ -117,3 +118,25 @@ def test_files_beside_the_weights_are_checked_before_they_are_read(model: Path, 
     (model / "tokenizer.json").symlink_to("/dev/zero")
     with pytest.raises(WeightsError, match="leaves the model's directory"):
         check_companions(model)
+
+
+def test_a_tokenizer_that_makes_text_without_end_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    """Each of six rules makes ten characters of one: a kilobyte would be a gigabyte."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    honest: list[Any] = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.Replace("\n", "<0x0A>")]
+    file = tmp_path / "tokenizer.json"
+    tokenizer.normalizer = normalizers.Sequence(honest)
+    tokenizer.save(str(file))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert load_tokenizer(tmp_path, trusted=False, how="-")("a a").input_ids
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", 10 * "a") for _ in range(6)])
+    tokenizer.save(str(file))
+    with pytest.raises(DataError, match="1,000 times as much text") as caught:
+        load_tokenizer(tmp_path, trusted=False, how="-")
+    assert caught.value.where == str(file)
+
+
+def test_a_config_of_millions_of_labels_is_refused_before_they_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_labels": 10000000}')
+    with pytest.raises(ModelError, match="10000000 labels"):
+        read_config_file(tmp_path)

@@ -2,7 +2,7 @@
 
 `transformers` renders it in jinja's sandbox, which keeps it from files, modules and attributes that lead to them, and
 bounds `range`. It bounds neither loops within loops nor powers (https://jinja.palletsprojects.com/en/stable/sandbox
-says that the caller must), so rendering has a time limit here. The memory of a product of texts is not bounded.
+says that the caller must), so rendering has a limit of time and memory here.
 """
 
 import json
@@ -162,6 +162,7 @@ def guarded(row: Row, function: Callable[[], Any]) -> Any:
         with timelimit.limited(MAX_SECONDS, lambda: slow, file="<template>"):
             return function()
     except Exception as error:
-        what = f"the chat template does not take this chat: {str(error) or type(error).__name__}"
+        said = "it asks for more than a gibibyte" if isinstance(error, MemoryError) else str(error)
+        what = f"the chat template does not take this chat: {said or type(error).__name__}"
         how = "compare the roles and their order with what the model's template expects"
         raise row.broken(what, how=how) from error
