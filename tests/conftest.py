@@ -80,23 +80,30 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at which markers a run asks for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest modules, and have a default run take a few cases, evenly spaced, of a `sampled` test.
+    """Begin with the longest modules, and take a few cases, evenly spaced, of tests that have too many.
 
-    The other cases of it are slow.
+    Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow.
     """
     place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+    leave_out(items, "covered", pytest.mark.exhaustive)
+    leave_out([item for item in items if item.get_closest_marker("exhaustive") is None], "sampled", pytest.mark.slow)
+
+
+def leave_out(items: list[pytest.Item], marker: str, mark: pytest.MarkDecorator) -> None:
+    """Mark all cases of a test but as many, evenly spaced, as its `marker` says."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    counts: dict[str, int] = {}
     for item in items:
-        exhaustive = item.get_closest_marker("exhaustive") is not None  # in neither kind of run
-        if item.get_closest_marker("sampled") is not None and not exhaustive:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for every in cases.values():
-        (count,) = every[0].get_closest_marker("sampled").args  # type: ignore[union-attr] # it has one
-        kept = {number * len(every) // count for number in range(count)}
+        if (found := item.get_closest_marker(marker)) is not None:
+            test = item.nodeid.partition("[")[0]
+            cases[test].append(item)
+            (counts[test],) = found.args
+    for test, every in cases.items():
+        kept = {number * len(every) // counts[test] for number in range(counts[test])}
         for number, item in enumerate(every):
             if number not in kept:
-                item.add_marker(pytest.mark.slow)
+                item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True, scope="module")
