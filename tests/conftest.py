@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +81,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at which markers a run asks for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest modules, and take a few cases, evenly spaced, of tests that have too many.
+    """Begin with the longest modules, and take a few cases of tests that have too many.
 
     Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow.
     """
@@ -91,19 +92,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def leave_out(items: list[pytest.Item], marker: str, mark: pytest.MarkDecorator) -> None:
-    """Mark all cases of a test but as many, evenly spaced, as its `marker` says."""
+    """Mark all cases of a test but so many, evenly spaced, as its `marker` says; or, where it says none, pairs."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
-    counts: dict[str, int] = {}
+    counts: dict[str, tuple[int, ...]] = {}
     for item in items:
         if (found := item.get_closest_marker(marker)) is not None:
             test = item.nodeid.partition("[")[0]
             cases[test].append(item)
-            (counts[test],) = found.args
+            counts[test] = found.args
     for test, every in cases.items():
-        kept = {number * len(every) // counts[test] for number in range(counts[test])}
+        if counts[test]:
+            (count,) = counts[test]
+            kept = {number * len(every) // count for number in range(count)}
+        else:
+            kept = pairs(every)
         for number, item in enumerate(every):
             if number not in kept:
                 item.add_marker(mark)
+
+
+def pairs(every: list[pytest.Item]) -> set[int]:
+    """Choose cases that have every pair of values of two parameters: each the one that has most still to do."""
+    values = [sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in every]
+    of_each = [frozenset(combinations(one, 2)) for one in values]
+    wanted, kept = frozenset().union(*of_each), set()
+    while wanted:
+        best = max(range(len(every)), key=lambda number: len(of_each[number] & wanted))
+        wanted -= of_each[best]
+        kept.add(best)
+    return kept
 
 
 @pytest.fixture(autouse=True, scope="module")
