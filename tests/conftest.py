@@ -27,41 +27,46 @@ TESTS = Path(__file__).parent
 # Modules that take longest, the longest first: begun last, one of them would leave the other processes of `-n` without
 # work. Each takes over half a minute; docs/internals/tests.md has the seconds.
 LONGEST = (
-    "engine/test_parity_matrix",
-    "engine/test_oom",
-    "cli/test_demo",
     "model/test_every_type",
     "neuron/test_divided",
-    "plan/test_plan_workload",
+    "engine/test_oom",
+    "cli/test_demo",
+    "faults/test_faults",
     "neuron/test_launch",
-    "engine/test_oom_offloading",
+    "plan/test_plan_workload",
     "activations/test_streamed_offload",
     "activations/test_activations_benchmark",
-    "model/test_every_type_trained",
-    "faults/test_faults",
     "train/phases/test_phase_run",
-    "engine/test_recompute",
+    "train/test_preference_runs",
+    "engine/test_parity_matrix",
+    "engine/test_oom_offloading",
     "train/test_stop_processes",
     "train/test_replicas",
-    "model/test_compiled",
     "neuron/test_neuron_ranks",
-    "engine/test_limits",
+    "cuda/test_benchmark_gpu",
+    "model/test_compiled",
     "train/test_sharded",
+    "engine/test_head_pieces",
+    "model/test_coverage_page",
+    "engine/test_limits",
+    "model/test_every_type_trained",
     "engine/test_parity",
     "train/full/test_stop_full",
+    "engine/test_recompute",
     "engine/test_parity_steps",
     "engine/test_parity_trained",
     "convert/test_quantize_streamed",
     "plan/test_plan_cli",
+    "house/test_supply_chain",
     "cuda/test_cuda_late",
     "activations/test_offload_setting",
     "activations/test_mixin",
     "train/phases/test_lora_trainer",
+    "train/phases/test_phase_processes",
     "model/test_row_tables",
     "house/test_readme",
     "engine/test_parity_adapters",
     "train/test_nonfinite_processes",
-    "cuda/test_benchmark_gpu",
     "train/full/test_full_training",
 )
 
@@ -147,6 +152,14 @@ def _no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Leave the curve of the loss undrawn, which takes as long as a step or two, but where a test looks at it."""
     if "lema.train.events" in sys.modules and request.node.get_closest_marker("picture") is None:
         monkeypatch.setattr("lema.train.events.plot_loss", lambda *_: False)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer, as it is published, for the tests of one module."""
+    from smallrun import write_model
+
+    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
