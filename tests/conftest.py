@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,41 +27,46 @@ TESTS = Path(__file__).parent
 # Modules that take longest, the longest first: begun last, one of them would leave the other processes of `-n` without
 # work. Each takes over half a minute; docs/internals/tests.md has the seconds.
 LONGEST = (
-    "engine/test_parity_matrix",
-    "engine/test_oom",
-    "cli/test_demo",
     "model/test_every_type",
     "neuron/test_divided",
-    "plan/test_plan_workload",
+    "engine/test_oom",
+    "cli/test_demo",
+    "faults/test_faults",
     "neuron/test_launch",
-    "engine/test_oom_offloading",
+    "plan/test_plan_workload",
     "activations/test_streamed_offload",
     "activations/test_activations_benchmark",
-    "model/test_every_type_trained",
-    "faults/test_faults",
     "train/phases/test_phase_run",
-    "engine/test_recompute",
+    "train/test_preference_runs",
+    "engine/test_parity_matrix",
+    "engine/test_oom_offloading",
     "train/test_stop_processes",
     "train/test_replicas",
-    "model/test_compiled",
     "neuron/test_neuron_ranks",
-    "engine/test_limits",
+    "cuda/test_benchmark_gpu",
+    "model/test_compiled",
     "train/test_sharded",
+    "engine/test_head_pieces",
+    "model/test_coverage_page",
+    "engine/test_limits",
+    "model/test_every_type_trained",
     "engine/test_parity",
     "train/full/test_stop_full",
+    "engine/test_recompute",
     "engine/test_parity_steps",
     "engine/test_parity_trained",
     "convert/test_quantize_streamed",
     "plan/test_plan_cli",
+    "house/test_supply_chain",
     "cuda/test_cuda_late",
     "activations/test_offload_setting",
     "activations/test_mixin",
     "train/phases/test_lora_trainer",
+    "train/phases/test_phase_processes",
     "model/test_row_tables",
     "house/test_readme",
     "engine/test_parity_adapters",
     "train/test_nonfinite_processes",
-    "cuda/test_benchmark_gpu",
     "train/full/test_full_training",
 )
 
@@ -80,23 +86,46 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at which markers a run asks for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest modules, and have a default run take a few cases, evenly spaced, of a `sampled` test.
+    """Begin with the longest modules, and take a few cases of tests that have too many.
 
-    The other cases of it are slow.
+    Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow.
     """
     place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+    leave_out(items, "covered", pytest.mark.exhaustive)
+    leave_out([item for item in items if item.get_closest_marker("exhaustive") is None], "sampled", pytest.mark.slow)
+
+
+def leave_out(items: list[pytest.Item], marker: str, mark: pytest.MarkDecorator) -> None:
+    """Mark all cases of a test but so many, evenly spaced, as its `marker` says; or, where it says none, pairs."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    counts: dict[str, tuple[int, ...]] = {}
     for item in items:
-        exhaustive = item.get_closest_marker("exhaustive") is not None  # in neither kind of run
-        if item.get_closest_marker("sampled") is not None and not exhaustive:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for every in cases.values():
-        (count,) = every[0].get_closest_marker("sampled").args  # type: ignore[union-attr] # it has one
-        kept = {number * len(every) // count for number in range(count)}
+        if (found := item.get_closest_marker(marker)) is not None:
+            test = item.nodeid.partition("[")[0]
+            cases[test].append(item)
+            counts[test] = found.args
+    for test, every in cases.items():
+        if counts[test]:
+            (count,) = counts[test]
+            kept = {number * len(every) // count for number in range(count)}
+        else:
+            kept = pairs(every)
         for number, item in enumerate(every):
             if number not in kept:
-                item.add_marker(pytest.mark.slow)
+                item.add_marker(mark)
+
+
+def pairs(every: list[pytest.Item]) -> set[int]:
+    """Choose cases that have every pair of values of two parameters: each the one that has most still to do."""
+    values = [sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in every]
+    of_each = [frozenset(combinations(one, 2)) for one in values]
+    wanted, kept = frozenset().union(*of_each), set()
+    while wanted:
+        best = max(range(len(every)), key=lambda number: len(of_each[number] & wanted))
+        wanted -= of_each[best]
+        kept.add(best)
+    return kept
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -123,6 +152,14 @@ def _no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Leave the curve of the loss undrawn, which takes as long as a step or two, but where a test looks at it."""
     if "lema.train.events" in sys.modules and request.node.get_closest_marker("picture") is None:
         monkeypatch.setattr("lema.train.events.plot_loss", lambda *_: False)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer, as it is published, for the tests of one module."""
+    from smallrun import write_model
+
+    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")

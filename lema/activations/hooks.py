@@ -308,7 +308,7 @@ def _exclude(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         scope.excluded += 1
 
 
-def _include(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001
+def _include(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001 - a hook
     if (scope := in_forward()) is not None:
         scope.excluded = max(0, scope.excluded - 1)  # a reset may have come in between
 
@@ -318,7 +318,7 @@ def _enter_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         scope.modules.append((module, [0]))
 
 
-def _leave_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001
+def _leave_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001 - a hook
     if (scope := in_forward()) is not None and scope.modules and scope.modules[-1][0] is module:
         scope.modules.pop()
 

@@ -168,7 +168,7 @@ def _enter_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         scope.mark(_input_of(args, kwargs))
 
 
-def _leave_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001
+def _leave_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001 - a hook
     if (scope := in_forward()) is not None:
         scope.unmark(_input_of(args, kwargs))
 

@@ -69,7 +69,7 @@ def survey(model_type: str) -> Row:
                 config.is_decoder = True
             model = meta_model(config, torch.float32)
         # Any error at all: configs and models are others' code, and what they say is passed on.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - a model's own code raises anything
             return Row(model_type, None, reason=_unknown(error))
     return try_model(model, model_type)
 
@@ -102,7 +102,7 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
                     tokens = torch.ones(1, TOKENS, dtype=torch.long)
                     prelude = split.prelude({"input_ids": tokens}, split.layers[0].state_dict())
                     split.head(prelude.hidden)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - a model's own code raises anything
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 return Row(model_type, None, reason="unknown without weights: what it computes depends on values")
             refused = isinstance(error, LemaError)
@@ -121,7 +121,7 @@ def _own_failure(model: PreTrainedModel) -> Exception | None:
     try:
         with _shapes_only(model):
             model(input_ids=torch.ones(1, TOKENS, dtype=torch.long), use_cache=False)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - a model's own code raises anything
         return error
     return None
 

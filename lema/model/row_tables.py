@@ -232,7 +232,7 @@ class RowTables:
             def look_up(input: Tensor, name: str = name, table: _Table = table) -> Tensor:
                 return self._look_up(name, table, input)
 
-            table.module.forward = look_up  # type: ignore[method-assign]
+            table.module.forward = look_up  # type: ignore[method-assign] # of this instance only
             absent = _Absent(table.weight.detach(), requires_grad=False)
             absent.home = self._stored.backend.device
             table.module._parameters["weight"] = absent

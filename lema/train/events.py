@@ -94,7 +94,7 @@ class _Bar(ProgressCallback):
         """Write what people look at."""
         wanted = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "train_loss", "train_runtime")
         shown = {name: one for name, one in (logs or {}).items() if name in wanted}
-        super().on_log(args, state, control, logs=shown, **kwargs)  # type: ignore[no-untyped-call]
+        super().on_log(args, state, control, logs=shown, **kwargs)  # type: ignore[no-untyped-call] # transformers' own
 
 
 def _names(config: LemaConfig) -> list[str]:

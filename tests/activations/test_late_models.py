@@ -30,6 +30,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Lat
 late_devices = pytest.mark.parametrize("late", SEEDS, indirect=True)
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(1)
 @late_devices
 @pytest.mark.parametrize("kind", [None, True, False])

@@ -22,6 +22,7 @@ def model_and_step(
     return model, step(model)
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("checkpoint", [None, True, False], ids=["saved", "reentrant", "checkpointed"])
 @pytest.mark.parametrize("mode", MODES)

@@ -178,6 +178,7 @@ def weight_bytes(model: nn.Module, moved: list[Tensor]) -> int:
     return total
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("lora", [True, False])

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 from clirun import CHATS, TEXTS, assert_refused, assert_same_adapter, config_writer, lema, write_rows
-from smallrun import token_rows, tokenizer, write_model
+from smallrun import token_rows, tokenizer
 
 from lema.data import cache, prepare_data, read
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

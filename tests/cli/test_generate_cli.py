@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 from clirun import config_writer, lema, write_rows
-from smallrun import SENTENCES, tokenizer, write_model
+from smallrun import SENTENCES, tokenizer
 
 Read = Callable[[], list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

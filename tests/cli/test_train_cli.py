@@ -16,11 +16,6 @@ from lema.data import prepare_data
 from lema.train.metrics import read_metrics
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
-
-
 @pytest.fixture
 def write_config(llama: Path, tmp_path: Path) -> Callable[..., Path]:
     return config_writer(llama, tmp_path)

@@ -94,6 +94,7 @@ def test_weights_expand_here_to_what_the_library_expands_them_to(quantized: Any,
         assert torch.equal(read_tensor(records[f"{name}.weight"], torch.bfloat16), weight), name
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(9)
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -57,6 +57,7 @@ def whole_outcome(quantized: CheckpointOf) -> Callable[[str], Outcome]:
     return take
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(1)
 @kinds
 @recomputed_or_not

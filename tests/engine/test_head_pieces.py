@@ -310,11 +310,10 @@ WHOLE = {
     "rwkv": "does not run on part of its vocabulary",
 }
 SOME = ("gemma3_text", "inkling2", "mamba", "gpt_neox", *WHOLE)
+OTHERS = (pytest.mark.slow, pytest.mark.covered(40))
 
 
-@pytest.mark.parametrize(
-    "kind", [*SOME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in STREAMED if kind not in SOME)]
-)
+@pytest.mark.parametrize("kind", [*SOME, *(pytest.param(kind, marks=OTHERS) for kind in STREAMED if kind not in SOME)])
 @pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules")
 @pytest.mark.filterwarnings("ignore:.* compares a position with its own label")
 def test_a_head_of_any_type_streams_or_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,7 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",

@@ -65,6 +65,7 @@ def assert_same(one: tuple[Tensor, Gradients], other: tuple[Tensor, Gradients]) 
     assert not different
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("count", [1, 4])

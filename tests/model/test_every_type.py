@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from everytype import (
     CLOSE,
     MODEL_TYPES,
@@ -31,11 +32,22 @@ pytestmark = [
 
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(model_type: str, tmp_path: Path) -> None:
-    """In fp32 and under autocast of bf16, rows as they are, padded, and several packed into one."""
-    found = compare_ways(model_type, tmp_path)
+    """In fp32: rows as they are, padded, several packed into one, and two micro-batches of different lengths."""
+    found = compare_ways(model_type, tmp_path, torch.float32)
+    assert "two micro-batches" in found
+    assert_equal(model_type, found)
+
+
+@pytest.mark.covered(60)
+@pytest.mark.parametrize("model_type", STREAMED)
+def test_under_autocast_of_bf16_as_well(model_type: str, tmp_path: Path) -> None:
+    assert_equal(model_type, compare_ways(model_type, tmp_path, torch.bfloat16))
+
+
+def assert_equal(model_type: str, found: dict[str, float]) -> None:
     least = {"float": 1e-6, "two": 1e-6, "bfloa": 2e-2} if model_type in CLOSE else {}
     assert not {way: apart for way, apart in found.items() if apart > least.get(way.split()[0][:5], 0)}
-    assert len(found) == 1 + 2 * (3 - len(UNTAKEN.get(model_type, ())))
+    assert len(found) == ("two micro-batches" in found) + 3 - len(UNTAKEN.get(model_type, ()))
 
 
 def test_the_list_of_what_is_not_equal_is_short() -> None:
@@ -63,13 +75,15 @@ UNTRIED = {
 }
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_the_table_of_models_claims_nothing_that_is_not_so(model_type: str) -> None:
-    row = survey(model_type)
-    if row.streams:
-        assert model_type in STREAMED or model_type in UNTRIED
-    else:
-        assert row.streams is None or model_type not in STREAMED
+@pytest.mark.parametrize("model_type", [kind for kind in MODEL_TYPES if kind not in STREAMED])
+def test_the_table_of_models_does_not_claim_what_does_not_stream(model_type: str) -> None:
+    assert not survey(model_type).streams or model_type in UNTRIED
+
+
+@pytest.mark.covered(60)
+@pytest.mark.parametrize("model_type", STREAMED)
+def test_the_table_of_models_refuses_nothing_that_streams(model_type: str) -> None:
+    assert survey(model_type).streams in (True, None)
 
 
 def test_more_than_200_types_stream() -> None:

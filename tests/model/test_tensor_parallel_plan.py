@@ -81,6 +81,7 @@ TYPES = [
 ]
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize(("tp", "kv_layout"), [(2, "tile"), (4, "tile"), (4, "interleave")])

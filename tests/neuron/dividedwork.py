@@ -31,7 +31,7 @@ from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure
 from lema.train.steps import no_event
 
-LAYERS, ROWS, LENGTH, STEPS = 8, 4, 16, 5
+LAYERS, ROWS, LENGTH, STEPS = 8, 4, 16, 3
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from functools import cache
-from itertools import product
 from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from covering import cases as product_cases
+from covering import covering
 from neuronlayers import far, numbers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
@@ -46,7 +47,7 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
 }
 
 
-GRID = ("llama", "qwen3", "mistral", "mixtral")
+AXES = {"name": ("llama", "qwen3", "mistral", "mixtral"), "heads": ("equal", "fewer"), "sp": ("tokens", "sequence")}
 # With others a gradient is so small beside its terms that single precision alone, in one process, is off by 1e-5.
 SEEDS = {"mixtral": 6}
 
@@ -123,13 +124,21 @@ def model_case(
     return found
 
 
+def left_out(ranks: int) -> set[str]:
+    """The cases of `AXES` that a session of `tox` leaves out; of what it has, some are over 2 ranks and some over 4."""
+    every = ["-".join(case.values()) for case in product_cases(AXES)]
+    pairs = {"-".join(case.values()) for case in covering(AXES, 2)}
+    return pairs if ranks == 4 else {name for name in every if name not in pairs}
+
+
 def model_cases(ranks: int) -> dict[str, Callable[[Comm], dict[str, float]]]:
     """The cases, by name; of the key/value heads there are as many as query heads, or fewer than ranks."""
     few = ranks // 2
     cases: dict[str, Callable[[Comm], dict[str, float]]] = {"draw": drawn, "unreduced": unreduced, "saved": saved}
-    for name, (heads, kv_heads), sequence in product(GRID, (("equal", 8), ("fewer", few)), (False, True)):
-        sp = "sequence" if sequence else "tokens"
-        cases[f"{name}-{heads}-{sp}"] = lambda comm, given=(name, kv_heads, sequence): model_case(comm, *given)
+    for case in product_cases(AXES):
+        name, heads, sp = case.values()
+        given = (name, 8 if heads == "equal" else few, sp == "sequence")
+        cases["-".join(case.values())] = lambda comm, given=given: model_case(comm, *given)
     cases["llama-fewer-interleave"] = lambda comm: model_case(comm, "llama", few, False, "interleave")
     cases["llama-fewer-in-double"] = lambda comm: model_case(comm, "llama", few, True, dtype=torch.float64)
     cases["llama-dropout-tokens"] = lambda comm: model_case(comm, "llama", 4, False, dropout=0.3)

@@ -1,4 +1,4 @@
-"""Runs on every rank: all cases one after the other; the first rank writes what each measured to a file."""
+"""Runs on every rank: the cases one after the other; the first rank writes what each measured to a file."""
 
 import json
 import traceback
@@ -13,12 +13,13 @@ from neuronmodels import model_cases
 from lema_neuron.comm import C10dComm
 
 
-def main(file: str) -> None:
+def main(file: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))  # for a rank that failed alone
     comm = C10dComm()
     found = {}
-    for name, case in {**layer_cases(comm.size), **model_cases(comm.size)}.items():
+    cases = {**layer_cases(comm.size), **model_cases(comm.size)}
+    for name, case in ((name, cases[name]) for name in names):
         torch.manual_seed(0)
         try:
             measured: dict[str, float] | str = case(comm)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from neuronlayers import layer_cases
-from neuronmodels import model_cases
+from neuronmodels import left_out, model_cases
 
 TOLERANCE = 1e-5  # relative to the largest number of one process
 EXACT = {
@@ -16,12 +16,17 @@ EXACT = {
     "llama-fewer-in-double": 1e-6,
 }  # whose norms, rotary tables and softmax are in single all the same
 NAMES = [
-    (count, name) for count in (2, 4) for name in {**layer_cases(count), **model_cases(count)} if name != "unreduced"
+    pytest.param(
+        count, name, id=f"{name}-on-{count}", marks=[pytest.mark.exhaustive] if name in left_out(count) else []
+    )
+    for count in (2, 4)
+    for name in {**layer_cases(count), **model_cases(count)}
+    if name != "unreduced"
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "name"), NAMES, ids=[f"{name}-on-{count}" for count, name in NAMES])
+@pytest.mark.parametrize(("count", "name"), NAMES)
 def test_ranks_compute_what_one_process_computes(ranks: Callable[[int], Any], count: int, name: str) -> None:
     for rank, measured in enumerate(ranks(count)[name]):
         assert isinstance(measured, dict), measured

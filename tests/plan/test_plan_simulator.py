@@ -140,6 +140,7 @@ def break_even(machine: Machine, bytes_per_second: float) -> float:
     return 2 * machine.half / (3 * bytes_per_second)
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("times", [1.5, 2.0, 4.0])
 @pytest.mark.parametrize("from_disk", [True, False])

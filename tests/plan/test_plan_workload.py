@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import cases, covering
 from hollowmodel import large_config, write_hollow
 from smallrun import settings, write_model
 from transformers import MixtralConfig
@@ -40,10 +41,22 @@ def hollow(tmp_path: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **c
     return draw_up(LemaConfig(str(directory), device="cpu", **changes))
 
 
+STEPS: dict[str, tuple[Any, ...]] = {
+    "model": (*((name, False) for name in WIDE), ("llama", True), ("mistral", True)),  # packed or not
+    "dtype": (torch.float32, torch.bfloat16),
+    "recompute": (True, False),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "packing"), [*((name, False) for name in WIDE), ("llama", True), ("mistral", True)])
+@pytest.mark.parametrize(
+    ("name", "packing", "dtype", "recompute"),
+    [
+        pytest.param(*case["model"], case["dtype"], case["recompute"], marks=marks)
+        for case in cases(STEPS)
+        for marks in [[] if case in covering(STEPS, 2) else pytest.mark.exhaustive]
+    ],
+)
 def test_a_real_step_takes_what_was_told(
     tmp_path: Path, name: str, packing: bool, dtype: torch.dtype, recompute: bool
 ) -> None:

@@ -180,6 +180,7 @@ def _tried(model_type: str, form: str) -> tuple[str, str, dict[str, float]]:
     return row.reason if row.streams is False else "", how, widths
 
 
+@cache  # the page and its test ask for each
 def try_checkpoint(checkpoint: Checkpoint) -> Found:
     """Try a tiny model of a checkpoint, and count bytes for its sizes."""
     refused, how, widths = _tried(checkpoint.model_type, checkpoint.form)

@@ -17,13 +17,17 @@ SIZES: Mapping[str, int] = {
         (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size shape_vocab_size"),
         (VOCABULARY, "pronunciation_vocab_size encoder_hash_byte_group_vocab"),
         (32, "hidden_size d_model n_embd embedding_size emb_dim word_embed_proj_dim hidden_size_global mamba_d_ssm"),
-        (32, "out_hidden_size text_hidden_size"),
+        (32, "out_hidden_size text_hidden_size embed_dim patch_embed_hidden_size vision_hidden_size"),
+        (32, "projector_hidden_size merged_hidden_size moe_hidden_size downsample_hidden_size"),
+        (32, "projection_dim projection_intermediate_size alignment_intermediate_size mlp_dim output_dim"),
+        (32, "base_channels latent_channels output_channels latent_query_num nemo_conv_channels"),
+        (32, "ext_pw_out_channel depthwise_separable_out_channel num_embeddings"),
         (32, "input_embedding_size output_embedding_size adapter_in_dim adapter_input_size adapter_out_dim"),
         (16, "shape_embed_dim pronunciation_embed_dim rel_extent block_multiple_of hc_lowrank"),
         (2, "encoder_layers num_encoder_layers depth max_window_layers num_kv_shared_layers"),
         (2, "n_layers_per_attn_res_block"),
         (4, "num_attention_heads n_head n_heads num_heads swa_num_attention_heads num_attention_heads_per_layer"),
-        (4, "encoder_attention_heads num_encoder_attention_heads"),
+        (4, "encoder_attention_heads num_encoder_attention_heads attention_heads"),
         (4, "decoder_attention_heads num_decoder_attention_heads"),
         (2, "num_key_value_heads swa_num_key_value_heads kv_n_heads"),
         (8, "head_dim swa_head_dim dim_head attention_head_size kv_channels qk_nope_head_dim qk_rope_head_dim"),
@@ -66,7 +70,8 @@ SIZES: Mapping[str, int] = {
 
 # The number of decoder layers, under all its names.
 DEPTHS = frozenset(
-    {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "decoder_layers", "num_decoder_layers"}
+    {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "layers"}
+    | {"decoder_layers", "num_decoder_layers"}
 )
 
 # Settings that are None by default and that a type needs nevertheless.
@@ -94,9 +99,13 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "dots3_note_text": {"head_dim": 20},
+    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, 32]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 3},
     "electra": {"embedding_size": 16},
-    "ernie4_5_vl_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2]}},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": MROPE | {"mrope_section": [1, 1, 2]},
+        "moe_intermediate_size": [24, 16],
+    },
     "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoeshared": {"shared_intermediate_size": 24},
@@ -105,9 +114,11 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"head_dim": 16},
     "mistral4": {"qk_rope_head_dim": 4},
     "molmo2_adapter": {"vision_feature_layer": [3, 2]},
+    "muse_spark_audio": {"hidden_sizes": [32] * 4, "depths": [1] * 4},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 151652},  # published ones have it; the default has not
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "reformer": {"axial_pos_embds": False},
+    "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, 32]},
     "step3p5": {"sliding_window": 5},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},

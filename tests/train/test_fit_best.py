@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from smallrun import adapter_of, logged, opened, run_fit, same, settings, token_rows, write_model
+from smallrun import adapter_of, logged, opened, run_fit, same, settings, token_rows
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from lema import LemaConfig, LemaModel
@@ -15,11 +15,6 @@ from lema.errors import ConfigError
 from lema.train.fit import PlainRun
 
 LOSSES = [5.0, 4.0, 4.5, 3.995, 4.2, 4.1, 4.3, 4.4]  # after each step; the best is the fourth
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture

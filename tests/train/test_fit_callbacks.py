@@ -14,7 +14,6 @@ from smallrun import (
     run_fit,
     settings,
     token_rows,
-    write_model,
 )
 from torch import Tensor
 from transformers import (
@@ -27,11 +26,6 @@ from transformers import (
 
 from lema.data import collate
 from lema.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 def hf_events(model: Path, output_dir: Path, rows: Any, eval_rows: Any, **arguments: Any) -> list[Any]:

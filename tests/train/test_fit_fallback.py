@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from smallrun import adapter_of, logged, opened, run_fit, same, settings, token_rows, write_model
+from smallrun import adapter_of, logged, opened, run_fit, same, settings, token_rows
 from torch import Tensor
 
 from lema import LemaConfig
@@ -21,11 +21,6 @@ from lema.errors import AdapterError, ConfigError
 from lema.train.checkpoint.resume import newest_sound
 
 ROWS = token_rows(24)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 def config_of(llama: Path, out: Path, **changes: Any) -> LemaConfig:

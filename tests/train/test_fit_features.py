@@ -21,7 +21,6 @@ from smallrun import (
     settings,
     token_rows,
     whole_model,
-    write_model,
 )
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -33,11 +32,6 @@ from lema.errors import AdapterError, ConfigError, DataError
 from lema.train.checkpoint import card as cards
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import report_callbacks, training_arguments
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,6 @@ from lema.errors import AdapterError, ConfigError
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("gpt2"), "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 

@@ -28,7 +28,7 @@ def takes(shape: Sequence[int]) -> bool:
     return len(shape) in (2, 3) and shape[-1] % BLOCK == 0
 
 
-def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:  # noqa: ARG001
+def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:  # noqa: ARG001 - as torchao's
     """Say what a weight becomes: the dtype and shape of each part. What the library says of it is a part itself."""
     elements = prod(shape)
     blocks = -(-elements // BLOCK)

@@ -149,7 +149,7 @@ class StreamedPeftModel(PeftModel):
             skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
         # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
         # by itself, within a visit that recomputes it already and whose lease ends before.
-        skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign]
+        skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign] # its own
         _recompute(opened, enable=settings.gradient_checkpointing)
         digest = hashlib.sha256(base_fingerprint(opened.gbi).encode()).digest()
         # In the state dict, because what tells a model by its tensors shall tell one base from another.

@@ -33,6 +33,7 @@ from lema.train.phases.stage import chosen_by, tied_note
 from lema_cpu import CpuBackend
 
 
+@pytest.mark.covered
 @pytest.mark.slow
 @pytest.mark.parametrize("clipped", [None, 0.5])
 @pytest.mark.parametrize("count", [1, 4])
@@ -47,6 +48,7 @@ def test_ten_steps_are_bitwise_those_in_memory(
     assert_same(streamed(config, everything, count), expected)
 
 
+@pytest.mark.covered
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("selection", [attention_of_the_last_four, one_in_the_middle])
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
