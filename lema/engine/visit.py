@@ -26,7 +26,7 @@ from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears
-from lema.engine.trained_weights import Leaves, TrainedWeights
+from lema.engine.trained_weights import AdapterLeaves, Leaves, TrainedWeights
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall
@@ -45,7 +45,8 @@ class Engine:
     Attributes:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
         retry: attempts again what ran out of device memory.
-        trained: the weights of layers that train themselves.
+        outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor` is in the graphs.
+        trained: the weights of layers that train themselves, or leaves for adapters.
         stop: asked before each micro-batch whether the run is to stop.
         look: called in the backward as soon as gradients of hidden states are formed, with the number of the layer of
             whose inputs they are (the number of layers for the top layer's outputs) and with them, some of them None.
@@ -56,7 +57,8 @@ class Engine:
         # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the first on.
         self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
         self.retry = OomRetry(stream, backend)
-        self.trained = TrainedWeights({}, lambda *_: None)
+        self.outer = self.anchor
+        self.trained: TrainedWeights | AdapterLeaves = TrainedWeights({}, lambda *_: None)
         self.stop = NEVER
         self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None
@@ -105,7 +107,7 @@ def visit(
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
     visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside, room)
-    return apart(visit.forward, visit.backward, engine.anchor, hidden)
+    return apart(visit.forward, visit.backward, engine.outer, hidden)
 
 
 @torch.no_grad()
