@@ -171,10 +171,22 @@ def large() -> torch.nn.Parameter:
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_whose_state_cannot_be_saved_is_refused_before_its_first_step() -> None:
-    from torchao.optim import AdamW8bit
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for one in self.param_groups[0]["params"]:
+                self.state[one]["moment"] = {1, 2}
 
     with pytest.raises(ConfigError, match="cannot be saved without pickling"):
-        check_savable(AdamW8bit([large()]))
+        check_savable(Odd([large()]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_moments_are_refused_where_processes_have_parts_of_the_parameters() -> None:
+    parameter = large()
+    quantised = make_optimizer([parameter], LemaConfig("m", optim="adamw_torch_8bit"))
+    check_savable(quantised)
+    with pytest.raises(ConfigError, match="quantised in parts"):
+        check_savable(quantised, parts=2)
 
 
 @pytest.mark.filterwarnings("ignore")
