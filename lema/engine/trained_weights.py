@@ -4,12 +4,12 @@ A leased weight is a view of memory that soon holds another layer. In a graph a 
 it requires grad. The gradients of a layer are complete when its one backward is over, for all micro-batches, added up
 one by one as gradient accumulation on the whole model adds them.
 
-Leaves stand for adapters, too, where somebody else waits for their gradients, who must be given each of them once.
+Leaves stand for adapters too, where somebody else waits for their gradients, who must be given each of them once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lema.errors import ModelError
 from lema.stream import Lease
 
-__all__ = ["AdapterLeaves", "Leaves", "TrainedWeights"]
+__all__ = ["Leaves", "TrainedWeights", "adapter_leaves", "below_visits"]
 
 Leaves = dict[str, Tensor]
 
@@ -31,6 +31,7 @@ class TrainedWeights:
         done: called with a layer's number and the gradients of its weights by name, on the device, once they are
             complete for the pass; a weight without a gradient is left out. The callee owns the gradients from then on.
         begun: returns the gradient that a weight has from the passes before, to which this pass adds; None: none.
+        adapters: of these layers, adapters have leaves too.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class TrainedWeights:
         names: Mapping[int, Collection[str]],
         done: Callable[[int, Leaves], None],
         begun: Callable[[int, str], Tensor | None] = lambda *_: None,
+        adapters: nn.ModuleList | None = None,
     ) -> None:
         self._names = {layer: frozenset(own) for layer, own in names.items() if own}
-        self._done, self._begun = done, begun
+        self._done, self._begun, self._adapters = done, begun, adapters
 
     def trains(self, layer: int) -> bool:
         """Whether anything of a layer's own trains."""
@@ -59,7 +61,8 @@ class TrainedWeights:
                 what = "is not streamed" if weight is None else f"is of {weight.dtype}, which cannot train"
                 raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
             found[name] = weight.detach().requires_grad_()
-        return found
+        own = () if self._adapters is None else self._adapters[layer].named_parameters()
+        return found | {name: one.detach().requires_grad_() for name, one in own if one.requires_grad}
 
     def begin(self, layer: int, leaves: Leaves) -> None:
         """Give the leaves the gradients of the passes before, so that those of this pass are added to them."""
@@ -74,60 +77,34 @@ class TrainedWeights:
             leaf.grad = None
 
 
-class AdapterLeaves:
-    """Leaves for the adapters of decoder layers, whose gradients autograd is given at the end of each backward.
+def adapter_leaves(layers: nn.ModuleList, found: dict[nn.Parameter, Tensor]) -> TrainedWeights:
+    """Return what has leaves stand for the adapters of decoder layers; their gradients are added up in `found`.
 
     `DistributedDataParallel` sends a parameter's gradient off when it first arrives, and looks for parameters in the
     graph of what the model returns. But the visits differentiate graphs of their own, once for each micro-batch. So
-    gradients are added up in leaves there, and the parameters are in the outer graph, below all visits.
+    gradients are added up in leaves there, and the parameters are in the outer graph (`below_visits`).
     """
 
-    def __init__(self, layers: nn.ModuleList) -> None:
-        self._layers = layers
-        self._leaves: dict[nn.Parameter, Tensor] = {}
+    def done(layer: int, gradients: Leaves) -> None:
+        own = dict(layers[layer].named_parameters())
+        for name, gradient in gradients.items():
+            found[own[name]] = found[own[name]] + gradient if own[name] in found else gradient
 
-    def trains(self, layer: int) -> bool:
-        """Whether anything of a layer trains."""
-        return any(one.requires_grad for one in self._layers[layer].parameters())
-
-    def leaves(self, layer: int, _: Lease) -> Leaves:
-        """Return the leaf of each adapter of a layer that trains: the same values, and it requires grad."""
-        named = self._layers[layer].named_parameters()
-        return {name: self._leaf(one) for name, one in named if one.requires_grad}
-
-    def _leaf(self, parameter: nn.Parameter) -> Tensor:
-        leaf = self._leaves.get(parameter)
-        if leaf is None or leaf.data_ptr() != parameter.data_ptr():  # a trainer may have put other values there
-            leaf = self._leaves[parameter] = parameter.detach().requires_grad_()
-        return leaf
-
-    def begin(self, layer: int, leaves: Leaves) -> None:
-        """Nothing was added before."""
-
-    def end(self, layer: int, leaves: Leaves) -> None:
-        """The gradients stay in the leaves until the backward has been through all layers."""
-
-    def anchor(self, anchor: Tensor) -> Tensor:
-        """Return what stands for `anchor` in the visits of one forward: the adapters of all layers are below it."""
-        trained = [one for one in self._layers.parameters() if one.requires_grad]
-        below: Tensor = _Below.apply(anchor, self, *trained)  # type: ignore[no-untyped-call] # torch's is
-        return below
-
-    def taken(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient that a parameter's leaf has, and forget it there."""
-        leaf = self._leaf(parameter)
-        found, leaf.grad = leaf.grad, None
-        return found
+    return TrainedWeights({}, done, adapters=layers)
 
 
-class _Below(torch.autograd.Function):
-    """Autograd calls its backward when all visits that were given the anchor have had theirs."""
-
+class _BelowVisits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, leaves: AdapterLeaves, *trained: nn.Parameter) -> Tensor:
-        ctx.leaves, ctx.trained = leaves, trained
+    def forward(ctx: Any, anchor: Tensor, found: dict[nn.Parameter, Tensor], *trained: nn.Parameter) -> Tensor:
+        ctx.found, ctx.trained = found, trained
         return anchor.clone()
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.leaves.taken(one) for one in ctx.trained)
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(ctx.found.pop(one, None) for one in ctx.trained)
+
+
+def below_visits(anchor: Tensor, found: dict[nn.Parameter, Tensor], trained: Sequence[nn.Parameter]) -> Tensor:
+    """Return what stands for the visits' anchor: its backward comes after those of all visits, with what they found."""
+    below: Tensor = _BelowVisits.apply(anchor, found, *trained)  # type: ignore[no-untyped-call] # torch's is
+    return below

@@ -26,7 +26,7 @@ from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears
-from lema.engine.trained_weights import AdapterLeaves, Leaves, TrainedWeights
+from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall
@@ -46,7 +46,7 @@ class Engine:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
         retry: attempts again what ran out of device memory.
         outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor` is in the graphs.
-        trained: the weights of layers that train themselves, or leaves for adapters.
+        trained: the weights of layers that train themselves.
         stop: asked before each micro-batch whether the run is to stop.
         look: called in the backward as soon as gradients of hidden states are formed, with the number of the layer of
             whose inputs they are (the number of layers for the top layer's outputs) and with them, some of them None.
@@ -58,7 +58,7 @@ class Engine:
         self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
         self.retry = OomRetry(stream, backend)
         self.outer = self.anchor
-        self.trained: TrainedWeights | AdapterLeaves = TrainedWeights({}, lambda *_: None)
+        self.trained = TrainedWeights({}, lambda *_: None)
         self.stop = NEVER
         self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None

@@ -138,6 +138,7 @@ def test_a_gpu_gets_one_kernel_and_keeps_its_numbers() -> None:
 OPTIMIZERS = sorted(set(get_args(Optimizer)))
 
 
+@torch.compiler.set_stance("force_eager")  # torchao's update is compiled, which here takes longer than all else
 @pytest.mark.filterwarnings("ignore")  # of bitsandbytes, on a machine without a GPU
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_transformers_own_and_goes_on_from_its_checkpoint_to_the_bit(name: str, tmp_path: Path) -> None:
@@ -180,6 +181,7 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused_before_its_first_st
         check_savable(Odd([large()]))
 
 
+@torch.compiler.set_stance("force_eager")
 @pytest.mark.filterwarnings("ignore")
 def test_quantised_moments_are_refused_where_processes_have_parts_of_the_parameters() -> None:
     parameter = large()

@@ -229,10 +229,11 @@ def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> O
         {key: one.item() if isinstance(one, Tensor) else one for key, one in group.items()}
         for group in whole["param_groups"]
     ]
-    found = {"class": type(optimizer).__qualname__, "state": plain, "param_groups": groups}
-    if any(hasattr(one, FLATTEN) for entries in whole["state"].values() for one in entries.values()):
-        found["wrapped"] = True
-    return OptimizerState(tensors, found)
+    wrapped = any(hasattr(one, FLATTEN) for entries in whole["state"].values() for one in entries.values())
+    name = type(optimizer).__qualname__
+    return OptimizerState(
+        tensors, {"class": name, "state": plain, "param_groups": groups, **({"wrapped": True} if wrapped else {})}
+    )
 
 
 INSIDE = "/"  # between the names of an entry and of one that it holds, as bitsandbytes nests them

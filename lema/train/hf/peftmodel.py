@@ -109,13 +109,12 @@ def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: 
         what = "for a foreign trainer each process has a model of its own, and several are to hold one together"
         raise ConfigError(what, where="lema.streamed", how="leave tensor_parallel_size out, or train with `lema train`")
     if replicas.size > 1:
-        # Because processes wait for each other at every layer then, and trainers do not evaluate in step; and because
-        # compiled layers do not take the leaves that stand for adapters.
-        for name in ("shard_weights", "torch_compile"):
-            if getattr(config, name):
-                raise ConfigError(
-                    "several processes of a foreign trainer cannot do this", where=name, how="leave it out"
-                )
+        # Because processes that divide weights wait for each other at every layer, and trainers do not evaluate so; and
+        # because the leaves that stand for adapters are others in the backward of compiled layers.
+        refused = {"shard_weights": config.shard_weights, "torch_compile": config.torch_compile or opened.split.lazy}
+        if asked := [name for name, value in refused.items() if value]:
+            what = "several processes of a foreign trainer cannot do this"
+            raise ConfigError(what, where=f"{asked[0]} on {config.device}", how="leave it out, or start one process")
         check_alike(replicas, config.to_dict())
     if isinstance(adapter, LoraConfig):
         fresh = deepcopy(adapter)
