@@ -225,15 +225,10 @@ def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> O
                 tensors[f"{index}.{key}"] = kept.contiguous()
             else:
                 plain.setdefault(str(index), {})[key] = value
-    groups = [
-        {key: one.item() if isinstance(one, Tensor) else one for key, one in group.items()}
-        for group in whole["param_groups"]
-    ]
     wrapped = any(hasattr(one, FLATTEN) for entries in whole["state"].values() for one in entries.values())
     name = type(optimizer).__qualname__
-    return OptimizerState(
-        tensors, {"class": name, "state": plain, "param_groups": groups, **({"wrapped": True} if wrapped else {})}
-    )
+    found = {"class": name, "state": plain, "param_groups": whole["param_groups"]}
+    return OptimizerState(tensors, found | ({"wrapped": True} if wrapped else {}))
 
 
 INSIDE = "/"  # between the names of an entry and of one that it holds, as bitsandbytes nests them
@@ -283,9 +278,16 @@ def _layouts(optimizer: Optimizer) -> list[Layout | None]:
     return [layout_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _number(value: Any) -> float:
+    """Return the number that a tensor is, such as a learning rate that compiled updates read."""
+    if isinstance(value, Tensor) and not value.dim():
+        return float(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def _json(state: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(state, indent=1)
+        return json.dumps(state, indent=1, default=_number)
     except TypeError as error:
         what = f"the state of the run cannot be saved without pickling: {error}"
         how = "use an optimizer whose state is tensors and numbers, one level deep"
