@@ -22,11 +22,11 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "sft": ("nll", "dft"),
     "dpo": (
         *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust"),
-        *("bco_pair", "sppo_hard", "apo_zero", "apo_down", "sigmoid_norm"),
+        *("bco_pair", "sppo_hard", "apo_zero", "apo_down", "sigmoid_norm", "aot", "aot_unpaired", "discopop", "sft"),
     ),
     "kto": ("kto", "apo_zero_unpaired"),
 }
-SMOOTHED = ("robust", "exo_pair")  # the losses of pairs that `label_smoothing` has a meaning for
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # the losses of pairs that `label_smoothing` has a meaning for
 
 OF_TOKENS = ("eval_loss", "eval_perplexity")  # what an evaluation of sft measures
 

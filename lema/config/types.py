@@ -151,10 +151,11 @@ Scheduler = Literal[  # noqa: RUF041 - nested, so that each kind has its line
 ]
 PhaseScheduler = Literal["constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"]
 
-# Those of transformers.training_args.OptimizerNames that torch, transformers and bitsandbytes have, and whose state is
-# plain tensors and numbers: a checkpoint holds nothing that is pickled.
+# Those of transformers.training_args.OptimizerNames that torch, transformers, bitsandbytes and torchao have, and whose
+# state is tensors, or made of such, and numbers: a checkpoint holds nothing that is pickled.
 Optimizer = Literal[  # noqa: RUF041 - nested, so that each kind has its line
     Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"],
+    Literal["adamw_torch_8bit", "adamw_torch_4bit"],
     Literal["adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit"],
     Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "paged_adamw_32bit", "paged_adamw_8bit"],
     Literal["paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit"],

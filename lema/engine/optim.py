@@ -116,10 +116,10 @@ def set_update(optimizer: Optimizer, config: LemaConfig) -> None:
     update = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
     for group in optimizer.param_groups:
         group.update({name: value for name, value in update.items() if name in group and config.optim == "adamw_torch"})
-        group["lr"] = config.learning_rate * group.get("lr_ratio", 1.0)
         if group.get("decays", True):
             group["weight_decay"] = config.weight_decay
         group.pop("initial_lr", None)  # a schedule goes by that
+    set_rates(optimizer, [config.learning_rate * group.get("lr_ratio", 1.0) for group in optimizer.param_groups])
 
 
 def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:

@@ -22,13 +22,14 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lema.config.units import human_bytes
 from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.streamed import StreamedModel
+from lema.engine.trained_weights import adapter_leaves, below_visits
 from lema.errors import ConfigError
 from lema.model.flow import Prelude
 from lema.stream.schedule import fetched_per_step, forward_order
@@ -89,6 +90,10 @@ class LayerStack:
         self._numbers = count()
         self._ahead: tuple[tuple[int, ...], int] = ((), 0)  # leases announced for the next pass, and how many stream
         self._version: int | None = None  # of an adapter's values at the last backward
+        self._found: dict[nn.Parameter, Tensor] | None = None
+        if streamed.backend.replicas.size > 1:  # because whoever calls the model has it in DistributedDataParallel
+            self._found = {}
+            streamed.engine.trained = adapter_leaves(split.layers, self._found)
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Tensor] = lambda call: self.run([call])[0]
 
@@ -196,6 +201,12 @@ class LayerStack:
         if differentiated:
             start = EmbedHead(streamed.backend, None, hidden, per_layer, streamed.trained_outside())
             below = start.reach_below or any(call.inputs_differentiated for call in calls)
+            if self._found is not None:
+                if start.reach_below:
+                    what = "weights before the layers train, and several processes share only the layers' gradients"
+                    raise ConfigError(what, where="the embeddings", how="leave them out of the adapter's modules")
+                adapters = [one for one in split.layers.parameters() if one.requires_grad]
+                streamed.engine.outer = below_visits(streamed.engine.anchor, self._found, adapters)
             hidden = start.start(streamed.engine.anchor)
         if not below:  # a trainer may have the embeddings' result ask for a gradient that nobody needs
             hidden = tuple(state.detach() for state in hidden)
@@ -216,6 +227,7 @@ class LayerStack:
         for layer in range(top + 1):
             keep = room if layer == top else 0
             hidden = streamed.visit_layer(lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep)
+        streamed.engine.outer = streamed.engine.anchor
         if graphs is not None:
             graphs.turn()
             graphs.expect(top)

@@ -1,20 +1,24 @@
-"""Weights of streamed layers that train themselves: the leaves that stand for them in a layer's graph.
+"""Weights of layers that train: the leaves that stand for them in a layer's graph.
 
 A leased weight is a view of memory that soon holds another layer. In a graph a leaf stands for it: the same bytes, and
 it requires grad. The gradients of a layer are complete when its one backward is over, for all micro-batches, added up
 one by one as gradient accumulation on the whole model adds them.
+
+Leaves stand for adapters too, where somebody else waits for their gradients, who must be given each of them once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lema.errors import ModelError
 from lema.stream import Lease
 
-__all__ = ["Leaves", "TrainedWeights"]
+__all__ = ["Leaves", "TrainedWeights", "adapter_leaves", "below_visits"]
 
 Leaves = dict[str, Tensor]
 
@@ -23,10 +27,17 @@ class TrainedWeights:
     """The weights of decoder layers that train themselves, and the function that takes their gradients. `names` are,
     for each layer that trains, those of the parameters that do, as a lease has them. `done` is called with a layer's
     number and the gradients of its weights by name, on the device, once they are complete for the pass; a weight
-    without a gradient is left out. The callee owns the gradients from then on."""
+    without a gradient is left out. The callee owns the gradients from then on. The adapters of these layers have
+    leaves too, where `adapters` are given."""
 
-    def __init__(self, names: Mapping[int, Collection[str]], done: Callable[[int, Leaves], None]) -> None:
-        self._names, self._done = {layer: frozenset(own) for layer, own in names.items() if own}, done
+    def __init__(
+        self,
+        names: Mapping[int, Collection[str]],
+        done: Callable[[int, Leaves], None],
+        adapters: nn.ModuleList | None = None,
+    ) -> None:
+        self._names = {layer: frozenset(own) for layer, own in names.items() if own}
+        self._done, self._adapters = done, adapters
 
     def trains(self, layer: int) -> bool:
         """Whether anything of a layer's own trains."""
@@ -42,7 +53,8 @@ class TrainedWeights:
                 what = "is not streamed" if weight is None else f"is of {weight.dtype}, which cannot train"
                 raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
             found[name] = weight.detach().requires_grad_()
-        return found
+        own = () if self._adapters is None else self._adapters[layer].named_parameters()
+        return found | {name: one.detach().requires_grad_() for name, one in own if one.requires_grad}
 
     def end(self, layer: int, leaves: Leaves) -> None:
         """Hand the gradients of a layer over, because nothing adds to them any more in this pass."""
@@ -50,3 +62,36 @@ class TrainedWeights:
             self._done(layer, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
         for leaf in leaves.values():
             leaf.grad = None
+
+
+def adapter_leaves(layers: nn.ModuleList, found: dict[nn.Parameter, Tensor]) -> TrainedWeights:
+    """Return what has leaves stand for the adapters of decoder layers; their gradients are added up in `found`.
+
+    `DistributedDataParallel` sends a parameter's gradient off when it first arrives, and looks for parameters in the
+    graph of what the model returns. But the visits differentiate graphs of their own, once for each micro-batch. So
+    gradients are added up in leaves there, and the parameters are in the outer graph (`below_visits`).
+    """
+
+    def done(layer: int, gradients: Leaves) -> None:
+        own = dict(layers[layer].named_parameters())
+        for name, gradient in gradients.items():
+            found[own[name]] = found[own[name]] + gradient if own[name] in found else gradient
+
+    return TrainedWeights({}, done, adapters=layers)
+
+
+class _BelowVisits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, found: dict[nn.Parameter, Tensor], *trained: nn.Parameter) -> Tensor:
+        ctx.found, ctx.trained = found, trained
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(ctx.found.pop(one, None) for one in ctx.trained)
+
+
+def below_visits(anchor: Tensor, found: dict[nn.Parameter, Tensor], trained: Sequence[nn.Parameter]) -> Tensor:
+    """Return what stands for the visits' anchor: its backward comes after those of all visits, with what they found."""
+    below: Tensor = _BelowVisits.apply(anchor, found, *trained)  # type: ignore[no-untyped-call] # torch's is
+    return below

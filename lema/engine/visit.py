@@ -45,6 +45,7 @@ class Engine:
     Attributes:
         anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
         retry: attempts again what ran out of device memory.
+        outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor` is in the graphs.
         trained: the weights of layers that train themselves.
         stop: asked before each micro-batch whether the run is to stop.
         look: called in the backward as soon as gradients of hidden states are formed, with the number of the layer of
@@ -56,6 +57,7 @@ class Engine:
         # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the first on.
         self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
         self.retry = OomRetry(stream, backend)
+        self.outer = self.anchor
         self.trained = TrainedWeights({}, lambda *_: None)
         self.stop = NEVER
         self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
@@ -102,7 +104,7 @@ def visit(
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
     visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside, room)
-    return apart(visit.forward, visit.backward, engine.anchor, hidden)
+    return apart(visit.forward, visit.backward, engine.outer, hidden)
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class CopyTrace(TorchDispatchMode):
     given."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call] # torch's own
         self._sources: dict[int, int] = {}  # by storage, the number of the source that it is
         self._filled: dict[int, tuple[tuple[int, ...], list[Box]]] = {}  # by storage, its shape and where it came from
         self._alive: list[Tensor] = []  # so that no address of a storage is used again

@@ -291,10 +291,11 @@ def stored_name(name: str) -> str:
 
 class LayerNames:
     """The names in one layer, as its modules are now. `layer`: adapters attached or not. A parameter that trains is its
-    own; what is leased in its place is left out."""
+    own; what is leased in its place is left out, and a leaf that stands for it goes by its own name."""
 
     def __init__(self, layer: nn.Module) -> None:
         parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}
+        self._own = {name for name, now in parameters.items() if now is None}
         owned = parameters | {name: name for name, _ in layer.named_buffers()}
         self._now = {stored_name(name): now for name, now in owned.items()}
         wrappers = [(name, part) for name, part in layer.named_modules() if isinstance(part, ParamWrapper)]
@@ -307,5 +308,5 @@ class LayerNames:
             # this would be taken for a change of every weight in the slot.
             now: tensor.data if name in self._set_in_place else tensor
             for name, tensor in weights.items()
-            if (now := self._now[name]) is not None
+            if (now := name if tensor.requires_grad and name in self._own else self._now[name]) is not None
         }

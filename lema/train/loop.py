@@ -177,7 +177,7 @@ class RunLoop:
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step, all its rows in one layer-major pass; return its learning rate and norm."""
         stage, events = self._stage, self._events
-        rate, drawn = stage.schedule.get_last_lr()[0], stage.draw(stage.done)
+        rate, drawn = float(stage.schedule.get_last_lr()[0]), stage.draw(stage.done)
         more = stage.done + 1 < stage.num_steps
         known = more and self._model.prefix is not None
         result = stage.steps.accumulate(

@@ -237,7 +237,7 @@ class LemaTrainer:
             else:
                 run.begin(weights_only=weights_only)
             if self.config.save_steps or self.config.load_best_model_at_end:
-                check_savable(optimizer)
+                check_savable(optimizer, self.backend.parallel.size)
                 self.require_room(1 if resume else 2)
             if self.schedule is None:
                 taken = self.global_step - self.skipped_steps

@@ -138,6 +138,7 @@ def test_a_gpu_gets_one_kernel_and_keeps_its_numbers() -> None:
 OPTIMIZERS = sorted(set(get_args(Optimizer)))
 
 
+@torch.compiler.set_stance("force_eager")  # torchao's update is compiled, which here takes longer than all else
 @pytest.mark.filterwarnings("ignore")  # of bitsandbytes, on a machine without a GPU
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_transformers_own_and_goes_on_from_its_checkpoint_to_the_bit(name: str, tmp_path: Path) -> None:
@@ -171,10 +172,23 @@ def large() -> torch.nn.Parameter:
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_whose_state_cannot_be_saved_is_refused_before_its_first_step() -> None:
-    from torchao.optim import AdamW8bit
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for one in self.param_groups[0]["params"]:
+                self.state[one]["moment"] = {1, 2}
 
     with pytest.raises(ConfigError, match="cannot be saved without pickling"):
-        check_savable(AdamW8bit([large()]))
+        check_savable(Odd([large()]))
+
+
+@torch.compiler.set_stance("force_eager")
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_moments_are_refused_where_processes_have_parts_of_the_parameters() -> None:
+    parameter = large()
+    quantised = make_optimizer([parameter], LemaConfig("m", optim="adamw_torch_8bit"))
+    check_savable(quantised)
+    with pytest.raises(ConfigError, match="quantised in parts"):
+        check_savable(quantised, parts=2)
 
 
 @pytest.mark.filterwarnings("ignore")

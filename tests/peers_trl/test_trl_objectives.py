@@ -85,6 +85,10 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
             "apo_zero": {},
             "apo_down": {},
             "sigmoid_norm": {},
+            "aot": {"label_smoothing": 0.2},
+            "aot_unpaired": {},
+            "discopop": {},
+            "sft": {},
         }.items()
     },
     "ipo": (DPOTrainer, DPOConfig, pairs, {"objective": "ipo"}, {"loss_type": ["ipo"]}),

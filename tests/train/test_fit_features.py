@@ -281,3 +281,19 @@ def test_a_bar_is_shown_where_somebody_looks(
         out, err = capsys.readouterr()
         assert ("2/2" in err) is there
         assert ("'loss': " in out and "bytes_read" not in out) is there
+
+
+@torch.compiler.set_stance("force_eager")
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_with_quantised_moments_goes_on_from_its_checkpoint_to_the_bit(llama: Path, tmp_path: Path) -> None:
+    given = {"optim": "adamw_torch_8bit", "lora_rank": 128, "save_steps": 2, "lr_scheduler_type": "constant"}
+    found = []
+    for name, stops in (("straight", [4]), ("resumed", [2, 4])):
+        for stop in stops:
+            config = settings(llama, tmp_path / name, max_steps=stop, batch_size=4, **given)
+            with opened(config) as model:
+                model.get_trainer().fit(ROWS, resume=stop > stops[0])
+                found.append(adapter_of(model.skeleton))
+    assert max(one.numel() for one in found[0].values()) >= 4096  # what torchao quantises
+    assert same(found[0], found[2])
+    assert not same(found[0], found[1])

@@ -62,6 +62,7 @@ class Scored:
         return chosen - of_chosen, rejected - of_rejected
 
 
+DISCOPOP_TAU = 0.05  # TRL's default, and the paper's
 Score: TypeAlias = Callable[[Scored], tuple[Tensor, Measured]]
 
 
@@ -72,6 +73,7 @@ class Objective:
     score: Score  # makes this process's share of a batch's mean loss, and what is measured, of the rows it has
     reference: bool = False  # whether it compares with the model without adapters
     mismatched: bool = False  # whether it needs prompts with other rows' completions, as KTO's KL term does
+    of_batch: bool = False  # whether it compares rows of a whole batch with each other
     prompts: bool = False  # whether the prompts of chosen rows are learnt too
     advantages: bool = False  # whether rows have advantages; otherwise they are examples of a preference
 
@@ -83,12 +85,13 @@ def objective_of(config: LemaConfig) -> Objective | None:
     match config.objective:
         case "dpo" | "ipo":
             kind = "ipo" if config.objective == "ipo" else config.loss_type or "sigmoid"
-            return Objective(partial(dpo, loss_type=kind, beta=beta, smoothing=smoothing), reference=True)
+            score = partial(dpo, loss_type=kind, beta=beta, smoothing=smoothing)
+            return Objective(score, reference=True, of_batch=kind.startswith("aot"))
         case "kto":
             kind = config.loss_type or "kto"
             weights = [1.0 if one is None else one for one in (config.desirable_weight, config.undesirable_weight)]
             score = partial(kto, loss_type=kind, beta=beta, desirable=weights[0], undesirable=weights[1])
-            return Objective(score, reference=True, mismatched=kind == "kto")
+            return Objective(score, reference=True, mismatched=kind == "kto", of_batch=kind == "kto")
         case "orpo":
             return Objective(partial(orpo, beta=beta), prompts=True)
         case "simpo":
@@ -106,9 +109,9 @@ def pursue(model: StreamedModel, config: LemaConfig) -> None:
     """
     model.objective, model.dft = objective_of(config), config.loss_type == "dft"
     model.smoothing = config.label_smoothing_factor
-    if model.objective is not None and model.objective.mismatched and model.backend.replicas.size > 1:
-        what = "kto estimates its KL term from a whole batch, and each process has a share of it"
-        how = "start one process, or set loss_type: apo_zero_unpaired"
+    if model.objective is not None and model.objective.of_batch and model.backend.replicas.size > 1:
+        what = "kto estimates its KL term from a whole batch, aot sorts one, and each process has a share of it"
+        how = "start one process, or set loss_type: apo_zero_unpaired for kto, or another for dpo"
         raise ConfigError(what, where="objective", how=how)
     if model.objective is not None:
         for module in model.split.model.modules():
@@ -157,6 +160,18 @@ def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> T
             return (clean - flipped) / (1 - 2 * smoothing)
         case "bco_pair":
             return -logsigmoid(beta * chosen) - logsigmoid(-(beta * rejected))
+        case "aot" | "aot_unpaired":
+            one, other = chosen, rejected
+            if loss_type == "aot":
+                assert rows.reference is not None, "the reference was not asked for"
+                one, other = (torch.sub(*rows.completions(logps)) for logps in (rows.logps, rows.reference))
+            delta = one.sort().values - other.sort().values
+            return -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
+        case "discopop":
+            share = torch.sigmoid(beta * delta / DISCOPOP_TAU)
+            return -logsigmoid(beta * delta) * (1 - share) + torch.exp(-beta * delta) * share
+        case "sft":
+            return -(rows.logps * rows.trained)[rows.chosen].sum(dim=1) * (rows.num_examples / rows.num_tokens)
         case "sppo_hard":
             return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
         case "apo_zero":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -192,10 +193,13 @@ def restore_optimizer(
             divided = parallel is not None and tensor.dim() and int(index) < len(layouts)
             held = held_tensor(parallel, tensor, layouts[int(index)]) if parallel is not None and divided else tensor
             _place(state.setdefault(int(index), {}), path, held)
-        groups = [
-            {**saved, **{key: own[key] for key in IMPLEMENTATION & own.keys()}}
-            for saved, own in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
-        ]
+        if plain.get("wrapped"):
+            _wrap(optimizer, state)
+        groups = []
+        for saved, own in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
+            groups.append({**saved, **{key: own[key] for key in IMPLEMENTATION & own.keys()}})
+            if isinstance(own["lr"], Tensor):  # it was saved as a number
+                groups[-1]["lr"] = torch.full_like(own["lr"], saved["lr"])
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         what = f"the optimizer cannot be restored: {error}"
@@ -206,9 +210,10 @@ def restore_optimizer(
 PROBE = (64, 128)  # elements enough for an optimizer that keeps small parameters in fp32 to quantise its moments
 
 
-def check_savable(optimizer: Optimizer) -> None:
-    """Refuse, with `ConfigError` before its first step, an optimizer whose state is more than tensors and numbers:
-    another one of its class, made from its defaults if that can be, takes a step with a parameter of its own.
+def check_savable(optimizer: Optimizer, parts: int = 1) -> None:
+    """Refuse, with `ConfigError` before its first step, an optimizer whose state is more than tensors and numbers, or
+    cannot be put together of the `parts` that processes have of each parameter: another one of its class, made from its
+    defaults if that can be, takes a step with a parameter of its own.
     """
     first = optimizer.param_groups[0]["params"][0]
     probe = nn.Parameter(torch.zeros(PROBE, device=first.device, dtype=first.dtype))
@@ -222,8 +227,11 @@ def check_savable(optimizer: Optimizer) -> None:
     _json({"optimizer": tried.plain})
     if other_kind := next((type(one) for one in tried.tensors.values() if type(one) is not Tensor), None):
         what = f"the state of the run cannot be saved without pickling: {other_kind.__name__} is no plain tensor"
-        how = "use an optimizer whose state is tensors and numbers, such as adamw_8bit in place of torchao's"
+        how = "use an optimizer whose state is tensors and numbers, such as adamw_8bit"
         raise ConfigError(what, where=f"optimizer {tried.plain['class']}", how=how)
+    if parts > 1 and tried.plain.get("wrapped"):
+        what = "its moments are quantised in parts that do not lie as the parameters' parts do over processes"
+        raise ConfigError(what, where=f"optimizer {tried.plain['class']}", how="set optim: adamw_torch")
 
 
 def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
@@ -240,17 +248,24 @@ def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> O
                 tensors[f"{index}.{key}"] = kept.contiguous()
             else:
                 plain.setdefault(str(index), {})[key] = value
+    wrapped = any(hasattr(one, FLATTEN) for entries in whole["state"].values() for one in entries.values())
     name = type(optimizer).__qualname__
-    return OptimizerState(tensors, {"class": name, "state": plain, "param_groups": whole["param_groups"]})
+    found = {"class": name, "state": plain, "param_groups": whole["param_groups"]}
+    return OptimizerState(tensors, found | ({"wrapped": True} if wrapped else {}))
 
 
 INSIDE = "/"  # between the names of an entry and of one that it holds, as bitsandbytes nests them
+FLATTEN = "__tensor_flatten__"  # what a tensor has that is made of others, such as torchao's quantised moments
 
 
 def _flat(entries: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the entries of a parameter's state that are no mappings of tensors, each with the names that lead to it."""
     for key, value in entries.items():
-        if isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values()):
+        if hasattr(value, FLATTEN):
+            yield from _flat(
+                {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}, f"{outer}{key}{INSIDE}"
+            )
+        elif isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values()):
             yield from _flat(value, f"{outer}{key}{INSIDE}")
         else:
             yield f"{outer}{key}", value
@@ -263,14 +278,38 @@ def _place(entries: dict[str, Any], path: str, value: Any) -> None:
     entries[key] = value
 
 
+def _wrap(optimizer: Optimizer, state: Mapping[int, dict[str, Any]]) -> None:
+    """Put tensors that are made of others together again, as the optimizer makes them for such parameters."""
+    like: Optimizer = object.__new__(type(optimizer))  # not by its arguments, some of which only it knows
+    copies = [[torch.zeros_like(one) for one in group["params"]] for group in optimizer.param_groups]
+    groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, copies, strict=True)]
+    like.__dict__ |= optimizer.__dict__ | {"param_groups": groups, "state": defaultdict(dict)}
+    parameters = [one for own in copies for one in own]
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    like.step()
+    for index, entries in state.items():
+        for key, made in like.state[parameters[index]].items():
+            if hasattr(made, FLATTEN):
+                context = made.__tensor_flatten__()[1]
+                entries[key] = made.__tensor_unflatten__(entries[key], context, made.shape, made.stride())
+
+
 def _layouts(optimizer: Optimizer) -> list[Layout | None]:
     """Return how each parameter of an optimizer lies over processes, in the order in which its state numbers them."""
     return [layout_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _number(value: Any) -> float:
+    """Return the number that a tensor is, such as a learning rate that compiled updates read."""
+    if isinstance(value, Tensor) and not value.dim():
+        return float(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
 def _json(state: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(state, indent=1)
+        return json.dumps(state, indent=1, default=_number)
     except TypeError as error:
         what = f"the state of the run cannot be saved without pickling: {error}"
         how = "use an optimizer whose state is tensors and numbers, one level deep"

@@ -69,6 +69,11 @@ class StreamingMixin(Below):
         if not isinstance(model, StreamedPeftModel):
             what = f"the model is a {type(model).__name__}, whose layers do not stream"
             raise ConfigError(what, where=type(self).__name__, how="give its name, or what lema.streamed returns")
+        if model.opened.backend.replicas.size > 1:
+            # Because DistributedDataParallel counts the calls of the model, and a step calls it more than once.
+            what = "the batches of an optimizer step go through the layers together in one process"
+            how = "start one, or leave the mixin out and have one wide batch"
+            raise ConfigError(what, where=type(self).__name__, how=how)
         self._batches: Sequence[Any] = ()
         self._joint: _JointStep | None = None
         super().__init__(model, *args, **kwargs)

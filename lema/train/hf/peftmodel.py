@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
+from lema.backend.group import check_alike
 from lema.backend.hostmemory import memory_available
 from lema.config import LemaConfig
 from lema.engine.stack import LayerStack
@@ -68,7 +69,7 @@ def streamed(
         settings: further settings of `LemaConfig`. `gradient_checkpointing` is true here unless given.
 
     Raises:
-        ConfigError: a setting is wrong, the adapter is none that streams, or several processes were started.
+        ConfigError: a setting is wrong, the adapter is none that streams, or several processes do not agree.
         MemoryLimitError: the limits are too small.
     """
     if isinstance(dtype, torch.dtype):
@@ -102,10 +103,19 @@ def streamed(
 
 
 def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: str) -> None:
-    """Attach a fresh adapter, or a saved one, where there is one process."""
-    if max(opened.backend.replicas.size, opened.backend.parallel.size) > 1:
-        what = "a model for a foreign trainer streams in one process, and several were started"
-        raise ConfigError(what, where="lema.streamed", how="start one, or train with `lema train`")
+    """Attach a fresh adapter, or a saved one; of several processes each has its own, and reads and computes alone."""
+    config, replicas = opened.config, opened.backend.replicas
+    if opened.backend.parallel.size > 1:
+        what = "for a foreign trainer each process has a model of its own, and several are to hold one together"
+        raise ConfigError(what, where="lema.streamed", how="leave tensor_parallel_size out, or train with `lema train`")
+    if replicas.size > 1:
+        # Because processes that divide weights wait for each other at every layer, and trainers do not evaluate so; and
+        # because the leaves that stand for adapters are others in the backward of compiled layers.
+        refused = {"shard_weights": config.shard_weights, "torch_compile": config.torch_compile or opened.split.lazy}
+        if asked := [name for name, value in refused.items() if value]:
+            what = "several processes of a foreign trainer cannot do this"
+            raise ConfigError(what, where=f"{asked[0]} on {config.device}", how="leave it out, or start one process")
+        check_alike(replicas, config.to_dict())
     if isinstance(adapter, LoraConfig):
         fresh = deepcopy(adapter)
         fresh.task_type = task
@@ -155,6 +165,8 @@ class StreamedPeftModel(PeftModel):
         # In the state dict, because what tells a model by its tensors shall tell one base from another.
         model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         model.register_state_dict_post_hook(_leave_out_base)
+        # DistributedDataParallel's name for what it is not to send from the first process to the others.
+        model._ddp_params_and_buffers_to_ignore = [name for name, one in model.named_parameters() if one.is_meta]
         model.eval()  # as `from_pretrained` leaves a model
         found: Self = model
         return found

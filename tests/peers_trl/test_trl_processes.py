@@ -1,0 +1,119 @@
+"""Two processes of trainers that wrap the model in DistributedDataParallel: streamed, and whole with PEFT."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_processes
+from trlruns import save
+
+# What each kind of trainer is given: its arguments, and how the model is opened.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "trainer": ({"gradient_accumulation_steps": 2}, {}),
+    "sft": ({"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "evaluated": 6}, {}),
+    "dpo": ({"activation_checkpointing": False}, {"gradient_checkpointing": False}),
+    "kto": ({}, {}),
+}
+
+WORK = f"""
+import os, sys, warnings
+from pathlib import Path
+import torch
+from torch.nn.parallel import DistributedDataParallel
+import lema
+from lema.errors import ConfigError
+from trlruns import RecordedSFT, adapters, lora, outcome, streamed_model, trainer_of, whole_model
+
+place, rank = Path(sys.argv[1]), os.environ["RANK"]
+warnings.filterwarnings("ignore", message="gradients are accumulated")
+made = {{"whole": lambda **_: whole_model(place), "streamed": lambda **settings: streamed_model(place, settings)}}
+found = {{}}
+for kind, (arguments, settings) in {RUNS!r}.items():
+    for way, make in made.items():
+        trainer = trainer_of(kind, make(**settings), place / f"{{kind}}-{{way}}", max_steps=4, **arguments)
+        losses, adapter = outcome(trainer)
+        assert type(trainer.model_wrapped) is DistributedDataParallel
+        told = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+        found[f"{{kind}} {{way}}"] = losses, told, adapter
+    if kind == "sft":
+        again = trainer_of(kind, make(), place / "again", max_steps=4, **arguments)
+        again.train(resume_from_checkpoint=str(place / "sft-streamed" / "checkpoint-2"))
+        found["resumed"] = adapters(again.model)
+
+# Rows that are cut into micro-batches, whose gradients are sent once.
+rows = torch.arange(4, 36).view(4, 8) + 7 * int(rank)
+for way, make in made.items():
+    model = make(micro_batch_size=2).train()
+    wrapped = DistributedDataParallel(model)
+    for _ in range(2):
+        wrapped(input_ids=rows, labels=rows).loss.backward()
+    found[f"wide {{way}}"] = {{name: one.grad for name, one in model.named_parameters() if one.requires_grad}}
+
+def refused(call):
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+
+class Mixed(lema.StreamingMixin, RecordedSFT): ...
+
+found["refused"] = [
+    refused(lambda: streamed_model(place, {{"shard_weights": True}})),
+    refused(lambda: streamed_model(place, {{"micro_batch_size": 1 + int(rank)}})),
+    refused(lambda: trainer_of("sft", streamed_model(place), place / "mixed", trainer=Mixed)),
+    refused(lambda: streamed_model(place, modules_to_save=["embed_tokens"])(input_ids=rows, labels=rows)),
+]
+torch.save(found, place / f"found-{{rank}}.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two processes has found."""
+    place = save("llama", tmp_path_factory.mktemp("processes"))
+    (place / "work.py").write_text(WORK)
+    here = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"}
+    done = run_processes([str(place / "work.py"), str(place)], 2, timeout=500, env=here)
+    assert done.returncode == 0, done.stderr[-12000:]
+    return [torch.load(place / f"found-{rank}.pt") for rank in range(2)]
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_two_processes_are_two_processes_with_the_whole_model(found: list[dict[str, Any]], kind: str) -> None:
+    for one in found:
+        whole, streamed = one[f"{kind} whole"], one[f"{kind} streamed"]
+        assert whole[:2] == streamed[:2]
+        assert len(whole[1]) == (2 if kind == "sft" else 0)
+        assert_equal(whole[2], streamed[2])
+    assert found[0][f"{kind} streamed"][0] != found[1][f"{kind} streamed"][0]  # each has rows of its own
+    assert_equal(found[0][f"{kind} streamed"][2], found[1][f"{kind} streamed"][2])
+
+
+def test_two_processes_go_on_from_their_checkpoint(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert_equal(one["resumed"], one["sft streamed"][2])
+
+
+def test_gradients_of_micro_batches_are_sent_once(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        whole, streamed = one["wide whole"], one["wide streamed"]
+        assert whole.keys() == streamed.keys()
+        for name, gradient in whole.items():
+            assert float((gradient - streamed[name]).norm()) <= 1e-5 * float(gradient.norm()), name
+    assert_equal(found[0]["wide streamed"], found[1]["wide streamed"])
+
+
+def test_what_several_processes_cannot_do_is_refused(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        sharded, unlike, mixed, before = one["refused"]
+        assert "shard_weights" in sharded
+        assert "micro_batch_size differ" in unlike
+        assert "one process" in mixed
+        assert "embeddings" in before
