@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
+    from lema.config import LemaConfig
     from lema.data import TokenDataset
 
 __all__ = ["data"]
@@ -47,6 +48,7 @@ def data(
     found: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
     about = described(found, rows, _tokenizer(files) if rows else None)
     about["held_back"] = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    about["steps"] = _steps(read, checked)
     if as_json:
         typer.echo(json.dumps(about, indent=1))
         return
@@ -58,6 +60,18 @@ def data(
     print_table(_lines(about, str(found.counts)), console)
     for row in about["first"]:
         console.print(_tokens(row, plain=not console.is_terminal), soft_wrap=True)
+
+
+def _steps(read: Any, config: "LemaConfig") -> int | None:
+    """How many steps the run has, where they have so many tokens; None: that is not known from the data alone."""
+    if not isinstance(config.tokens_per_step, int) or config.packing:
+        return None
+    from lema.backend import SingleProcess
+    from lema.data.dataset import first_rows
+    from lema.train.sampler import StepSampler
+
+    rows = read.split(config.eval_split, config.seed)[0] if config.eval_split else read
+    return StepSampler(first_rows(rows, config.max_train_samples), config, SingleProcess()).num_steps
 
 
 def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
@@ -110,6 +124,8 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
         yield "data", f"{about['held_back']:,} of them are held back to evaluate on"
     for name, number in about["sources"].items():
         yield "rows of", f"{name}  {number:,}"
+    if about["steps"]:
+        yield "data", f"trained on in {about['steps']:,} steps"
     lengths = about["lengths"]
     yield "lengths", f"mean {lengths['mean']:,}  median {lengths['median']:,}  longest {lengths['longest']:,} tokens"
     most = max(number for _, number in lengths["histogram"])
