@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedTokenizerBase
 
-    from lema.config import LemaConfig
     from lema.data import TokenDataset
 
 __all__ = ["data"]
@@ -39,16 +38,22 @@ def data(
     checked = config_of(config, settings)
     if not checked.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
+    from lema.backend import Alone
     from lema.data import TokenDataset
+    from lema.data.dataset import first_rows
     from lema.model.files import ModelFiles
     from lema.train.batch import read_data
+    from lema.train.sampler import StepSampler
 
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)
     found: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
     about = described(found, rows, _tokenizer(files) if rows else None)
     about["held_back"] = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
-    about["steps"] = _steps(read, checked)
+    about["steps"] = None  # which the data alone tell where steps have so many tokens
+    if isinstance(checked.tokens_per_step, int) and not checked.packing:
+        rest = read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read
+        about["steps"] = StepSampler(first_rows(rest, checked.max_train_samples), checked, Alone()).num_steps
     if as_json:
         typer.echo(json.dumps(about, indent=1))
         return
@@ -60,18 +65,6 @@ def data(
     print_table(_lines(about, str(found.counts)), console)
     for row in about["first"]:
         console.print(_tokens(row, plain=not console.is_terminal), soft_wrap=True)
-
-
-def _steps(read: Any, config: "LemaConfig") -> int | None:
-    """How many steps the run has, where they have so many tokens; None: that is not known from the data alone."""
-    if not isinstance(config.tokens_per_step, int) or config.packing:
-        return None
-    from lema.backend import SingleProcess
-    from lema.data.dataset import first_rows
-    from lema.train.sampler import StepSampler
-
-    rows = read.split(config.eval_split, config.seed)[0] if config.eval_split else read
-    return StepSampler(first_rows(rows, config.max_train_samples), config, SingleProcess()).num_steps
 
 
 def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:

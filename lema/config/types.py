@@ -179,7 +179,7 @@ def _tokens(value: Any) -> Any:
 
 def _step_tokens(value: Any) -> Any:
     value = _tokens(value)
-    if value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
+    if value is None or value == "auto" or type(value) is int:
         return value
     raise ValueError(f"must be a number of tokens, such as 16k, or auto, not {value!r}")
 

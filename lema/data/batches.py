@@ -1,7 +1,7 @@
 """Batches whose order is a pure function of seed and epoch, so that a run resumes at any step without replay."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -23,15 +23,14 @@ OF_ROWS = frozenset({"example"})  # what has one value or several for each row, 
 class Batch(TypedDict):
     """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`.
 
-    `attention_mask` is absent when no row is padded; `rows` are the rows' places in the data set. Packs have
-    `position_ids` instead, which are 0 where one of their rows begins, and at padding.
+    `attention_mask` is absent when no row is padded. Packs have `position_ids` instead, which are 0 where one of their
+    rows begins, and at padding.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: NotRequired[torch.Tensor]
     position_ids: NotRequired[torch.Tensor]
-    rows: NotRequired[list[int]]
 
 
 def dealt(
@@ -278,9 +277,10 @@ class Batches:
         Examples of several rows are cut further where not even one may be computed at once.
         """
         if (batch_of := getattr(self.dataset, "batch_of", None)) is None:
-            found = [self._collated(group, untrained=True) for group in self.groups(steps)]
+            groups = self.groups(steps)
+            read = [[self._held[row] if row in self._held else self.dataset[row] for row in group] for group in groups]
             self._held.clear()  # also of those that other processes have
-            return [{**batch} for batch in found]  # type: ignore[dict-item] # there are no `rows`
+            return [{**collate(rows, self.pad_token_id, untrained=True)} for rows in read]  # type: ignore[dict-item]
         parts = []
         for number, step in enumerate(steps):
             groups = self.groups([step])
@@ -289,21 +289,6 @@ class Batches:
                 at_once = len(groups[0]) * self._each
                 parts += split_batch(share, min(self.micro_batch_size or at_once, at_once))
         return parts
-
-    def batch(self, step: int) -> Batch | None:
-        """This process's share of batch `step`, the same one whenever it is asked for; None: it has no row of it."""
-        if not (rows := [row for group in self.groups([step]) for row in group]):
-            return None
-        if (batch_of := getattr(self.dataset, "batch_of", None)) is not None:
-            made: Batch = batch_of(self.rows(step), rows, self.pad_token_id)  # examples, which may be of several rows
-        else:
-            made = self._collated(rows, untrained=self.size > 1)
-        made["rows"] = rows
-        return made
-
-    def _collated(self, rows: Sequence[int], *, untrained: bool) -> Batch:
-        read = [self._held.pop(row) if row in self._held else self.dataset[row] for row in rows]
-        return collate(read, self.pad_token_id, untrained=untrained)
 
     def _length(self, place: int) -> int:
         """The tokens of a row, which is read once for them and its batch, because making one may take time."""
@@ -314,10 +299,6 @@ class Batches:
             tokens = len(self._held[place]["input_ids"]) if known is None else known(place)
             self._lengths[place] = -(-tokens // self._multiple) * self._multiple
         return int(self._lengths[place])
-
-    def epoch(self, epoch: int = 0) -> Iterator[Batch | None]:
-        """All batches of one epoch."""
-        return (self.batch(step) for step in range(self.before(epoch), self.before(epoch + 1)))
 
     def _epoch(self, epoch: int) -> tuple[Numbers, Numbers]:
         """The rows of an epoch in their order, and where in it each of its batches begins, and the last ends."""

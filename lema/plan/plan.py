@@ -146,11 +146,12 @@ def make_plan(
         ConfigError, DataError: as training would raise them.
     """
     planner = planner_of(with_adapter(config), machine, trust_remote_code=trust_remote_code)
-    chosen = planner.config.tokens_per_step == "auto"
-    planner = _with_tokens(planner) if chosen else planner
-    plan = plan_with(planner, price=price, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}
+    if planner.config.tokens_per_step != "auto":
+        return plan_with(planner, **options), planner
+    plan = plan_with(planner := _with_tokens(planner), **options)
     note = f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, for which reading hides behind computing"
-    return replace(plan, notes=(*[note] * chosen, *plan.notes)), planner
+    return replace(plan, notes=(note, *plan.notes)), planner
 
 
 def _with_tokens(planner: Planner) -> Planner:

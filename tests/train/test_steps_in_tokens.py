@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from whole import gradients_of, whole_of
 
 from lema import LemaConfig
-from lema.backend import SingleProcess
+from lema.backend import Alone
 from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.data import Batches
@@ -153,7 +153,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     for key in ("loss", "learning_rate", "epoch", "eval_loss", "tokens"):
         assert logged(config("broken"), key) == logged(config("straight"), key), key
     steps = max(logged(config("straight")))
-    sampler = StepSampler(ROWS, config("straight"), SingleProcess(), Padding())
+    sampler = StepSampler(ROWS, config("straight"), Alone(), Padding())
     assert steps == sampler.num_steps == sampler._batches.num_batches(2.5)
     epochs, rates = logged(config("straight"), "epoch"), logged(config("straight"), "learning_rate")
     assert 2 < epochs[steps] <= 3 and [epoch for epoch in epochs.values() if epoch == int(epoch)]
@@ -208,7 +208,7 @@ def test_what_the_plan_takes_for_the_largest_micro_batch_and_step_holds(
         options = {"max_length": 64, "micro_batch_tokens": micro, "num_train_epochs": 3.0, **changes}
         config = LemaConfig("m", output_dir=str(tmp_path), **options)
         shape, size = step_shape(config, 128), Padding(1, 128)
-        sampler = StepSampler(ROWS, config, SingleProcess(), size)
+        sampler = StepSampler(ROWS, config, Alone(), size)
         steps = [sampler.micro_batches(step) for step in range(sampler.num_steps)]
         assert max(part["input_ids"].numel() for parts in steps for part in parts) <= shape.micro_batch.tokens
         assert max(part["input_ids"].numel() for parts in steps for part in parts) <= micro
@@ -222,7 +222,7 @@ def test_rows_count_as_they_are_padded_to_a_multiple(llama: Path, tmp_path: Path
         llama, tmp_path, batch_size=8, max_length=64, tokens_per_step=192, pad_to_multiple_of=64, micro_batch_tokens=128
     )
     with opened(config) as model:
-        sampler = StepSampler(ROWS, config, SingleProcess(), model.adapter.padding)
+        sampler = StepSampler(ROWS, config, Alone(), model.adapter.padding)
         assert [len(sampler.rows(step)) for step in range(sampler.num_steps)] == [3, 3, 3, 3, 3, 3, 2]
         assert [len(part["input_ids"]) for part in sampler.micro_batches(0)] == [2, 1]
 
@@ -232,7 +232,7 @@ def test_the_plan_knows_the_steps_of_the_run(llama: Path, tmp_path: Path) -> Non
     config = LemaConfig.from_yaml(file)
     plan, _ = make_plan(config)
     assert plan.epoch is not None and plan.tokens <= 4 / 3 * 100 + 64
-    sampler = StepSampler(ROWS, config, SingleProcess(), Padding())
+    sampler = StepSampler(ROWS, config, Alone(), Padding())
     assert plan.epoch.run_steps == sampler.num_steps and plan.epoch.steps == sampler._batches.before(1)
 
 
