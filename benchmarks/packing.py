@@ -21,7 +21,7 @@ import torch
 from common import Shape, report, write_model
 
 from lema import LemaConfig, LemaModel
-from lema.data import Batches
+from lema.data import Batches, collate
 from lema.train.batch import packed
 
 LONGEST = 1024
@@ -77,10 +77,9 @@ def epoch(model: Path, arm: str, rows: Sequence[Any], **settings: Any) -> dict[s
     for step in range(batches.steps_per_epoch):
         parts = batches.micro_batches([step])
         if arm == "padded":
-            whole, size = batches.batch(step), config.micro_batch_size or config.batch_size
-            assert whole is not None
-            tensors: dict[str, Any] = {name: one for name, one in whole.items() if name != "rows"}
-            starts = range(0, len(whole["rows"]), size)
+            places, size = batches.rows(step), config.micro_batch_size or config.batch_size
+            tensors: dict[str, Any] = {**collate([data[place] for place in places])}
+            starts = range(0, len(places), size)
             parts = [{name: one[at : at + size] for name, one in tensors.items()} for at in starts]
         result = trainer.accumulate(parts)
         trained += result.trained_tokens

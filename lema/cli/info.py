@@ -138,9 +138,12 @@ def data(
     checked = config_of(config, settings)
     if not checked.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
+    from lema.backend import Alone
     from lema.data import TokenDataset
+    from lema.data.dataset import first_rows
     from lema.model.files import ModelFiles
     from lema.train.batch import read_data
+    from lema.train.sampler import StepSampler
 
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)
@@ -150,6 +153,10 @@ def data(
         tokenizer = files.tokenizer if rows else None
     about = described(found, rows, tokenizer)
     about["held_back"] = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    about["steps"] = None  # which the data alone tell where steps have so many tokens
+    if isinstance(checked.tokens_per_step, int) and not checked.packing:
+        rest = read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read
+        about["steps"] = StepSampler(first_rows(rest, checked.max_train_samples), checked, Alone()).num_steps
     if as_json:
         typer.echo(json.dumps(about, indent=1))
         return
@@ -201,6 +208,8 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
     yield "data", counts
     if about["held_back"]:
         yield "data", f"{about['held_back']:,} of them are held back to evaluate on"
+    if about["steps"]:
+        yield "data", f"trained on in {about['steps']:,} steps"
     for name, number in about["sources"].items():
         yield "rows of", f"{name}  {number:,}"
     lengths = about["lengths"]

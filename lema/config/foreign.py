@@ -56,7 +56,8 @@ SAID_HERE: Mapping[str, str] = {
     **dict.fromkeys(("eval_packing", "eval_sample_packing"), "here: packing: true, which packs what is evaluated, too"),
     "packing_strategy": "here: packing: true joins whole rows by best fit, packing: wrapped cuts them",
     "padding_free": "here: packing: true; without it a micro-batch has no more padding than its longest row needs",
-    "group_by_length": "rows of a step are put together by length as it is; packing: true leaves no padding",
+    "train_sampling_strategy": "here: group_by_length: true; shuffle: false keeps the order of the data",
+    **dict.fromkeys(("max_tokens", "max_tokens_per_batch", "batch_tokens"), "here: micro_batch_tokens"),
     "append_eos_token": "text and completions always end in the end-of-sequence token, once",
 }
 

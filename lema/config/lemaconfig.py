@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
+from lema.config.batching import BatchSettings, disagreements_of_batches
 from lema.config.objective import ObjectiveName, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
@@ -74,7 +75,7 @@ class _First(Settings):
     """Recompute each layer in the backward pass, so that only its input is kept."""
 
 
-class LemaConfig(ResultSettings, AdapterSettings, _First):
+class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Every setting of a run. Unknown names and wrong types are errors that list every problem at once.
 
     Settings may be given by position, in the order below, or by name. Assigning one checks it too.
@@ -273,6 +274,7 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
             yield Problem("", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         yield from self._about_offloading()
         yield from disagreements_of_objective(self)
+        yield from disagreements_of_batches(self)
         if self.packing and self.objective != "sft":
             what = f"objective: {self.objective} is a loss of rows, which are not joined"
             yield Problem("packing", what, "leave it out")

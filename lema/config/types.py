@@ -165,6 +165,8 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 def _tokens(value: Any) -> Any:
+    if isinstance(value, str) and (match := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kMBG]?)", value)):
+        value = float(match[1]) * {"": 1, "k": 10**3, "M": 10**6}.get(match[2], 10**9)
     if isinstance(value, float) and value.is_integer():  # YAML reads 1e9 as a float
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and value < 1:
@@ -172,4 +174,12 @@ def _tokens(value: Any) -> Any:
     return value
 
 
-Tokens = Annotated[Count, BeforeValidator(_tokens)]
+def _step_tokens(value: Any) -> Any:
+    value = _tokens(value)
+    if value is None or value == "auto" or type(value) is int:
+        return value
+    raise ValueError(f"must be a number of tokens, such as 16k, or auto, not {value!r}")
+
+
+Tokens = Annotated[Count, Field(json_schema_extra={"type": ["integer", "string"]}), BeforeValidator(_tokens)]
+StepTokens = Annotated[Tokens | Literal["auto"], BeforeValidator(_step_tokens)]

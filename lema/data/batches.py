@@ -1,6 +1,7 @@
 """Batches whose order is a pure function of seed and epoch, so that a run resumes at any step without replay."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -9,31 +10,36 @@ import torch
 from torch.nn.functional import pad
 
 from lema.data.columns import IGNORED
-from lema.data.dataset import shuffled
+from lema.data.dataset import grouped_by_length, lengths_of, shuffled
 from lema.errors import DataError
 
-__all__ = ["OF_ROWS", "Batch", "Batches", "Packs", "collate", "dealt", "share_of", "split_batch"]
+__all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "share_of", "split_batch"]
 
 TokenRow = Mapping[str, Sequence[int]]
+Numbers = npt.NDArray[np.int64]
 OF_ROWS = frozenset({"example"})  # what has one value or several for each row, and none for each token
 
 
 class Batch(TypedDict):
     """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`.
 
-    `attention_mask` is absent when no row is padded; `rows` are the rows' places in the data set. Packs have
-    `position_ids` instead, which are 0 where one of their rows begins, and at padding.
+    `attention_mask` is absent when no row is padded. Packs have `position_ids` instead, which are 0 where one of their
+    rows begins, and at padding.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: NotRequired[torch.Tensor]
     position_ids: NotRequired[torch.Tensor]
-    rows: NotRequired[list[int]]
 
 
 def dealt(
-    lengths: Sequence[int], rank: int = 0, size: int = 1, at_once: int | None = None, batches: int = 1
+    lengths: Sequence[int],
+    rank: int = 0,
+    size: int = 1,
+    at_once: int | None = None,
+    batches: int = 1,
+    tokens: int | None = None,
 ) -> list[list[int]]:
     """Return the micro-batches of process `rank` of `size`, as places in the `lengths` of a step's rows.
 
@@ -46,14 +52,31 @@ def dealt(
         at_once: rows of a micro-batch; None: as many as make one for each process and batch, which then do depend on
             the number of processes.
         batches: how many batches the rows are.
+        tokens: of a micro-batch, at most, unless it is of one row: its rows times its longest. It is given in place of
+            `at_once`, and no more than a quarter of a micro-batch is padding.
     """
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    if tokens is not None:
+        return _within(order, lengths, tokens)[rank::size]
     if at_once is None:
         few, more = divmod(len(order), min(len(order), size * batches))
         ends = list(range(0, more * (few + 1), few + 1)) + list(range(more * (few + 1), len(order), few))
     else:
         ends = list(range(0, len(order), at_once))
     return [order[first:last] for first, last in zip(ends, [*ends[1:], len(order)], strict=True)][rank::size]
+
+
+def _within(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Cut rows, the longest first, into micro-batches of so many tokens, and return the largest of these first."""
+    groups: list[list[int]] = []
+    computed = said = 0
+    for place in order:
+        computed, said = computed + (lengths[groups[-1][0]] if groups else 0), said + lengths[place]
+        if not groups or computed > tokens or 4 * said < 3 * computed:
+            groups.append([])
+            computed = said = lengths[place]
+        groups[-1].append(place)
+    return sorted(groups, key=lambda group: -len(group) * lengths[group[0]])
 
 
 def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, torch.Tensor]]:
@@ -135,8 +158,8 @@ def collate(
 class Batches:
     """The batches of a run, each reached directly by its step.
 
-    Steps count from 0 over all epochs: step `s` is batch `s % steps_per_epoch` of epoch `s // steps_per_epoch`. Each
-    epoch visits every row once; its last batch is smaller where the rows do not divide evenly.
+    Steps count from 0 over all epochs. Each epoch visits every row once; its last batch is smaller where the rows do
+    not divide evenly.
 
     Args:
         dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
@@ -148,6 +171,11 @@ class Batches:
         size: how many processes there are.
         micro_batch_size: rows computed at once; None: a process's whole share of a batch.
         apart: put together rows of one batch only, so that its micro-batches are the same in whatever step it is.
+        tokens: of a batch, in place of `batch_size`: it takes the next rows until one more would pass that, and one at
+            least. Epochs may then be of different numbers of batches.
+        micro_batch_tokens: computed at once, in place of `micro_batch_size`: see `dealt`.
+        multiple: rows count as so many tokens, or a multiple of it, because they are made that long.
+        per_step: batches of a step, whose rows are to be about equally long; 0: in any order.
 
     Raises:
         DataError: the data set is empty, or `batch_size` is below 1.
@@ -165,6 +193,10 @@ class Batches:
         size: int = 1,
         micro_batch_size: int | None = None,
         apart: bool = False,
+        tokens: int | None = None,
+        micro_batch_tokens: int | None = None,
+        multiple: int = 1,
+        per_step: int = 0,
     ) -> None:
         if not len(dataset):
             raise DataError("the data set is empty", how="give at least one row")
@@ -177,20 +209,55 @@ class Batches:
         self._lengths = np.zeros(len(dataset), dtype=np.int64)  # of rows that were read; 0: not yet
         self._held: dict[int, TokenRow] = {}  # rows that were read for their length, and not collated yet
         self._apart = apart or hasattr(dataset, "batch_of")  # what is learnt of examples is a mean over their batch
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None
+        self._tokens, self._micro_batch_tokens, self._multiple = tokens, micro_batch_tokens, multiple
+        if tokens is not None or per_step:
+            self._lengths = -(-lengths_of(dataset) // multiple) * multiple
+        rows = batch_size if tokens is None else tokens // max(1.0, float(self._lengths.mean()))
+        self._alike = max(1, int(rows)) * per_step
+        self._drawn: tuple[int, Numbers, Numbers] | None = None
+        self._before = [0]  # batches before each epoch, as far as it is known
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in one pass over the data."""
-        return -(-len(self.dataset) // self.batch_size)
+        """Batches in the first pass over the data; in any, unless they are of so many tokens."""
+        return self.before(1)
+
+    def before(self, epoch: int) -> int:
+        """How many batches come before an epoch."""
+        if self._tokens is None:
+            return epoch * -(-len(self.dataset) // self.batch_size)
+        while len(self._before) <= epoch:
+            self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1)[1]) - 1)
+        return self._before[epoch]
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The epoch of batch `step`, and which batch of it that is, the first being 0."""
+        if step < 0:
+            raise IndexError(f"steps count from 0, not {step}")
+        if self._tokens is None:
+            return divmod(step, self.before(1))
+        while self.before(len(self._before) - 1) <= step:
+            self.before(len(self._before))
+        epoch = bisect_right(self._before, step) - 1
+        return epoch, step - self._before[epoch]
+
+    def num_batches(self, epochs: float) -> int:
+        """How many batches so many epochs have, one at least."""
+        whole = int(epochs) if self._tokens is not None else 0  # of rows, all epochs are alike
+        each = self.before(whole + 1) - self.before(whole)
+        return max(1, self.before(whole) + round((epochs - whole) * each))
 
     def rows(self, step: int) -> list[int]:
         """The places in the data set of the rows of batch `step`."""
-        if step < 0:
-            raise IndexError(f"steps count from 0, not {step}")
-        epoch, place = divmod(step, self.steps_per_epoch)
-        first = place * self.batch_size
-        return [int(row) for row in self._order_of(epoch)[first : first + self.batch_size]]
+        epoch, place = self.place(step)
+        order, starts = self._epoch(epoch)
+        return [int(row) for row in order[starts[place] : starts[place + 1]]]
+
+    def tokens_before(self, step: int) -> int:
+        """How many tokens batches of so many tokens have, all before batch `step`."""
+        epoch, place = self.place(step)
+        first = self._epoch(epoch)[1][place]
+        return epoch * int(self._ends[-1]) + int(self._ends[first - 1] if first else 0)
 
     def groups(self, steps: Sequence[int]) -> list[list[int]]:
         """The places in the data set of this process's rows of some batches, by micro-batch: see `dealt`."""
@@ -201,7 +268,7 @@ class Batches:
         at_once = None if self.micro_batch_size is None else max(1, self.micro_batch_size // self._each)
         # At most a batch, because memory is planned for that, however many batches a step has.
         limit = None if at_once is None else min(at_once, self.batch_size)
-        found = dealt(lengths, self.rank, self.size, limit, len(steps))
+        found = dealt(lengths, self.rank, self.size, limit, len(steps), self._micro_batch_tokens)
         return [[rows[place] for place in group] for group in found]
 
     def micro_batches(self, steps: Sequence[int]) -> list[dict[str, torch.Tensor]]:
@@ -210,9 +277,10 @@ class Batches:
         Examples of several rows are cut further where not even one may be computed at once.
         """
         if (batch_of := getattr(self.dataset, "batch_of", None)) is None:
-            found = [self._collated(group, untrained=True) for group in self.groups(steps)]
+            groups = self.groups(steps)
+            read = [[self._held[row] if row in self._held else self.dataset[row] for row in group] for group in groups]
             self._held.clear()  # also of those that other processes have
-            return [{**batch} for batch in found]  # type: ignore[dict-item] # there are no `rows`
+            return [{**collate(rows, self.pad_token_id, untrained=True)} for rows in read]  # type: ignore[dict-item]
         parts = []
         for number, step in enumerate(steps):
             groups = self.groups([step])
@@ -222,132 +290,37 @@ class Batches:
                 parts += split_batch(share, min(self.micro_batch_size or at_once, at_once))
         return parts
 
-    def batch(self, step: int) -> Batch | None:
-        """This process's share of batch `step`, the same one whenever it is asked for; None: it has no row of it."""
-        if not (rows := [row for group in self.groups([step]) for row in group]):
-            return None
-        if (batch_of := getattr(self.dataset, "batch_of", None)) is not None:
-            made: Batch = batch_of(self.rows(step), rows, self.pad_token_id)  # examples, which may be of several rows
-        else:
-            made = self._collated(rows, untrained=self.size > 1)
-        made["rows"] = rows
-        return made
-
-    def _collated(self, rows: Sequence[int], *, untrained: bool) -> Batch:
-        read = [self._held.pop(row) if row in self._held else self.dataset[row] for row in rows]
-        return collate(read, self.pad_token_id, untrained=untrained)
-
     def _length(self, place: int) -> int:
         """The tokens of a row, which is read once for them and its batch, because making one may take time."""
-        if (known := getattr(self.dataset, "num_tokens", None)) is not None:
-            return int(known(place))
         if not self._lengths[place]:
-            self._held[place] = row = self.dataset[place]
-            self._lengths[place] = len(row["input_ids"])
+            known = getattr(self.dataset, "num_tokens", None)
+            if known is None:
+                self._held[place] = self.dataset[place]
+            tokens = len(self._held[place]["input_ids"]) if known is None else known(place)
+            self._lengths[place] = -(-tokens // self._multiple) * self._multiple
         return int(self._lengths[place])
 
-    def epoch(self, epoch: int = 0) -> Iterator[Batch | None]:
-        """All batches of one epoch."""
-        first = epoch * self.steps_per_epoch
-        return (self.batch(step) for step in range(first, first + self.steps_per_epoch))
-
-    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        if self._order is None or self._order[0] != epoch:
+    def _epoch(self, epoch: int) -> tuple[Numbers, Numbers]:
+        """The rows of an epoch in their order, and where in it each of its batches begins, and the last ends."""
+        if self._drawn is None or self._drawn[0] != epoch:
             count = len(self.dataset)
             order = shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count, dtype=np.int64)
-            self._order = (epoch, order)
-        return self._order[1]
+            if self._alike:
+                order = grouped_by_length(order, self._lengths, self._alike)
+            if self._tokens is None:
+                starts = np.append(np.arange(0, count, self.batch_size), count)
+            else:
+                self._ends = np.cumsum(self._lengths[order])
+                starts = _starts(self._ends, self._tokens)
+            self._drawn = (epoch, order, starts)
+        return self._drawn[1:]
 
 
-class Packs(Sequence[dict[str, list[int]]]):
-    """Rows of a data set, joined into packs of at most `length` tokens: rows with `position_ids` besides.
-
-    These begin anew with each row of a pack; by that `transformers` keeps attention within the rows. No label stands
-    where a row begins, because the token before it is another row's; no loss is formed there in a row alone, either.
-    Whole rows are joined by best fit, the longest first. Which they are follows from their lengths and the seed, and
-    is the same in every epoch.
-
-    Args:
-        rows: the data set.
-        length: of a pack, at most.
-        seed: draws the order of rows that are equally long.
-        wrapped: lay all rows end to end, in an order that the seed draws, and cut at every `length` tokens. What is
-            cut off begins the next pack as a row of its own.
-
-    Raises:
-        DataError: a row is longer than a pack, and not `wrapped`.
-    """
-
-    def __init__(self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False) -> None:
-        self._rows, self._about = rows, (length, seed, wrapped)
-        known = getattr(rows, "num_tokens", None)
-        sizes = (len(rows[place]["input_ids"]) if known is None else known(place) for place in range(len(rows)))
-        lengths = np.fromiter(sizes, dtype=np.int64, count=len(rows))
-        if not wrapped and len(rows) and lengths.max() > length:
-            place = int(lengths.argmax())
-            what = f"row {place} has {lengths[place]:,} tokens, more than the {length:,} of a pack"
-            raise DataError(what, where="packing", how="raise max_length, shorten the row, or set packing: wrapped")
-        order = shuffled(len(rows), seed, stream=2**32 + 1)
-        places, starts, ends, packs = (_cut_through if wrapped else _fitted)(lengths[order], length)
-        self._places, self._starts, self._ends = order[places], starts, ends
-        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
-        self._sizes = np.bincount(packs, weights=ends - starts).astype(np.int64)
-        full = lengths.sum() / max(1, len(self) * length)
-        line = f"packed: {len(rows):,} rows in {len(self):,} packs of at most {length:,} tokens, {full:.0%} filled"
-        self.notes: tuple[str, ...] = (line,)
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __getitem__(self, index: Any) -> Any:
-        pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
-        for piece in range(self._bounds[index], self._bounds[index + 1]):
-            row, part = self._rows[int(self._places[piece])], slice(self._starts[piece], self._ends[piece])
-            pack["input_ids"] += row["input_ids"][part]
-            pack["labels"] += [IGNORED, *row["labels"][part][1:]]
-            pack["position_ids"] += range(self._ends[piece] - self._starts[piece])
-        return pack
-
-    def num_tokens(self, index: int) -> int:
-        """The length of a pack in tokens."""
-        return int(self._sizes[index])
-
-    def fingerprint(self) -> str | None:
-        """A digest of all rows and of how they are joined; None: the data set has none."""
-        of_rows = getattr(self._rows, "fingerprint", None)
-        return None if of_rows is None else f"{of_rows()} packed {self._about}"
-
-
-Pieces = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Of parts of rows, in the order of their packs: which row, where in it the part begins and ends, which pack."""
-
-
-def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
-    """Put whole rows into packs by best-fit decreasing (Johnson, 1974): each where the least is left over."""
-    order = np.argsort(-lengths, kind="stable")
-    packs, count = np.empty(len(lengths), dtype=np.int64), 0
-    free: dict[int, list[int]] = {}  # packs by the tokens that still fit
-    sizes = 0  # bit n is set where there is a pack for n more tokens, so that the best is found by a shift
-    for row in order.tolist():
-        length = int(lengths[row])
-        if fit := sizes >> length:
-            space = length + (fit & -fit).bit_length() - 1
-            pack = free[space].pop()
-            if not free[space]:
-                sizes ^= 1 << space
-        else:
-            space, pack, count = capacity, count, count + 1
-        packs[row] = pack
-        if rest := space - length:
-            free.setdefault(rest, []).append(pack)
-            sizes |= 1 << rest
-    places = np.argsort(packs, kind="stable").astype(np.int64)
-    return places, np.zeros(len(places), dtype=np.int64), lengths[places], packs[places]
-
-
-def _cut_through(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
-    """Cut rows that lie end to end at every multiple of `capacity` tokens."""
-    begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    cuts = np.union1d(begins, np.arange(0, begins[-1], capacity))
-    places = np.searchsorted(begins, cuts[:-1], side="right") - 1
-    return places, cuts[:-1] - begins[places], cuts[1:] - begins[places], cuts[:-1] // capacity
+def _starts(ends: Numbers, tokens: int) -> Numbers:
+    """Where batches begin that take the next rows, which end at these tokens, until one more would pass so many; the
+    end is the last."""
+    found = [0]
+    while (first := found[-1]) < len(ends):
+        most = tokens + int(ends[first - 1] if first else 0)
+        found.append(max(first + 1, int(np.searchsorted(ends, most, side="right"))))
+    return np.array(found, dtype=np.int64)

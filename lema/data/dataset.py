@@ -285,6 +285,29 @@ def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
+def lengths_of(rows: Any) -> npt.NDArray[np.int64]:
+    """The tokens of each row, int64 `[rows]`; rows that do not know how many they have are read for it."""
+    if (known := getattr(rows, "lengths", None)) is not None:
+        return np.asarray(known, dtype=np.int64)
+    of = getattr(rows, "num_tokens", lambda place: len(rows[place]["input_ids"]))
+    return np.fromiter(map(of, range(len(rows))), dtype=np.int64, count=len(rows))
+
+
+def grouped_by_length(
+    order: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], per_step: int
+) -> npt.NDArray[np.int64]:
+    """An order in which the rows of a step, about so many, are about equally long; the longest row of all is the first.
+
+    Rows stay in the part of the order where they were, of up to 50 steps, as by `transformers`' function
+    `get_length_grouped_indices`, whose `batch_size` is `per_step`.
+    """
+    part = per_step * max(1, min(len(order) // (4 * per_step), 50))
+    found = np.lexsort((-lengths[order], np.arange(len(order)) // part))  # stable, so that equals stay in order
+    longest = int(lengths[order[found[::part]]].argmax()) * part
+    found[[0, longest]] = found[[longest, 0]]
+    return order[found]
+
+
 def first_rows(rows: Any, count: int | None) -> Any:
     """Return the first so many rows of a data set, or examples; None: all of them."""
     if rows is None or count is None or len(rows) <= count:

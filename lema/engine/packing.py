@@ -1,4 +1,4 @@
-"""Whether a model keeps the rows of a pack apart, asked of the model itself before it trains on packs.
+"""Rows joined into packs, and whether a model keeps the rows of a pack apart, asked of it before it trains on them.
 
 `transformers` keeps attention within the rows of a pack by their `position_ids`. What else carries something from token
 to token goes on over their ends: states of recurrent layers, short convolutions, positions that are counted and not
@@ -11,17 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lema.errors import ConfigError
+from lema.data.batches import TokenRow
+from lema.data.columns import IGNORED
+from lema.data.dataset import lengths_of, shuffled
+from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
 
-__all__ = ["check_packing"]
+__all__ = ["Packs", "check_packing"]
 
 NUM_TOKENS = (5, 3, 6, 4)  # of the rows that are tried
 FIRST = 2  # tokens of each row that are compared: those that see least of their own row
@@ -83,3 +88,95 @@ def _alone(row: Tensor) -> dict[str, Tensor]:
 def _apart(one: Tensor, other: Tensor) -> list[float]:
     """Return how far the logits of each token `[tokens, vocabulary]` are from others, relative to their length."""
     return [float(one) for one in (one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-30)]
+
+
+class Packs(Sequence[dict[str, list[int]]]):
+    """Rows of a data set, joined into packs of at most `length` tokens: rows with `position_ids` besides.
+
+    These begin anew with each row of a pack; by that `transformers` keeps attention within the rows. No label stands
+    where a row begins, because the token before it is another row's; no loss is formed there in a row alone, either.
+    Whole rows are joined by best fit, the longest first. Which they are follows from their lengths and the seed, and
+    is the same in every epoch.
+
+    Args:
+        rows: the data set.
+        length: of a pack, at most.
+        seed: draws the order of rows that are equally long.
+        wrapped: lay all rows end to end, in an order that the seed draws, and cut at every `length` tokens. What is
+            cut off begins the next pack as a row of its own.
+
+    Raises:
+        DataError: a row is longer than a pack, and not `wrapped`.
+    """
+
+    def __init__(self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False) -> None:
+        self._rows, self._about = rows, (length, seed, wrapped)
+        lengths = lengths_of(rows)
+        if not wrapped and len(rows) and lengths.max() > length:
+            place = int(lengths.argmax())
+            what = f"row {place} has {lengths[place]:,} tokens, more than the {length:,} of a pack"
+            raise DataError(what, where="packing", how="raise max_length, shorten the row, or set packing: wrapped")
+        order = shuffled(len(rows), seed, stream=2**32 + 1)
+        places, starts, ends, packs = (_cut_through if wrapped else _fitted)(lengths[order], length)
+        self._places, self._starts, self._ends = order[places], starts, ends
+        self._bounds = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
+        self._sizes = np.bincount(packs, weights=ends - starts).astype(np.int64)
+        full = lengths.sum() / max(1, len(self) * length)
+        line = f"packed: {len(rows):,} rows in {len(self):,} packs of at most {length:,} tokens, {full:.0%} filled"
+        self.notes: tuple[str, ...] = (line,)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
+        for piece in range(self._bounds[index], self._bounds[index + 1]):
+            row, part = self._rows[int(self._places[piece])], slice(self._starts[piece], self._ends[piece])
+            pack["input_ids"] += row["input_ids"][part]
+            pack["labels"] += [IGNORED, *row["labels"][part][1:]]
+            pack["position_ids"] += range(self._ends[piece] - self._starts[piece])
+        return pack
+
+    def num_tokens(self, index: int) -> int:
+        """The length of a pack in tokens."""
+        return int(self._sizes[index])
+
+    def fingerprint(self) -> str | None:
+        """A digest of all rows and of how they are joined; None: the data set has none."""
+        of_rows = getattr(self._rows, "fingerprint", None)
+        return None if of_rows is None else f"{of_rows()} packed {self._about}"
+
+
+Pieces = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Of parts of rows, in the order of their packs: which row, where in it the part begins and ends, which pack."""
+
+
+def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
+    """Put whole rows into packs by best-fit decreasing (Johnson, 1974): each where the least is left over."""
+    order = np.argsort(-lengths, kind="stable")
+    packs, count = np.empty(len(lengths), dtype=np.int64), 0
+    free: dict[int, list[int]] = {}  # packs by the tokens that still fit
+    sizes = 0  # bit n is set where there is a pack for n more tokens, so that the best is found by a shift
+    for row in order.tolist():
+        length = int(lengths[row])
+        if fit := sizes >> length:
+            space = length + (fit & -fit).bit_length() - 1
+            pack = free[space].pop()
+            if not free[space]:
+                sizes ^= 1 << space
+        else:
+            space, pack, count = capacity, count, count + 1
+        packs[row] = pack
+        if rest := space - length:
+            free.setdefault(rest, []).append(pack)
+            sizes |= 1 << rest
+    places = np.argsort(packs, kind="stable").astype(np.int64)
+    return places, np.zeros(len(places), dtype=np.int64), lengths[places], packs[places]
+
+
+def _cut_through(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
+    """Cut rows that lie end to end at every multiple of `capacity` tokens."""
+    begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    cuts = np.union1d(begins, np.arange(0, begins[-1], capacity))
+    places = np.searchsorted(begins, cuts[:-1], side="right") - 1
+    return places, cuts[:-1] - begins[places], cuts[1:] - begins[places], cuts[:-1] // capacity

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from lema.config import LemaConfig
 from lema.data.batches import OF_ROWS
+from lema.data.columns import longest_row
 from lema.engine.head.loss import IGNORED
 from lema.errors import ConfigError, DataError
 
@@ -28,6 +29,10 @@ class Padding:
 
     multiple: int = 1  # their length is a multiple of this
     positions: int | None = None  # the longest row that the model takes; None: any
+
+    def longest(self, config: LemaConfig) -> int:
+        """Return the tokens that the longest row of a run may be made; `ConfigError` as `longest_row`."""
+        return -(-longest_row(config.max_length, self.positions) // self.multiple) * self.multiple
 
     def of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is.

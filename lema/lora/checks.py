@@ -21,7 +21,7 @@ from peft import LoraConfig
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from torch import Tensor, nn
 
-from lema.config.timelimit import limited
+from lema.backend.timelimit import limited
 from lema.errors import AdapterError, ModelError, WeightsError
 from lema.lora.shards import module_of
 from lema.storage import GlobalBinaryIndex, header, resolve_model

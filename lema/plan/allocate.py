@@ -20,12 +20,12 @@ from lema.config.units import human_bytes, parse_memory
 from lema.engine.head.cut import HeadCut
 from lema.engine.oom import Shortage
 from lema.engine.optim import training_bytes
-from lema.errors import LemaError, MemoryLimitError, ModelError
+from lema.errors import ConfigError, LemaError, MemoryLimitError, ModelError
 from lema.model.skeleton import find_layers
 from lema.plan.budget import solve
 from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts
 from lema.plan.measure import calibrate
-from lema.plan.step import StepShape, Timings, demand_of, micro_batch_of, rows_each, step_shape
+from lema.plan.step import StepShape, Timings, demand_of, hiding_tokens, micro_batch_of, step_shape
 from lema.plan.trainable_bytes import lowest_trained
 from lema.plan.workload import MicroBatch, Workload, measure
 from lema.stream.gather import NUM_BUFFERS
@@ -98,6 +98,20 @@ class OpenModel:
                     raise  # else it is cut
         return self._allocated(self.demand(shape, workload, timings, in_pieces=True), speeds, kept)
 
+    def hiding_tokens(self) -> int:
+        """Return the tokens of a step that hide reading behind computing, measured here; the same in all processes.
+        Raises `ConfigError` where layers cannot be timed, `ModelError` where the model's work cannot be told."""
+        config, backend = self.config, self.backend
+        if backend.parallel.size > 1:
+            what = "a layer that several processes run together is not timed"
+            raise ConfigError(what, where="tokens_per_step: auto", how="give a number, such as 16k")
+        shape = step_shape(config, getattr(self.skeleton.config, "max_position_embeddings", None))
+        workload, allocation = self._workload(shape.micro_batch, config.loss_chunk_tokens), self.allocate(shape)
+        speeds, timings = calibrate(self.skeleton, self.layers, workload, shape, backend)
+        demand = self.demand(shape, workload, timings, in_pieces=allocation.pieces > 0)
+        found = hiding_tokens(config, shape, demand, allocation, speeds) * backend.replicas.size
+        return int(backend.replicas.everyone(found)[0])
+
     def _allocated(self, demand: Demand, speeds: Speeds, kept: float) -> Allocation:
         """Return the same allocation in all processes."""
         config, backend = self.config, self.backend
@@ -114,14 +128,13 @@ class OpenModel:
         """Return which settings would need less device memory, and by how much, in the plan's numbers."""
         config, parts = self.config, self.backend.parallel.size
         allocation, batch = replace(allocation, slots=short.slots), micro_batch_of(config, short.rows, short.length)
+        positions = getattr(self.skeleton.config, "max_position_embeddings", None)
+        shape = step_shape(config, positions, self.backend.replicas.size, parts)
         if not short.rows:  # it was no micro-batch
-            positions = getattr(self.skeleton.config, "max_position_embeddings", None)
-            batch = step_shape(config, positions, parts=parts).micro_batch
-        num_rows = rows_each(config) * config.batch_size * config.gradient_accumulation_steps
-        num_rows //= self.backend.replicas.size
+            batch = shape.micro_batch
 
         def demand(batch: MicroBatch, chunk: int) -> Demand:
-            step = StepShape(batch, max(num_rows, batch.rows))
+            step = StepShape(batch, max(shape.num_rows, batch.rows))
             alone = self.demand(step, self._workload(batch, chunk), in_pieces=allocation.pieces > 0)
             return of_one_process(alone, self.backend.replicas, sharded=config.shard_weights)
 

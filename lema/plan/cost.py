@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -23,6 +23,7 @@ __all__ = [
     "Speeds",
     "Tier",
     "Traffic",
+    "crossover",
     "device_parts",
     "down_seconds",
     "host_parts",
@@ -245,6 +246,14 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     disk_up = (demand.row_bytes + sum(layers[index].read_bytes for index in reads_up) + spilled) / speeds.disk
     disk_down = (sum(layers[index].read_bytes for index in reads_down) + spilled) / speeds.disk
     return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)
+
+
+def crossover(demand: Demand, allocation: Allocation, speeds: Speeds, tokens: int) -> float | None:
+    """Return the tokens per step from which on weights are read and uploaded no longer than layers compute, given what
+    a step of so many `tokens` needs; None: there is nothing to hide."""
+    both = phases(replace(demand, boundary_bytes=0), replace(allocation, saved_on="device"), speeds)
+    needed = [max(phase.link, phase.disk) / phase.compute for phase in both if phase.compute > 0]
+    return tokens * max(needed, default=0.0) or None
 
 
 def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:

@@ -11,19 +11,19 @@ from typing import Any
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
-from lema.data import forms_of, needs_tokenizer, prepare_data
-from lema.data.batches import Packs
+from lema.data import Batches, forms_of, needs_tokenizer, prepare_data
 from lema.data.cache import folder_of
 from lema.data.dataset import first_rows
 from lema.data.files import find_files
 from lema.data.preference import prepare_preferences
+from lema.engine.packing import Packs
 from lema.lora.files import with_adapter
 from lema.model.skeleton import main_dtype
-from lema.plan.cost import Allocation, phases, saved_elsewhere
+from lema.plan.cost import Allocation, crossover, saved_elsewhere
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, workload_of
 from lema.plan.simulator import Simulated
-from lema.plan.step import StepShape
+from lema.plan.step import StepShape, hiding_tokens, step_shape
 from lema.plan.workload import MicroBatch, Workload
 from lema.storage.modelfiles import load_tokenizer
 from lema.storage.quantized.formats import LIBRARY
@@ -118,7 +118,7 @@ class Plan:
         tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
         if self.room.crossover is not None and tokens < self.room.crossover:
             hidden = f"reading is hidden from {human_count(self.room.crossover)} on"
-            said += f": {human_count(tokens)} tokens a step, and {hidden}: a larger batch_size would cost less time"
+            said += f": {human_count(tokens)} tokens a step, and {hidden}: tokens_per_step: auto would cost less time"
         if self.epoch is not None and (packed := self.epoch.packed_hours) and self.epoch.hours > 1.5 * packed:
             said += f"; packing: true would take about {self.epoch.hours / packed:.2g} times less"
         return said
@@ -146,7 +146,22 @@ def make_plan(
         ConfigError, DataError: as training would raise them.
     """
     planner = planner_of(with_adapter(config), machine, trust_remote_code=trust_remote_code)
-    return plan_with(planner, price=price, trust_remote_code=trust_remote_code), planner
+    options: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}
+    if planner.config.tokens_per_step != "auto":
+        return plan_with(planner, **options), planner
+    plan = plan_with(planner := _with_tokens(planner), **options)
+    note = f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, for which reading hides behind computing"
+    return replace(plan, notes=(note, *plan.notes)), planner
+
+
+def _with_tokens(planner: Planner) -> Planner:
+    """Return the planner with steps of as many tokens as hide reading behind computing."""
+    needs, blueprint, config = planner.needs(), planner.blueprint, planner.config
+    tokens = hiding_tokens(config, planner.shape, needs.demand, needs.allocation, planner.site.machine.speeds)
+    config = config.model_copy(update={"tokens_per_step": tokens})
+    positions = getattr(blueprint.model.config, "max_position_embeddings", None)
+    shape = step_shape(config, positions, planner.processes, parts=blueprint.parallel.size)
+    return replace(planner, config=config, shape=shape)
 
 
 def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code: bool = False) -> Plan:
@@ -191,18 +206,25 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     data = first_rows(data, config.max_train_samples)
     counts = data.counts
     if config.packing:
-        packs = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
-        counts = replace(counts, rows=len(packs))
+        data = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
+        counts = replace(counts, rows=len(data))
     rows, tokens = counts.rows, counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
+    all_steps, filled = math.ceil(config.num_train_epochs * steps), tokens / (rows * length)
+    if isinstance(config.tokens_per_step, int):
+        given: dict[str, Any] = {"tokens": config.tokens_per_step, "per_step": config.group_by_length}
+        batches = Batches(data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **given)
+        steps, all_steps = batches.before(1), batches.num_batches(config.num_train_epochs)
+        filled = tokens / (steps * planner.shape.tokens)
 
     def hours_of(count: int, filled: float) -> float:
         return count * planner.simulated(planner.demand(scale=filled), needs.allocation).seconds / 3600
 
-    hours = hours_of(steps, tokens / (rows * length))
-    run_steps = config.max_steps or math.ceil(config.num_train_epochs * steps)
-    packed = None if config.packing or preferences else hours_of(-(-tokens // planner.shape.tokens), 1.0)
-    return Epoch(rows, tokens, steps, hours, None if price is None else price * hours, run_steps, packed)
+    hours = hours_of(steps, filled)
+    as_packs = not (config.packing or preferences or config.tokens_per_step)
+    packed = hours_of(-(-tokens // planner.shape.tokens), 1.0) if as_packs else None
+    cost = None if price is None else price * hours
+    return Epoch(rows, tokens, steps, hours, cost, config.max_steps or all_steps, packed)
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:
@@ -229,20 +251,12 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
     on_device = sum(memory.device.values()) if config.device_memory is None else memory.device_limit
     in_host = sum(needs.host.values()) if config.host_memory is None else memory.host_limit
     return Headroom(
-        crossover=_crossover(needs),
+        crossover=crossover(demand, needs.allocation, planner.site.machine.speeds, planner.shape.tokens),
         largest_micro_batch=_largest_micro_batch(planner),
         largest_step=_largest(step_fits, MOST_TOKENS // micro.tokens) * micro.tokens,
         gigabyte_on_device=saved_by("device_memory", on_device),
         gigabyte_in_host=saved_by("host_memory", in_host),
     )
-
-
-def _crossover(needs: StepNeeds) -> float | None:
-    """Return the tokens per step from which on weights are read and uploaded no longer than layers compute."""
-    weights_alone = replace(needs.demand, boundary_bytes=0), replace(needs.allocation, saved_on="device")
-    both = phases(*weights_alone, needs.planner.site.machine.speeds)
-    needed = [max(phase.link, phase.disk) / phase.compute for phase in both if phase.compute > 0]
-    return needs.planner.shape.tokens * max(needed, default=0.0) or None
 
 
 def _largest_micro_batch(planner: Planner) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lema.config import LemaConfig
 from lema.config.objective import OF_PAIRS
-from lema.data import longest_row
 from lema.data.batches import share_of
 from lema.engine.head.objectives import objective_of
 from lema.engine.padding import padding_of
-from lema.plan.cost import Demand, LayerCost
+from lema.errors import ConfigError
+from lema.plan.cost import Allocation, Demand, LayerCost, Speeds, crossover
 from lema.plan.machine import Machine
 from lema.plan.trainable_bytes import TrainedBytes
 from lema.plan.workload import MicroBatch, Workload
@@ -23,9 +24,11 @@ __all__ = [
     "Timings",
     "by_arithmetic",
     "demand_of",
+    "hiding_tokens",
     "micro_batch_of",
     "rows_each",
     "step_shape",
+    "tokens_at_once",
 ]
 
 
@@ -87,15 +90,44 @@ def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, pa
         parts: processes that hold one copy of the model together, and may each have a part of every row.
 
     Raises:
-        ConfigError: `max_length` is more than the model's positions.
+        ConfigError: `max_length` is more than the model's positions, or than `micro_batch_tokens`.
     """
+    length = padding_of(config, parts, positions).longest(config)
+    tokens = tokens_at_once(config, length)
     each = rows_each(config)
     at_once = None if config.micro_batch_size is None else max(1, config.micro_batch_size // each)
     share = each * len(share_of(range(config.batch_size), 0, processes, at_once))
-    rows = min(config.micro_batch_size or share, share)
-    multiple = padding_of(config, parts, positions).multiple
-    length = -(-longest_row(config.max_length, positions) // multiple) * multiple
-    return StepShape(micro_batch_of(config, rows, length), share * config.gradient_accumulation_steps)
+    num_rows = share * config.gradient_accumulation_steps
+    if tokens is None:
+        return StepShape(micro_batch_of(config, min(config.micro_batch_size or share, share), length), num_rows)
+    rows = -(-tokens // length)
+    if config.tokens_per_step is not None:
+        known = tokens if config.tokens_per_step == "auto" else config.tokens_per_step
+        num_rows = -(-4 * known // (3 * length * processes))  # with the padding that a quarter of each may be
+    if processes > 1:
+        num_rows += rows  # because micro-batches are dealt out whole
+    return StepShape(micro_batch_of(config, min(rows, num_rows), length), num_rows)
+
+
+def tokens_at_once(config: LemaConfig, length: int) -> int | None:
+    """Return the tokens of a micro-batch, at most, those that pad rows among them; None: it is of rows, however long.
+
+    Raises:
+        ConfigError: a row, which may have so many tokens as `length`, has more.
+    """
+    tokens = config.micro_batch_tokens
+    if tokens is not None and tokens < length:
+        what = f"a row may have {length:,} tokens, and a micro-batch {tokens:,}"
+        how = f"set it to {length} or more, lower max_length, or leave it out"
+        raise ConfigError(what, where="micro_batch_tokens", how=how)
+    return length if tokens is None and config.tokens_per_step is not None else tokens
+
+
+def hiding_tokens(config: LemaConfig, shape: StepShape, demand: Demand, allocation: Allocation, speeds: Speeds) -> int:
+    """Return what `tokens_per_step: auto` is, given what a step of a shape needs: whole micro-batches, somewhat more
+    than hide reading behind computing, because no step is quite full; `batch_size` of them where nothing is hidden."""
+    at_once, hidden = shape.micro_batch.tokens, crossover(demand, allocation, speeds, shape.tokens)
+    return at_once * (config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
 
 
 def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
-from lema.data.batches import Packs
 from lema.data.cache import folder_of
 from lema.data.files import find_files
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
-from lema.engine.packing import check_packing
+from lema.engine.packing import Packs, check_packing
 from lema.errors import DataError
 from lema.model.files import ModelFiles
 

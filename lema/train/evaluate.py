@@ -11,11 +11,12 @@ from torch import Tensor
 
 from lema.backend import Replicas
 from lema.config import LemaConfig
-from lema.data import Batches
 from lema.data.mixture import Mixture
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
+from lema.engine.padding import Padding
 from lema.train.guards import non_finite_loss, worst
+from lema.train.sampler import batches_of
 from lema.train.steps import added, means, measured_here
 
 __all__ = ["evaluate", "passes_of_mixture", "passes_of_rows"]
@@ -61,9 +62,11 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
     return {"eval_loss": loss, "eval_perplexity": math.exp(loss) if loss < 700 else math.inf, "eval_tokens": tokens}
 
 
-def passes_of_rows(dataset: Any, config: LemaConfig, replicas: Replicas) -> Iterator[EvalPass]:
+def passes_of_rows(
+    dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
+) -> Iterator[EvalPass]:
     """Yield this process's batches of a data set, in its order; batches are dealt out to the processes in turn."""
-    batches = Batches(dataset, config.batch_size, shuffle=False, micro_batch_size=config.micro_batch_size)
+    batches = batches_of(dataset, config, padding, shuffle=False)
     for first in range(0, batches.steps_per_epoch, replicas.size):
         if (step := first + replicas.rank) >= batches.steps_per_epoch:
             yield [], ""

@@ -69,7 +69,9 @@ class PlainRun:
         self._say: Say = say if self._replicas.first else lambda _: None
         rows = first_rows(dataset, config.max_train_samples)
         rows = packed(rows, steps.model, config, self._say)
-        self._sampler = StepSampler(rows, config, self._replicas)
+        self._sampler = StepSampler(rows, config, self._replicas, steps.model.padding)
+        if config.tokens_per_step is not None:
+            self._say(f"steps of {config.tokens_per_step:,} tokens at most: {self._sampler.num_steps:,}")
         held = first_rows(eval_dataset, config.max_eval_samples)
         self._eval_dataset = packed(held, steps.model, config, checked=True)
         self.evaluates = eval_dataset is not None
@@ -214,7 +216,7 @@ class PlainRun:
         """Return where the run is after so many steps."""
         epoch, ends = self._sampler.epoch(done), self._sampler.ends_epoch(done)
         where = self._output / f"{PREFIX}{done}"
-        return Position(done, epoch, {"step": done, "epoch": epoch}, f"step {done}", where, ends)
+        return Position(done, epoch, self._sampler.row(done), f"step {done}", where, ends)
 
     @property
     def best_checkpoint(self) -> Path | None:
@@ -228,7 +230,8 @@ class PlainRun:
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the data set to evaluate on."""
-        return evaluate(self.steps.model, passes_of_rows(self._eval_dataset, self._config, self._replicas))
+        model = self.steps.model
+        return evaluate(model, passes_of_rows(self._eval_dataset, self._config, self._replicas, model.padding))
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write `checkpoint-<step>`, and forget those that are too old."""

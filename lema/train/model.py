@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lema.backend import Backend
+from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
@@ -47,7 +48,8 @@ from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
-from lema.train.checkpoint.format import leave_adapter
+from lema.train.checkpoint.format import checkpoints, leave_adapter
+from lema.train.checkpoint.resume import settings_then
 from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
@@ -207,6 +209,7 @@ class LemaModel:
             raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
         from lema.train.trainer import LemaTrainer
 
+        self.settle_tokens()
         given = self.config, self.adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples
@@ -336,6 +339,19 @@ class LemaModel:
         from lema.train.inference.texts import texts_of
 
         return texts_of(self, prompt, max_new_tokens, batch_size, keys_values, options)
+
+    def settle_tokens(self) -> bool:
+        """Have a number for `tokens_per_step: auto` in `config`, and return whether there was none: that of the run in
+        `output_dir`, if it has checkpoints, else what is measured, with the errors of `OpenModel.hiding_tokens`.
+        """
+        if self.config.tokens_per_step != "auto":
+            return False
+        begun = checkpoints(Path(self.config.output_dir))[-1:]
+        known = first_alone(self.backend.replicas, lambda: [settings_then(one).get("tokens_per_step") for one in begun])
+        tokens = known[0] if known and known[0] else self.opened.hiding_tokens()
+        self.spend_anew()
+        self.config = self.config.model_copy(update={"tokens_per_step": tokens})
+        return True
 
     def spend_anew(self) -> None:
         """Forget what memory is spent on, and drop the layers in it: `allocation` is made, or set, anew."""

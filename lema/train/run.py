@@ -65,6 +65,9 @@ def train(
         if eval_data is not None:
             out(f"evaluation data: {eval_data.counts}")
         model.initialize_lora()
+        if model.settle_tokens():
+            tokens = model.config.tokens_per_step
+            out(f"tokens_per_step: auto is {tokens:,}, for which reading hides behind computing")
         if getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None):
             out("the routers' auxiliary loss is left out of the training loss, where TRL adds it by default")
         out(

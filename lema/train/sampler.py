@@ -10,8 +10,11 @@ from torch import Tensor
 from lema.backend import Replicas
 from lema.config import LemaConfig
 from lema.data import Batches
+from lema.engine.padding import Padding
+from lema.errors import ConfigError
+from lema.plan.step import tokens_at_once
 
-__all__ = ["StepSampler"]
+__all__ = ["StepSampler", "batches_of"]
 
 
 class StepSampler:
@@ -20,34 +23,35 @@ class StepSampler:
     Where in the data a step ends follows from its number alone. The last step may take fewer batches than the others.
     """
 
-    def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas) -> None:
+    def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None) -> None:
         self.dataset, self._config = dataset, config
-        self._batches = Batches(
+        self._per_step = config.gradient_accumulation_steps
+        self._batches = batches_of(
             dataset,
-            config.batch_size,
-            config.seed,
-            config.shuffle,
+            config,
+            padding,
+            seed=config.seed,
+            shuffle=config.shuffle,
             rank=replicas.rank,
             size=replicas.size,
-            micro_batch_size=config.micro_batch_size,
             # Where batches come again as they are, micro-batches do as well, because `cache_frozen_prefix` knows them
             # by what is in them, and is to change no number.
             apart=not config.shuffle or config.batch_size == 1,
+            per_step=self._per_step * config.group_by_length,
         )
-        self._per_step, self._per_epoch = config.gradient_accumulation_steps, self._batches.steps_per_epoch
-        all_epochs = max(1, round(config.num_train_epochs * self._per_epoch))
-        self.num_batches = config.max_steps * self._per_step if config.max_steps else all_epochs
+        steps, batches = config.max_steps, self._batches
+        self.num_batches = steps * self._per_step if steps else batches.num_batches(config.num_train_epochs)
         self.num_steps = -(-self.num_batches // self._per_step)
 
     @property
     def num_epochs(self) -> int:
         """How many epochs the run begins."""
-        return -(-self.num_batches // self._per_epoch)
+        return self._batches.place(self.num_batches - 1)[0] + 1
 
     @property
     def repeats(self) -> bool:
         """Whether any batch comes a second time."""
-        return self.num_batches > self._per_epoch
+        return self.num_batches > self._batches.before(1)
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -58,6 +62,8 @@ class StepSampler:
             "fingerprint": fingerprint() if callable(fingerprint) else None,
             "batch_size": config.batch_size,
             "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "tokens_per_step": config.tokens_per_step,
+            "group_by_length": config.group_by_length,
             "shuffle": config.shuffle,
             "seed": config.seed,
         }
@@ -74,7 +80,7 @@ class StepSampler:
 
     def tokens_of_an_epoch(self) -> int:
         """Return how many tokens this process computes in an epoch, padding included."""
-        parts = (part for index in range(self._per_epoch) for part in self._batches.micro_batches([index]))
+        parts = (part for index in range(self._batches.before(1)) for part in self._batches.micro_batches([index]))
         return sum(part["input_ids"].numel() for part in parts)
 
     def _of(self, step: int) -> range:
@@ -82,17 +88,37 @@ class StepSampler:
 
     def epoch(self, steps: int) -> float:
         """Return how many epochs, and what part of one, lie behind so many steps."""
-        return self._done(steps) / self._per_epoch
+        epoch, batch = self._batches.place(self._done(steps))
+        return epoch + batch / (self._batches.before(epoch + 1) - self._batches.before(epoch))
+
+    def row(self, steps: int) -> dict[str, float]:
+        """Return what a line of metrics begins with after so many steps."""
+        told = {"step": steps, "epoch": self.epoch(steps)}
+        seen = (
+            {} if self._config.tokens_per_step is None else {"tokens": self._batches.tokens_before(self._done(steps))}
+        )
+        return told | seen
 
     def position(self, steps: int) -> dict[str, int]:
         """Return how many whole epochs, and batches of the next one, lie behind so many steps."""
-        epoch, batch = divmod(self._done(steps), self._per_epoch)
+        epoch, batch = self._batches.place(self._done(steps))
         return {"epoch": epoch, "batch": batch}
 
     def ends_epoch(self, steps: int) -> bool:
         """Whether the last of so many steps took the last batch of an epoch."""
-        first = (steps - 1) * self._per_step
-        return self._done(steps) // self._per_epoch != first // self._per_epoch
+        return self.position(steps)["epoch"] != self.position(max(steps - 1, 0))["epoch"]
 
     def _done(self, steps: int) -> int:
         return min(steps * self._per_step, self.num_batches)
+
+
+def batches_of(dataset: Any, config: LemaConfig, padding: Padding | None = None, **options: Any) -> Batches:
+    """Return the batches of a data set as the settings have them, where the model's rows are padded so; `options` are
+    those of `Batches`. Raises `ConfigError` where `tokens_per_step` is no number yet, or as `tokens_at_once`."""
+    if config.tokens_per_step == "auto":
+        how = "take the trainer from LemaModel.get_trainer, or give a number"
+        raise ConfigError("tokens_per_step: auto is a number by the plan", where="tokens_per_step", how=how)
+    padding = padding or Padding()
+    if at_once := tokens_at_once(config, padding.longest(config)):
+        options |= {"tokens": config.tokens_per_step, "micro_batch_tokens": at_once, "multiple": padding.multiple}
+    return Batches(dataset, config.batch_size, micro_batch_size=config.micro_batch_size, **options)

@@ -258,7 +258,8 @@ class LemaTrainer:
         """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as `lema.train.evaluate` does."""
         rows = packed(as_rows(dataset, self.config, self.files, no_event), self.model, self.config)
         with watched(self.model, self.config):
-            return evaluate(self.model, passes_of_rows(rows, self.config, self.backend.replicas))
+            passes = passes_of_rows(rows, self.config, self.backend.replicas, self.model.padding)
+            return evaluate(self.model, passes)
 
     def save_checkpoint(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()

@@ -22,7 +22,7 @@ def test_every_row_comes_once_an_epoch(data):
     batches = Batches(data, 4, seed=3)
     assert batches.steps_per_epoch == 3
     for epoch in range(3):
-        seen = [batch["rows"] for batch in batches.epoch(epoch)]
+        seen = [batches.rows(step) for step in range(batches.before(epoch), batches.before(epoch + 1))]
         assert [len(rows) for rows in seen] == [4, 4, 3]
         assert sorted(row for rows in seen for row in rows) == list(range(len(data)))
 
@@ -47,11 +47,11 @@ def test_order_is_the_same_for_ever():
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_any_step_is_reached_directly(data, shuffle):
     straight = Batches(data, 4, seed=5, shuffle=shuffle)
-    whole = [straight.batch(step) for step in range(9)]
+    whole = [(straight.rows(step), *straight.micro_batches([step])) for step in range(9)]
     for step in (8, 0, 4, 3, 7):
-        fresh = Batches(data, 4, seed=5, shuffle=shuffle).batch(step)
-        assert fresh["rows"] == whole[step]["rows"] == straight.batch(step)["rows"]
-        assert torch.equal(fresh["input_ids"], whole[step]["input_ids"])
+        fresh = Batches(data, 4, seed=5, shuffle=shuffle)
+        assert fresh.rows(step) == whole[step][0] == straight.rows(step)
+        assert torch.equal(fresh.micro_batches([step])[0]["input_ids"], whole[step][1]["input_ids"])
 
 
 def test_unshuffled_is_the_order_of_the_data(data):
@@ -61,10 +61,12 @@ def test_unshuffled_is_the_order_of_the_data(data):
 
 def test_padding_is_on_the_right_and_neither_seen_nor_learnt(data):
     for pad in (0, 17):
-        for batch in Batches(data, 4, pad_token_id=pad).epoch():
+        batches = Batches(data, 4, pad_token_id=pad)
+        for step in range(3):
+            (batch,), (rows,) = batches.micro_batches([step]), batches.groups([step])
             assert batch["input_ids"].dtype == batch["labels"].dtype == batch["attention_mask"].dtype == torch.long
-            assert batch["input_ids"].shape[1] == max(LENGTHS[row] for row in batch["rows"])
-            for place, row in enumerate(batch["rows"]):
+            assert batch["input_ids"].shape[1] == max(LENGTHS[row] for row in rows)
+            for place, row in enumerate(rows):
                 length = LENGTHS[row]
                 assert batch["input_ids"][place, :length].tolist() == data[row]["input_ids"]
                 assert batch["labels"][place, :length].tolist() == data[row]["labels"]
@@ -101,7 +103,7 @@ def test_wrong_sizes_and_steps_are_refused(data):
     with pytest.raises(DataError, match="data set is empty"):
         Batches([], 2)
     with pytest.raises(IndexError):
-        Batches(data, 2).batch(-1)
+        Batches(data, 2).rows(-1)
 
 
 @given(rows=st.integers(1, 40), size=st.integers(1, 9), micro=st.none() | st.integers(1, 7))
@@ -121,7 +123,7 @@ def test_a_process_reads_its_share_of_each_batch_and_may_have_none() -> None:
     processes = [Batches(data, 4, seed=3, rank=rank, size=3, micro_batch_size=2) for rank in range(3)]
     whole = Batches(data, 4, seed=3)
     for step in range(6):
-        found = [one.batch(step) for one in processes]
-        rows = [row for share in found if share is not None for row in share["rows"]]
-        assert rows == whole.batch(step)["rows"]
-        assert [share is None for share in found] == [False, step % 3 == 2, True]
+        found = [one.groups([step]) for one in processes]
+        assert [row for share in found for group in share for row in group] == whole.groups([step])[0]
+        assert [not share for share in found] == [False, step % 3 == 2, True]
+        assert [len(one.micro_batches([step])) for one in processes] == [len(share) for share in found]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lema import LemaModel
 from lema.data import Batches
-from lema.engine.head.loss import split_batch
 from lema.errors import NonFiniteError
 
 ROWS = token_rows(8)
@@ -27,9 +26,8 @@ def spoilt_in_turn(place: Path, way: str) -> None:
     model.initialize_lora()
     draw_b(model.skeleton)
     trainer, replicas = model.get_trainer(), model.backend.replicas
-    share = Batches(ROWS, 8, shuffle=False, rank=replicas.rank, size=replicas.size, micro_batch_size=2).batch(0)
-    assert share is not None
-    parts, before = split_batch(share, 2), adapter_of(model.skeleton)
+    batches = Batches(ROWS, 8, shuffle=False, rank=replicas.rank, size=replicas.size, micro_batch_size=2)
+    parts, before = batches.micro_batches([0]), adapter_of(model.skeleton)
     for layer in (7, 4, 1):
         hook = spoil(model, layer) if last else None
         with pytest.raises(NonFiniteError, match="a gradient is not finite; the optimizer was not stepped") as caught:

@@ -18,9 +18,9 @@ from tinyconfig import tiny_config
 from whole import gradients_of, whole_of
 
 from lema import LemaConfig
-from lema.data.batches import Batches, Packs, collate
+from lema.data.batches import Batches, collate
 from lema.engine.head.loss import attended_tokens, trained_tokens
-from lema.engine.packing import check_packing
+from lema.engine.packing import Packs, check_packing
 from lema.errors import ConfigError, DataError
 from lema.train.batch import packed
 from lema.train.phases.file import read_phase_file

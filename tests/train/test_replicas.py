@@ -149,9 +149,8 @@ def note(event):
 
 data = token_rows(11)
 batches = Batches(data, 11, shuffle=False, rank=rank, size=size, micro_batch_size=2)
-share = batches.batch(0)
-result = trainer.accumulate([] if share is None else split_batch(share, 2), on_event=note)
-rows = replicas.exchange([] if share is None else share["rows"])
+result = trainer.accumulate(batches.micro_batches([0]), on_event=note)
+rows = replicas.exchange([row for group in batches.groups([0]) for row in group])
 alike = replicas.exchange({name: gradient.numpy().tobytes() for name, gradient in found.items()})
 assert all(one == alike[0] for one in alike), "the processes have other gradients"
 after = replicas.exchange([parameter.detach().numpy().tobytes() for parameter in model.get_trainable_parameters()])

@@ -79,14 +79,15 @@ def test_fit_goes_on_as_if_the_batch_had_not_been_in_the_data(
         trainer = model.get_trainer()
         trainer.follow(make_schedule(trainer.ready(), model.config, 4))
         torch.manual_seed(config.seed)
-        for number, step in enumerate(Batches(ROWS, 4, shuffle=False).epoch()):
+        batches = Batches(ROWS, 4, shuffle=False)
+        for number in range(batches.steps_per_epoch):
             if number == 1:  # what dropout drew for it was drawn
                 before, rates = adapter_of(model.skeleton), trainer.schedule.get_last_lr()  # type: ignore[union-attr]
                 with pytest.raises(NonFiniteError), spoilt(model, trainer, {2}, kind):
-                    trainer.accumulate([{key: step[key] for key in ("input_ids", "labels", "attention_mask")}])  # type: ignore[index, literal-required]
+                    trainer.accumulate(batches.micro_batches([number]))
                 assert same(adapter_of(model.skeleton), before) and trainer.schedule.get_last_lr() == rates  # type: ignore[union-attr]
                 continue
-            trainer.accumulate([{key: step[key] for key in ("input_ids", "labels", "attention_mask")}])  # type: ignore[index, literal-required]
+            trainer.accumulate(batches.micro_batches([number]))
         assert same(adapter_of(model.skeleton), found)
     (row,) = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if row.get("event") == "skipped"]
     assert (row["step"], row["skipped"], row["rows"]) == (2, 1, [4, 5, 6, 7])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
-from lema.config import timelimit
+from lema.backend import timelimit
 from lema.data.files import Row
 from lema.errors import DataError
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_settings
+from lema.config.batching import BatchSettings
 from lema.config.objective import OF_OBJECTIVES
 from lema.config.problems import Problem, SettingsError, meant, unknown_setting
 from lema.config.results import OF_PLAIN_RUNS
@@ -46,6 +47,7 @@ IDLE = {
     "shuffle": "each phase has its `mixture`",
     "gradient_accumulation_steps": "`batch_size` is the rows of an optimizer step, `micro_batch_size` those at once",
     "cache_frozen_prefix": "leave it out",
+    **dict.fromkeys(BatchSettings.model_fields, "rows of phases are all of one length, and `batch_size` says how many"),
     **dict.fromkeys(OF_PLAIN_RUNS, "a run without phases has it; of phases the best checkpoint is kept in any case"),
     "adapter_name_or_path": "begin with it by --from",
     **dict.fromkeys(OF_OBJECTIVES, "phases learn the tokens of rows; give a preference objective a run of its own"),

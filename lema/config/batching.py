@@ -1,0 +1,48 @@
+"""Settings of how many tokens a step and a micro-batch have, and of rows that are drawn by their length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from lema.config.problems import Problem
+from lema.config.settings import Refused, Settings, Silent
+from lema.config.types import StepTokens, Tokens
+
+if TYPE_CHECKING:
+    from lema.config.lemaconfig import LemaConfig
+
+__all__ = ["BatchSettings", "disagreements_of_batches"]
+
+
+class BatchSettings(Settings):
+    """Steps and micro-batches in tokens, where rows are of many lengths."""
+
+    tokens_per_step: Refused[StepTokens | None] = None
+    """Tokens of an optimizer step, such as 16k, in place of `batch_size`: it takes the next rows until one more would
+    pass that, and one at least. auto: as many as hide reading behind computing, by the plan."""
+    micro_batch_tokens: Silent[Tokens | None] = None
+    """Tokens computed at once, in place of `micro_batch_size`: rows times the longest of them, which fairseq calls
+    max_tokens. None: of `batch_size` as `micro_batch_size` says, of `tokens_per_step` as many as one row may have."""
+    group_by_length: Refused[bool] = False
+    """Draw rows so that those of a step are about equally long, as `transformers` does: in each 50 steps' rows, drawn
+    at random, the longest come first."""
+
+
+def disagreements_of_batches(config: LemaConfig) -> Iterator[Problem]:
+    """Yield which settings say how much is computed where another says it, too."""
+    in_rows = ("batch_size", "gradient_accumulation_steps", "micro_batch_size")
+    for name, rows in (("tokens_per_step", in_rows), ("micro_batch_tokens", in_rows[2:])):
+        if getattr(config, name) is None:
+            continue
+        for one in rows:
+            if getattr(config, one) != type(config).model_fields[one].default:
+                yield Problem(one, f"{name} says how many tokens, and {one} how many rows", "leave one of them out")
+        if config.objective != "sft":
+            what = f"objective: {config.objective} counts examples, not tokens"
+            yield Problem(name, what, "leave it out, and set batch_size or micro_batch_size")
+    if config.group_by_length and not config.shuffle:
+        what = "shuffle: false keeps the rows in the order of the data"
+        yield Problem("group_by_length", what, "leave one of them out")
+    if config.group_by_length and config.packing:
+        yield Problem("group_by_length", "packs are about equally long as it is", "leave it out")
