@@ -104,11 +104,11 @@ class Columns:
     skipped: list[Skipped] = field(default_factory=list)
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)  # as of `lema.data.forms.Remarks`
 
-    def append(self, row: Row, ids: Sequence[int], labels: Sequence[int], cut: Sequence[int], mark: int = 0) -> None:
-        """Take in one tokenised row; `cut` has the labels of the tokens that were cut off its end."""
-        stored, given = np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32)
+    def append(self, row: Row, ids: Any, labels: Any, cut: Any, mark: int = 0) -> None:
+        """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were cut off its end."""
+        stored, given = np.array(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32)
         learnt = given != IGNORED
-        start, lost = len(self.tokens), sum(label != IGNORED for label in cut)
+        start, lost = len(self.tokens), int(np.count_nonzero(np.asarray(cut) != IGNORED))
         if labelled := not np.array_equal(stored[learnt], given[learnt]):
             stored = np.concatenate([stored, given])
         else:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lema.data import cache as kept
-from lema.data.columns import Kind, detect, left_out, num_trained, unused
+from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
 from lema.data.files import Row, find_files, read_rows
 from lema.data.forms import Forms, Remarks
-from lema.data.tokenize import Reading, check_tokenizer, tokenize_row
+from lema.data.tokenize import Ints, Reading, tokenize_rows
 from lema.errors import DataError, DiskError
 
 if TYPE_CHECKING:
@@ -67,11 +67,8 @@ def prepare_data(
 
     def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
         columns, reading.remarks.found = Columns(), {}
-        for row, kind in _with_kinds(rows, forms, reading, first):
-            if tokenizer is not None and not columns.rows:
-                check_tokenizer(tokenizer, kind)
-            ids, labels = ([], []) if left_out(row) else tokenize_row(row, kind, reading)
-            if ids:
+        for row, ids, labels in tokenize_rows(_with_kinds(rows, forms, reading, first), reading):
+            if len(ids):
                 _take(columns, row, ids, labels, max_length, overlong)
             else:
                 columns.leave_out(row)
@@ -88,13 +85,13 @@ def prepare_data(
     return TokenDataset(table)
 
 
-def _take(columns: Columns, row: Row, ids: list[int], labels: list[int], max_length: int, overlong: Overlong) -> None:
+def _take(columns: Columns, row: Row, ids: Ints, labels: Ints, max_length: int, overlong: Overlong) -> None:
     length = len(ids)
     if length > max_length and overlong == "error":
         how = "raise max_length, shorten the row, or set overlong to truncate or drop"
         raise row.broken(f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how)
     cut = labels[max_length:]
-    if cut and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
+    if len(cut) and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
         columns.drop(row, length)
     else:
         columns.append(row, ids[:max_length], labels[:max_length], cut)

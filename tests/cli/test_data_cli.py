@@ -120,6 +120,6 @@ def test_a_run_goes_on_with_kept_tokens_and_tokenises_none(
     def refuse(*_: Any) -> None:
         raise AssertionError("a row is tokenised")
 
-    monkeypatch.setattr(read, "tokenize_row", refuse)
+    monkeypatch.setattr(read, "tokenize_rows", refuse)
     assert lema("train", parts, "--resume", "--set", kept) == 0
     assert_same_adapter(tmp_path / "whole", tmp_path / "parts")

@@ -98,7 +98,7 @@ def test_parts_of_kept_tokens_are_those_of_tokens_in_memory(write, make):
 def test_a_second_start_tokenises_no_row(write, make, monkeypatch):
     data = write_all(write)
     first = make(data)
-    monkeypatch.setattr(read, "tokenize_row", refuse)
+    monkeypatch.setattr(read, "tokenize_rows", refuse)
     monkeypatch.setattr(cache, "_write", refuse)
     assert all_of(make(data)) == all_of(first)
     with pytest.raises(AssertionError, match="a row is tokenised"):
@@ -223,7 +223,7 @@ def test_a_killed_worker_is_an_error(write, make, monkeypatch):
         os._exit(9)
 
     data = write("chats.jsonl", list(chats(90)))
-    monkeypatch.setattr(read, "tokenize_row", die)
+    monkeypatch.setattr(read, "tokenize_rows", die)
     with pytest.raises(DataError, match="has ended by itself"):
         make(data)
     assert multiprocessing.active_children() == []

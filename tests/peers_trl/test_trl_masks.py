@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import trl.chat_template_utils
 from jinja2 import TemplateError
+from support.tokenized import tokenized
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
@@ -20,7 +21,7 @@ from trl.chat_template_utils import get_training_chat_template
 from lema import LemaConfig
 from lema.data import Forms, Row
 from lema.data.columns import detect
-from lema.data.tokenize import Reading, tokenize_row
+from lema.data.tokenize import Reading
 from lema.errors import DataError
 from lema.model.files import ModelFiles
 from lema.train.batch import as_rows
@@ -76,7 +77,7 @@ def ours(made: Any, messages: Any, tools: Any, template: str | None) -> tuple[li
     """Token ids, and 1 where one is learnt."""
     forms = Forms(chat_template=template)
     row = Row({"messages": messages, "tools": tools}, "chat", 1)
-    ids, labels = tokenize_row(row, detect(row), Reading(forms.with_template(made), forms))
+    ids, labels = tokenized(row, detect(row), Reading(forms.with_template(made), forms))
     return ids, [int(label != -100) for label in labels]
 
 
