@@ -39,14 +39,17 @@ def data(
     if not checked.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
     from lema.data import TokenDataset
+    from lema.data.read import mixed
     from lema.model.files import ModelFiles
     from lema.train.batch import read_data
 
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)
     found: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
+    held_back = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    found = mixed(checked, found)
     about = described(found, rows, _tokenizer(files) if rows else None)
-    about["held_back"] = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    about["held_back"] = held_back
     if as_json:
         typer.echo(json.dumps(about, indent=1))
         return

@@ -156,7 +156,10 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
     warmup_ratio: Said[Beta] = 0.0
     """The same as a fraction of all steps; where both are 0, it is 0.01 for wsd, wsds and cosine_rewarm."""
     train_data: OfData[DataFiles | None] = None
-    """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt; or data sets by name, each its files."""
+    """Files, directories or globs of .jsonl, .txt (and of either with .gz or .zst), .json, .csv, .parquet or .arrow; a
+    data set of the hub, {path: org/name, name: subset, split: train}; or several of them by name."""
+    mixture: OfData[dict[Name, float] | None] = None
+    """The shares of the rows that data sets by name have in an epoch; None: each has its rows once."""
     eval_data: Said[DataFiles | None] = None
     """Data to evaluate on, given in the same ways."""
     eval_split: OfData[RowSplit | None] = None
@@ -273,6 +276,12 @@ class LemaConfig(ResultSettings, AdapterSettings, _First):
             yield Problem("", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         yield from self._about_offloading()
         yield from disagreements_of_objective(self)
+        if self.mixture is not None:
+            if not isinstance(self.train_data, dict) or self.train_data.keys() != self.mixture.keys():
+                what = "it gives shares to the data sets that train_data names, and these are others"
+                yield Problem("mixture", what, "write train_data: {one: FILES, other: FILES}")
+            if self.objective != "sft":
+                yield Problem("mixture", f"objective: {self.objective} takes no shares of data sets", "leave it out")
         if self.packing and self.objective != "sft":
             what = f"objective: {self.objective} is a loss of rows, which are not joined"
             yield Problem("packing", what, "leave it out")

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.data.chat.messages import Chat, read_conversations, read_messages
-from lema.data.files import Row, flag_of, list_of, text_of
-from lema.data.forms import MESSAGE_FIELDS, Forms
+from lema.data.files import Row
+from lema.data.forms import MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
 from lema.errors import ConfigError
 
 __all__ = [

@@ -12,8 +12,8 @@ from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
 from lema.data.chat.template import Template, open_template
 from lema.data.chat.turns import Known, Rendered, Span, keep, render_chat
-from lema.data.files import Row, num_alike
-from lema.data.forms import Remarks, TrainOn
+from lema.data.files import Row
+from lema.data.forms import Remarks, TrainOn, num_alike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lema.data.chat.marks import FIRST, TAG, Marked, Piece, has_marks, last_mark, mark_messages, without_marks
 from lema.data.chat.template import Template, in_forms, literals_of
-from lema.data.files import Row, num_alike
+from lema.data.files import Row
+from lema.data.forms import num_alike
 from lema.errors import DataError
 
 if TYPE_CHECKING:
