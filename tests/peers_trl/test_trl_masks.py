@@ -201,3 +201,5 @@ def test_a_dataset_of_the_library_is_read_as_a_list_of_rows() -> None:
     assert [row["labels"] for row in found] == [row["labels"] for row in expected]
     assert as_rows(found, config, None, said.append) is found
     assert said[0].startswith("data: 2 rows")
+    streamed = as_rows(Dataset.from_list(rows).to_iterable_dataset(), config, cast(ModelFiles, files), said.append)
+    assert streamed.fingerprint() == found.fingerprint() == expected.fingerprint()
