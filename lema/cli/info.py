@@ -141,6 +141,7 @@ def data(
     from lema.backend import Alone
     from lema.data import TokenDataset
     from lema.data.dataset import first_rows
+    from lema.data.read import mixed
     from lema.model.files import ModelFiles
     from lema.train.batch import read_data
     from lema.train.sampler import StepSampler
@@ -148,11 +149,12 @@ def data(
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)
     found: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
-    tokenizer = None
+    held_back = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    found, tokenizer = mixed(checked, found), None
     with suppress(LemaError):  # a model has none where its rows are token ids
         tokenizer = files.tokenizer if rows else None
     about = described(found, rows, tokenizer)
-    about["held_back"] = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    about["held_back"] = held_back
     about["steps"] = None  # which the data alone tell where steps have so many tokens
     if isinstance(checked.tokens_per_step, int) and not checked.packing:
         rest = read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read

@@ -157,7 +157,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     warmup_ratio: Said[Beta] = 0.0
     """The same as a fraction of all steps; where both are 0, it is 0.01 for wsd, wsds and cosine_rewarm."""
     train_data: OfData[DataFiles | None] = None
-    """Files, directories or globs of .jsonl, .json, .csv, .parquet or .txt; or data sets by name, each its files."""
+    """Files, directories or globs of .jsonl, .txt (and of either with .gz or .zst), .json, .csv, .parquet or .arrow; a
+    data set of the hub, {path: org/name, name: subset, split: train}; or several of them by name."""
     eval_data: Said[DataFiles | None] = None
     """Data to evaluate on, given in the same ways."""
     eval_split: OfData[RowSplit | None] = None

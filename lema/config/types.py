@@ -6,6 +6,7 @@ import re
 from enum import StrEnum
 from os import PathLike
 from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -82,6 +83,18 @@ def _names(value: Any) -> Any:
     return [_path(item) for item in value] if isinstance(value, list | tuple | set) else _path(value)
 
 
+def _source(value: Any) -> Any:
+    """A data set of the hub as the one text that names it; anything else as it is."""
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        if wrong := [key for key in value if key not in ("path", "name", "split", "revision")]:
+            raise ValueError(f"has {wrong[0]!r}; of a data set of the hub there are path, name, split and revision")
+        about = urlencode({key: one for key, one in value.items() if key != "path" and one is not None}, safe="/")
+        return f"hub:{value['path']}" + f"?{about}" * bool(about)
+    if isinstance(value, list | tuple | set):
+        return [_source(item) for item in value]
+    return {key: _source(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
 def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | set) else value
 
@@ -120,7 +133,7 @@ Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[Name, BeforeValidator(_path)]
 Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
 # One data set, or several by name.
-DataFiles = Names | Annotated[dict[Name, Names], Field(min_length=1)]
+DataFiles = Annotated[Names | Annotated[dict[Name, Names], Field(min_length=1)], BeforeValidator(_source)]
 Columns = Annotated[dict[Name, Name], AfterValidator(_columns)]
 RowSplit = Annotated[int | float, BeforeValidator(_split)]
 Strategy = Annotated[MemoryStrategy, BeforeValidator(_strategy)]

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from lema.data.chat.messages import Chat, read_conversations, read_messages
-from lema.data.files import Row, flag_of, list_of, text_of
-from lema.data.forms import MESSAGE_FIELDS, Forms
+from lema.data.files import Row
+from lema.data.forms import MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
 from lema.errors import ConfigError
 
 __all__ = [
@@ -88,9 +91,9 @@ Example: TypeAlias = Tokens | Text | Chat
 _AS_IT_IS = Forms()
 
 
-def num_trained(labels: list[int]) -> int:
+def num_trained(labels: npt.NDArray[np.int32]) -> int:
     """How many tokens are learnt. The first never is: there is nothing to predict it from."""
-    return len(labels[1:]) - labels[1:].count(IGNORED)
+    return int(np.count_nonzero(labels[1:] != IGNORED))
 
 
 def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:

@@ -5,9 +5,10 @@ than its own, which data that were tokenised beforehand may have, has its labels
 """
 
 import hashlib
+import math
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, overload
@@ -104,11 +105,11 @@ class Columns:
     skipped: list[Skipped] = field(default_factory=list)
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)  # as of `lema.data.forms.Remarks`
 
-    def append(self, row: Row, ids: Sequence[int], labels: Sequence[int], cut: Sequence[int], mark: int = 0) -> None:
-        """Take in one tokenised row; `cut` has the labels of the tokens that were cut off its end."""
-        stored, given = np.array(ids, dtype=np.int32), np.array(labels, dtype=np.int32)
+    def append(self, row: Row, ids: Any, labels: Any, cut: Any, mark: int = 0) -> None:
+        """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were cut off its end."""
+        stored, given = np.array(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32)
         learnt = given != IGNORED
-        start, lost = len(self.tokens), sum(label != IGNORED for label in cut)
+        start, lost = len(self.tokens), int(np.count_nonzero(np.asarray(cut) != IGNORED))
         if labelled := not np.array_equal(stored[learnt], given[learnt]):
             stored = np.concatenate([stored, given])
         else:
@@ -227,6 +228,38 @@ class TokenDataset(Sequence[TokenRow]):
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> "TokenDataset":
         """The rows at these places, in this order; shares the tokens with this data set."""
         return TokenDataset(self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True)
+
+    def mixed(self, sets: Mapping[str, str], rates: Mapping[str, float], seed: int) -> "TokenDataset":
+        """The rows of several data sets as often as makes up their rates, in an order that the seed draws.
+
+        Each row is there once at least. What a data set lacks for its rate is made up by giving all its rows again, and
+        at last some of them, drawn by the seed.
+
+        Args:
+            sets: the name of the data set that each file belongs to.
+            rates: the share of each data set; they sum to 1.
+            seed: decides all that is drawn.
+
+        Raises:
+            DataError: a data set has no rows.
+        """
+        names = np.array([sets[source] for source in self._table.sources])[self._table.rows["source"][self._rows]]
+        own = {name: self._rows[names == name] for name in sorted(rates)}
+        if empty := [name for name, rows in own.items() if not len(rows)]:
+            raise DataError(
+                f"the data set {empty[0]!r} has no rows", where="mixture", how="give it some, or leave it out"
+            )
+        total = max(math.ceil(len(rows) / rates[name] - 1e-9) for name, rows in own.items())
+        parts, said = [], []
+        for number, (name, rows) in enumerate(own.items()):
+            wanted = max(len(rows), round(total * rates[name]))
+            whole, more = divmod(wanted, len(rows))
+            parts += [rows] * whole + [rows[shuffled(len(rows), seed, stream=2**33 + number)[:more]]]
+            said.append(f"{name} {wanted:,} rows, each {wanted / len(rows):.3g} times")
+        order = np.concatenate(parts)
+        found = TokenDataset(self._table, order[shuffled(len(order), seed, stream=2**33 - 1)], part=self._part)
+        found.notes = (*self.notes, f"an epoch has of {'; of '.join(said)}")
+        return found
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
         """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data.

@@ -1,4 +1,4 @@
-"""Rows out of .jsonl, .json, .csv, .parquet and .txt files, each row knowing the file and line it came from.
+"""Rows out of data files and of data sets of the hub, each row knowing the file and line it came from.
 
 Files whose rows are lines are read in pieces of whole lines, which other processes can make rows of.
 """
@@ -8,26 +8,15 @@ import glob
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import parse_qsl
 
 from lema.errors import DataError
 
-__all__ = [
-    "Piece",
-    "Row",
-    "find_files",
-    "flag_of",
-    "list_of",
-    "load_rows",
-    "num_alike",
-    "pieces_of",
-    "read_rows",
-    "text_of",
-]
+__all__ = ["HUB", "Piece", "Row", "find_files", "load_rows", "pieces_of", "read_rows"]
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -67,28 +56,39 @@ def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not given:
         raise DataError("no data files were given", how="set train_data to a file, a directory or a glob")
-    return [file for path in given for file in _expand(Path(path).expanduser())]
+    return [file for path in given for file in _files_of(path)]
+
+
+def _files_of(path: str | Path) -> list[Path]:
+    return hub_files(path) if isinstance(path, str) and path.startswith(HUB) else _expand(Path(path).expanduser())
+
+
+def _kind(path: Path) -> str:
+    """The end of a file's name that says what it holds, without the one that says how it is compressed."""
+    kind, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
+    return inner if kind in _COMPRESSED and inner in _OF_LINES else kind
 
 
 def _expand(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(p for p in path.iterdir() if p.suffix.lower() in _READERS and not p.name.startswith("."))
+        found = sorted(p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith("."))
         if not found:
             raise DataError("the directory holds no data files", where=str(path), how=f"it may hold {_accepted()}")
         return found
     matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207 (absolute globs)
     if not matches:
-        raise DataError("no such data file", where=str(path), how="check the path; it is relative to the shell's")
+        how = "check the path; it is relative to the shell's; of the hub, give {path: org/name, split: train}"
+        raise DataError("no such data file", where=str(path), how=how)
     found = [Path(match) for match in sorted(matches)]
     for file in found:
-        if file.suffix.lower() not in _READERS:
+        if _kind(file) not in _READERS:
             what = f"cannot read a {file.suffix or 'nameless'} file"
             raise DataError(what, where=str(file), how=f"give {_accepted()}")
     return found
 
 
 def _accepted() -> str:
-    return ", ".join(sorted(_READERS)) + " files"
+    return f"{', '.join(sorted(_READERS))} files, or {' and '.join(_OF_LINES)} with {' or '.join(_COMPRESSED)} after it"
 
 
 def load_rows(paths: str | Path | Iterable[str | Path]) -> list[Row]:
@@ -136,7 +136,7 @@ class Piece:
             yield from self.content
             return
         lines = _decoded(self.path, io.BytesIO(self.content), self.line)
-        for line, values in _OF_LINES[self.path.suffix.lower()](self.path, lines):
+        for line, values in _OF_LINES[_kind(self.path)](self.path, lines):
             yield Row(values, str(self.path), line)
 
 
@@ -150,16 +150,15 @@ def pieces_of(path: Path) -> Iterator[Piece]:
         how = "write what comes out of it to a file; the data are read more than once"
         raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
     try:
-        if path.suffix.lower() in _OF_LINES:
-            line, end = 1, 0
-            with path.open("rb") as file:
+        if _kind(path) in _OF_LINES:
+            line = 1
+            with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
                 while content := file.read(PIECE_BYTES):
                     content += file.readline()
-                    end += len(content)
-                    yield Piece(path, line, content, end)
+                    yield Piece(path, line, content, raw.tell())
                     line += content.count(b"\n")
             return
-        size, read = path.stat().st_size, _OF_FILES[path.suffix.lower()](path)
+        size, read = path.stat().st_size, _OF_FILES[_kind(path)](path)
         rows: list[Row] = []
         try:
             for line, values in read:
@@ -175,6 +174,15 @@ def pieces_of(path: Path) -> Iterator[Piece]:
             yield Piece(path, rows[0].line, rows, size)
     except OSError as error:
         raise DataError(f"the file cannot be read: {error}", where=str(path)) from error
+
+
+def _expanded(file: BinaryIO, kind: str) -> BinaryIO:
+    """A file as it is before it is compressed."""
+    if kind not in _COMPRESSED:
+        return file
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, _COMPRESSED[kind]))
 
 
 def _error(what: str, path: Path, line: int, how: str = "") -> DataError:
@@ -306,71 +314,79 @@ def _txt(_: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
     import pyarrow.parquet
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=1024)
+
+    return _columnar(path, batches())
+
+
+def _arrow(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Either form of Arrow's files: what `datasets` writes is a stream, what others do can be read in any order."""
+    import pyarrow.ipc
+
+    def batches() -> Iterator[Any]:
+        with pyarrow.memory_map(str(path)) as file:
+            if file.read(6) == b"ARROW1":
+                opened = pyarrow.ipc.open_file(file)
+                yield from map(opened.get_batch, range(opened.num_record_batches))
+            else:
+                file.seek(0)
+                yield from pyarrow.ipc.open_stream(file)
+
+    return _columnar(path, (batch.slice(at, 1024) for batch in batches() for at in range(0, len(batch), 1024)))
+
+
+def _columnar(path: Path, batches: Iterator[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield number, values
+        for batch in batches:
+            for values in batch.to_pylist():
+                number += 1
+                yield number, values
     except (pyarrow.ArrowException, OSError) as error:
-        raise _error(f"not a whole parquet file: {error}", path, number + 1) from error
+        raise _error(f"not a whole {path.suffix[1:]} file: {error}", path, number + 1) from error
+
+
+HUB = "hub:"
+"""How the name of a data set of the hub begins: `hub:org/name?name=subset&split=train&revision=main`."""
+
+
+def hub_files(given: str) -> list[Path]:
+    """The Arrow files in which `datasets` keeps a data set of the hub, or of a directory; it downloads what it lacks.
+
+    Raises:
+        DataError: the data set cannot be had.
+    """
+    path, _, query = given.removeprefix(HUB).partition("?")
+    options = {"split": "train", **dict(parse_qsl(query))}
+    try:
+        import datasets
+    except ImportError as error:
+        what, how = "a data set of the hub needs the library `datasets`", 'pip install "lema[datasets]"'
+        raise DataError(what, where=given, how=how) from error
+    if "[" in options["split"]:
+        how = "give the whole split; max_train_samples takes a part of it"
+        raise DataError(f"a part of a split, {options['split']}, has no file of its own", where=given, how=how)
+    try:
+        found = datasets.load_dataset(path, keep_in_memory=False, **options)
+    except Exception as error:  # whatever the network, the builder or the files raise
+        how = "check path, name and split; without a network it has to be in the cache of `datasets`"
+        raise DataError(f"the data set cannot be had: {error}", where=given, how=how) from error
+    return [Path(file["filename"]) for file in found.cache_files]
 
 
 _Values = Iterator[tuple[int, dict[str, Any]]]
 _OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {".jsonl": _jsonl, ".txt": _txt}
-_OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv, ".parquet": _parquet}
+_OF_FILES: dict[str, Callable[[Path], _Values]] = {
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}
+_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _READERS = _OF_LINES.keys() | _OF_FILES.keys()
-
-
-_YES_OR_NO = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
-
-
-def list_of(row: Row, column: str) -> list[Any]:
-    """A list; or one written as JSON in a string, which is the only way a .csv can hold one."""
-    value = row.values[column]
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise row.broken(f"'{column}' should be a list, and the text there is not JSON: {error}") from error
-    elif hasattr(value, "tolist"):  # arrays and tensors, in rows from memory
-        value = value.tolist()
-    if not isinstance(value, (list, tuple)):
-        raise row.broken(f"'{column}' should be a list, not {type(value).__name__}")
-    if not value:
-        raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
-    return list(value)
-
-
-def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
-    """A text that any tokenizer takes."""
-    if not isinstance(value, str):
-        raise row.broken(f"{name} should be text, not {type(value).__name__}", at=at)
-    if "\0" in value:
-        raise row.broken(f"{name} holds a NUL character", at=at, how="remove it; the text is probably damaged")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            what = f"{name} holds half a surrogate pair, which is no character"
-            how = "the text was cut inside a character; repair or remove the row"
-            raise row.broken(what, at=at, how=how) from error
-    return value
-
-
-def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
-    """Whether to train, as `train: false` or `weight: 0` say; a weight between the two is refused."""
-    known = value.lower() if isinstance(value, str) else value
-    if not isinstance(known, (bool, int, float, str)) or known not in _YES_OR_NO:
-        what = f"{name} says what to train on and should be true or false, 1 or 0, not {value!r}"
-        raise row.broken(what, at=at, how="answers have no weights in between; or rename it, if it means another thing")
-    return _YES_OR_NO[known]
-
-
-def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many items two sequences begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,10 +1,15 @@
-"""What the settings say of the form of the data: which columns are meant, which chat template, what is trained on."""
+"""What the settings say of the form of the data, and values of rows in the forms that they may have.
+
+Settings say which columns are meant, which chat template, and what is trained on.
+"""
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lema.config import LemaConfig
 from lema.data.files import Row
@@ -13,7 +18,7 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Forms", "Remarks", "TrainOn", "forms_of"]
+__all__ = ["Forms", "Remarks", "TrainOn", "flag_of", "forms_of", "list_of", "num_alike", "text_of"]
 
 TrainOn: TypeAlias = Literal["assistant", "last", "all", "completion"]
 """What is trained on: every answer; the last one; every token; or the answers after the user's last message."""
@@ -92,3 +97,53 @@ class Remarks:
             f"{what} ({count:,} {'row' if count == 1 else 'rows'}, the first is {first})"
             for what, (count, first) in self.found.items()
         )
+
+
+_YES_OR_NO = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+
+
+def list_of(row: Row, column: str) -> list[Any]:
+    """A list; or one written as JSON in a string, which is the only way a .csv can hold one."""
+    value = row.values[column]
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise row.broken(f"'{column}' should be a list, and the text there is not JSON: {error}") from error
+    elif hasattr(value, "tolist"):  # arrays and tensors, in rows from memory
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        raise row.broken(f"'{column}' should be a list, not {type(value).__name__}")
+    if not value:
+        raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
+    return list(value)
+
+
+def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
+    """A text that any tokenizer takes."""
+    if not isinstance(value, str):
+        raise row.broken(f"{name} should be text, not {type(value).__name__}", at=at)
+    if "\0" in value:
+        raise row.broken(f"{name} holds a NUL character", at=at, how="remove it; the text is probably damaged")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            what = f"{name} holds half a surrogate pair, which is no character"
+            how = "the text was cut inside a character; repair or remove the row"
+            raise row.broken(what, at=at, how=how) from error
+    return value
+
+
+def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
+    """Whether to train, as `train: false` or `weight: 0` say; a weight between the two is refused."""
+    known = value.lower() if isinstance(value, str) else value
+    if not isinstance(known, (bool, int, float, str)) or known not in _YES_OR_NO:
+        what = f"{name} says what to train on and should be true or false, 1 or 0, not {value!r}"
+        raise row.broken(what, at=at, how="answers have no weights in between; or rename it, if it means another thing")
+    return _YES_OR_NO[known]
+
+
+def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with alike."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

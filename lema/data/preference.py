@@ -21,8 +21,8 @@ from lema.data.chat.messages import Chat, read_tools
 from lema.data.chat.template import guarded, open_template
 from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, Counts, TokenDataset, held_out
-from lema.data.files import Row, num_alike
-from lema.data.forms import Forms
+from lema.data.files import Row
+from lema.data.forms import Forms, num_alike
 from lema.data.read import Overlong, table_of
 from lema.errors import DataError
 

@@ -6,18 +6,20 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from lema.config import LemaConfig
 from lema.data import cache as kept
-from lema.data.columns import Kind, detect, left_out, num_trained, unused
+from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
 from lema.data.files import Row, find_files, read_rows
 from lema.data.forms import Forms, Remarks
-from lema.data.tokenize import Reading, check_tokenizer, tokenize_row
-from lema.errors import DataError, DiskError
+from lema.data.sampling import Sampling, check_rates
+from lema.data.tokenize import Ints, Reading, tokenize_rows
+from lema.errors import ConfigError, DataError, DiskError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Overlong", "needs_tokenizer", "prepare_data", "rows_of", "table_of"]
+__all__ = ["Overlong", "mixed", "needs_tokenizer", "prepare_data", "rows_of", "table_of"]
 
 Overlong: TypeAlias = Literal["truncate", "drop", "error"]
 """What becomes of a row which is too long: cut at the end, left out, or refused."""
@@ -43,7 +45,8 @@ def prepare_data(
     everything it had to learn when it is cut is dropped and counted; one that says not to be trained on is left out.
 
     Args:
-        data: .jsonl, .json, .csv, .parquet or .txt files, directories or globs of them; or rows as dictionaries.
+        data: files, directories or globs of them, or `hub:` and a data set's name (`lema.data.files`); or rows as
+            dictionaries, such as a `datasets.Dataset` or an `IterableDataset`, which is read to its end.
         tokenizer: the model's tokenizer; None will do when the rows are token ids already.
         max_length: the most tokens a row may have.
         overlong: what becomes of a longer row: "truncate" it at the end, "drop" it, or raise an "error".
@@ -67,11 +70,8 @@ def prepare_data(
 
     def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
         columns, reading.remarks.found = Columns(), {}
-        for row, kind in _with_kinds(rows, forms, reading, first):
-            if tokenizer is not None and not columns.rows:
-                check_tokenizer(tokenizer, kind)
-            ids, labels = ([], []) if left_out(row) else tokenize_row(row, kind, reading)
-            if ids:
+        for row, ids, labels in tokenize_rows(_with_kinds(rows, forms, reading, first), reading):
+            if len(ids):
                 _take(columns, row, ids, labels, max_length, overlong)
             else:
                 columns.leave_out(row)
@@ -88,13 +88,13 @@ def prepare_data(
     return TokenDataset(table)
 
 
-def _take(columns: Columns, row: Row, ids: list[int], labels: list[int], max_length: int, overlong: Overlong) -> None:
+def _take(columns: Columns, row: Row, ids: Ints, labels: Ints, max_length: int, overlong: Overlong) -> None:
     length = len(ids)
     if length > max_length and overlong == "error":
         how = "raise max_length, shorten the row, or set overlong to truncate or drop"
         raise row.broken(f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how)
     cut = labels[max_length:]
-    if cut and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
+    if len(cut) and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
         columns.drop(row, length)
     else:
         columns.append(row, ids[:max_length], labels[:max_length], cut)
@@ -134,6 +134,25 @@ def table_of(
                     notes = (f"tokens are not kept, and are made anew at every start: {error.what} ({error.where})",)
     columns = gather(rows_of(data), None)
     return columns.table((*notes, *Remarks(columns.remarks).lines()))
+
+
+def mixed(config: LemaConfig, rows: Any) -> Any:
+    """Return the rows of `train_data` in the shares that `mixture` gives its data sets; as they are where it is None.
+
+    Raises:
+        ConfigError: the shares do not sum to 1, or a file is in two data sets.
+        DataError: a data set has no rows.
+    """
+    if config.mixture is None:
+        return rows
+    check_rates([Sampling(name, rate) for name, rate in config.mixture.items()], "mixture")
+    assert isinstance(config.train_data, dict), "the settings were checked"
+    sets: dict[str, str] = {}
+    for name, files in config.train_data.items():
+        for file in map(str, find_files(files)):
+            if sets.setdefault(file, name) != name:
+                raise ConfigError(f"{file} is in two data sets", where="mixture", how="give it to one of them")
+    return rows.mixed(sets, config.mixture, config.seed)
 
 
 def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:

@@ -1,14 +1,19 @@
-"""One row as token ids and labels, with the beginning and the end of the sequence marked once each."""
+"""Rows as token ids and labels, with the beginning and the end of each sequence marked once."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from lema.data.chat.messages import Chat
-from lema.data.chat.tokens import Chats, tokenize_spans
-from lema.data.chat.turns import Known
-from lema.data.columns import IGNORED, Kind, Text, Tokens, num_trained, parse
+from lema.data.chat.tokens import Chats, Learnt, tokenize_spans
+from lema.data.chat.turns import Known, Span
+from lema.data.columns import IGNORED, Kind, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks
 from lema.errors import DataError
@@ -16,17 +21,22 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Reading", "check_tokenizer", "tokenize_row"]
+__all__ = ["Ints", "Reading", "check_tokenizer", "tokenize_rows"]
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+NOTHING = np.empty(0, np.int32)
+BATCH, BATCH_CHARACTERS = 64, 1 << 17  # that are tokenised at once
 
 
 @dataclass
 class Reading:
     """What rows are read with; it lives as long as a data set is read."""
 
-    tokenizer: "PreTrainedTokenizerBase | None"  # None will do for rows that are token ids already
+    tokenizer: PreTrainedTokenizerBase | None  # None will do for rows that are token ids already
     forms: Forms = field(default_factory=Forms)
     vocab_size: int | None = None  # tokens that the model knows; None: ids are not checked
     remarks: Remarks = field(default_factory=Remarks)
+    checked: set[Kind] = field(default_factory=set)  # kinds of rows that the tokenizer has the tokens for
 
     @cached_property
     def chats(self) -> Chats:
@@ -35,39 +45,103 @@ class Reading:
         return Chats(self.tokenizer, self.forms.train_on, self.remarks, Known.of(self.tokenizer))
 
 
-def tokenize_row(row: Row, kind: Kind, reading: Reading) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a row; a label is the token's own id where it is learnt and -100 elsewhere.
+@dataclass(slots=True)
+class _Draft:
+    """A row before it is tokenised: text, or tokens that were given; neither, where it is not to be trained on."""
+
+    row: Row
+    text: str = ""
+    spans: list[Span] = field(default_factory=list)  # of the text that are learnt
+    whole: bool = False  # whether the text has its special tokens
+    given: Tokens | None = None
+
+
+def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:
+    """Token ids and labels of rows; a label is the token's own id where it is learnt and -100 elsewhere.
 
     Text and completions end in the end-of-sequence token, once, and it is learnt: else the model never learns to
     stop. Tokens that the tokenizer puts in front stand there once, also where the text already begins with them.
-    A row whose messages all say not to be trained on has no tokens. The kind is from `lema.data.columns.detect`.
+    A row that says not to be trained on, of itself or of all its messages, has no tokens. Rows have the kinds that
+    `lema.data.columns.detect` found, and are tokenised several at a time.
 
     Raises:
-        DataError: the row is malformed, has nothing to learn, or holds ids outside the vocabulary.
+        DataError: a row is malformed, has nothing to learn, or holds ids outside the vocabulary. All rows before it
+            have been yielded.
     """
+    for drafts in _drafts(rows, reading):
+        texts, tokenizer = (
+            [draft for draft in drafts if draft.spans],
+            cast("PreTrainedTokenizerBase", reading.tokenizer),
+        )
+        pairs = [draft.text for draft in texts], [draft.spans for draft in texts]
+        encoded = iter(tokenize_spans(*pairs, tokenizer, whole=texts[0].whole) if texts else ())
+        for draft in drafts:
+            row, given = draft.row, draft.given
+            if given is not None:
+                columns = {"input_ids": given.ids, "labels": given.labels}
+                _check_range(row, columns, reading.vocab_size)
+                ids, labels = np.array(given.ids, np.int32), np.array(given.labels, np.int32)
+            elif draft.spans:
+                ids, learnt = next(encoded)
+                if not draft.whole:
+                    ids, learnt = _bordered(ids, learnt, tokenizer)
+                _check_range(row, {"input_ids": ids}, reading.vocab_size)
+                labels = np.where(learnt, ids, np.int32(IGNORED))
+            else:
+                yield row, NOTHING, NOTHING
+                continue
+            if num_trained(labels) == 0:
+                how = "the loss counts tokens after the first whose label is not -100; remove the row, or mend labels"
+                raise row.broken("the row has no token to learn", how=how)
+            yield row, ids, labels
+
+
+def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[_Draft]]:
+    """Yield what is to be tokenised together; what is wrong with a row is raised after those before it are yielded."""
+    drafts, size = list[_Draft](), 0
+    try:
+        for row, kind in rows:
+            draft = _Draft(row) if left_out(row) else _draft(row, kind, reading)
+            if drafts and (len(drafts) == BATCH or size > BATCH_CHARACTERS or draft.whole != drafts[0].whole):
+                yield drafts
+                drafts, size = [], 0
+            drafts.append(draft)
+            # A Python number takes more memory than a character.
+            size += len(draft.text) if draft.given is None else 64 * len(draft.given.ids)
+    except DataError:
+        yield drafts
+        raise
+    yield drafts
+
+
+def _draft(row: Row, kind: Kind, reading: Reading) -> _Draft:
     tokenizer = reading.tokenizer
+    if tokenizer is not None and kind not in reading.checked:
+        check_tokenizer(tokenizer, kind)
+        reading.checked.add(kind)
     has_template = tokenizer is not None and bool(tokenizer.chat_template)
     example = parse(row, kind, chat_template=has_template, forms=reading.forms)
     if isinstance(example, Tokens):
-        ids, labels = example.ids, example.labels
-    else:
-        if tokenizer is None:
-            raise row.broken(f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer")
-        if isinstance(example, Chat):
-            ids, learnt = reading.chats.tokenize(example, row)
-            if not ids:
-                return [], []
-        else:
-            ids, learnt = _tokenize(example, tokenizer, whole=reading.forms.train_on == "all")
-        labels = [token if learn else IGNORED for token, learn in zip(ids, learnt, strict=True)]
-    _check_range(row, {"input_ids": ids, "labels": labels if isinstance(example, Tokens) else []}, reading.vocab_size)
-    if num_trained(labels) == 0:
-        how = "the loss counts tokens after the first whose label is not -100; remove the row or mend its labels"
-        raise row.broken("the row has no token to learn", how=how)
-    return ids, labels
+        return _Draft(row, given=example)
+    if tokenizer is None:
+        raise row.broken(f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer")
+    if isinstance(example, Chat):
+        rendered = reading.chats.render(example, row)
+        return _Draft(row) if rendered is None else _Draft(row, *rendered, whole=True)
+    text = example.prompt + example.completion
+    return _Draft(row, text, [(0 if reading.forms.train_on == "all" else len(example.prompt), len(text))])
 
 
-def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", kind: Kind) -> None:
+def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> tuple[Ints, Learnt]:
+    """The tokens with one that begins a sequence, at most, and one that ends it, which is learnt."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    first, last = int(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos), len(ids)
+    while last > first and ids[last - 1] == eos:
+        last -= 1
+    return np.append(ids[first:last], np.int32(eos)), np.append(learnt[first:last], True)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, kind: Kind) -> None:
     """Text and completions need an end-of-sequence token.
 
     Raises:
@@ -79,25 +153,13 @@ def check_tokenizer(tokenizer: "PreTrainedTokenizerBase", kind: Kind) -> None:
         raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
 
 
-def _tokenize(example: Text, tokenizer: "PreTrainedTokenizerBase", *, whole: bool) -> tuple[list[int], list[bool]]:
-    check_tokenizer(tokenizer, ("text",))
-    text = example.prompt + example.completion
-    first = 0 if whole else len(example.prompt)
-    ids, learnt = tokenize_spans(text, [(first, len(text))], tokenizer, add_special_tokens=True)
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if bos is not None and ids[:2] == [bos, bos]:
-        ids, learnt = ids[1:], learnt[1:]
-    while ids and ids[-1] == eos:
-        ids, learnt = ids[:-1], learnt[:-1]
-    return [*ids, eos], [*learnt, True]
-
-
-def _check_range(row: Row, columns: Mapping[str, list[int]], vocab_size: int | None) -> None:
+def _check_range(row: Row, columns: Mapping[str, Sequence[int] | Ints], vocab_size: int | None) -> None:
     limit = 2**31 if vocab_size is None else vocab_size
     how = "use the tokenizer of the model being trained"
     for column, values in columns.items():
-        learnt = [value for value in values if value != IGNORED] if column == "labels" else values
-        if learnt and (min(learnt) < 0 or max(learnt) >= limit):
-            token = min(learnt) if min(learnt) < 0 else max(learnt)
-            what = f"{column} holds {token}, which is outside the vocabulary of {limit} tokens"
-            raise row.broken(what, at=f"position {values.index(token)}", how=how)
+        known = np.asarray(values)
+        wrong = (known < 0) & ((known != IGNORED) | (column != "labels")) | (known >= limit)
+        if wrong.any():
+            at = int(wrong.argmax())
+            what = f"{column} holds {values[at]}, which is outside the vocabulary of {limit} tokens"
+            raise row.broken(what, at=f"position {at}", how=how)

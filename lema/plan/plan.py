@@ -16,6 +16,7 @@ from lema.data.cache import folder_of
 from lema.data.dataset import first_rows
 from lema.data.files import find_files
 from lema.data.preference import prepare_preferences
+from lema.data.read import mixed
 from lema.engine.packing import Packs
 from lema.lora.files import with_adapter
 from lema.model.skeleton import main_dtype
@@ -203,7 +204,7 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
         data: Any = prepare_preferences(files, tokenizer, **options)
     else:
         data = prepare_data(files, tokenizer, **options)
-    data = first_rows(data, config.max_train_samples)
+    data = first_rows(mixed(config, data), config.max_train_samples)
     counts = data.counts
     if config.packing:
         data = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")

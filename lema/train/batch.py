@@ -15,6 +15,7 @@ from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prep
 from lema.data.cache import folder_of
 from lema.data.files import find_files
 from lema.data.preference import PreferenceDataset, prepare_preferences
+from lema.data.read import mixed
 from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
 from lema.engine.packing import Packs, check_packing
@@ -119,6 +120,7 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
         how = "tokenise them with lema.data.prepare_data, or take the trainer from LemaModel.get_trainer"
         raise DataError("the rows are no token ids, and this trainer knows no tokenizer", where="fit", how=how)
     read = read_data(config, files, data)
+    read = mixed(config, read) if data is config.train_data else read
     for line in (f"data: {read.counts}", *read.notes):
         say(line)
     return read

@@ -15,6 +15,7 @@ from lema.config import LemaConfig
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.dataset import first_rows
+from lema.data.read import mixed
 from lema.errors import ConfigError
 from lema.train.batch import read_data
 from lema.train.model import LemaModel
@@ -110,4 +111,5 @@ def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     held_back = read_data(config, model.files, config.eval_data) if config.eval_data else None
     if config.eval_split:
         train_data, held_back = train_data.split(config.eval_split, config.seed)
+    train_data = mixed(config, train_data)
     return first_rows(train_data, config.max_train_samples), first_rows(held_back, config.max_eval_samples)

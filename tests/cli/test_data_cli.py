@@ -115,6 +115,33 @@ def test_a_run_goes_on_with_kept_tokens_and_tokenises_none(
     def refuse(*_: Any) -> None:
         raise AssertionError("a row is tokenised")
 
-    monkeypatch.setattr(read, "tokenize_row", refuse)
+    monkeypatch.setattr(read, "tokenize_rows", refuse)
     assert lema("train", parts, "--resume", "--set", kept) == 0
+    assert_same_adapter(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_shares_are_shown_and_a_run_of_them_goes_on(
+    write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The steps of a run that was stopped are those of one that was not; other shares are another run."""
+    files = {
+        "few": str(write_rows(tmp_path / "few.jsonl", CHATS[:3])),
+        "all": str(write_rows(tmp_path / "all.jsonl", CHATS)),
+    }
+    settings: dict[str, Any] = {
+        "train_data": files,
+        "mixture": {"few": 0.5, "all": 0.5},
+        "max_steps": 4,
+        "save_steps": 1,
+    }
+    settings |= {"lr_scheduler_type": "constant"}
+    whole = write_config(**settings, output_dir=str(tmp_path / "whole"))
+    assert json.loads(shown(capfd, whole, "--json"))["sources"] == {files["few"]: 8, files["all"]: 8}
+    assert lema("train", whole) == 0
+    assert "few 8 rows, each 2.67 times" in capfd.readouterr().out
+    parts = write_config(**settings, output_dir=str(tmp_path / "parts"))
+    assert lema("train", parts, "--set", "max_steps=2") == 0
+    other = json.dumps({"few": 0.4, "all": 0.6})
+    assert_refused(capfd, 2, ["mixture"], "train", parts, "--resume", "--set", f"mixture={other}")
+    assert lema("train", parts, "--resume") == 0
     assert_same_adapter(tmp_path / "whole", tmp_path / "parts")

@@ -6,6 +6,7 @@ import os
 import tracemalloc
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from lema.data import cache, files, prepare_data, read
@@ -40,11 +41,13 @@ def write_all(write):
     labelled = [{"input_ids": [5, 6, 7, 8 + n % 40], "labels": [-100, 9, 7, -100]} for n in range(60)]
     prompts = [{"prompt": "the river " * (n % 20), "completion": said(n, 8), "weight": n % 2} for n in range(70)]
     prompts = [row | {"id": n} for n, row in enumerate(prompts)]
+    more = "".join(json.dumps({"text": said(n, 12)}) + "\n" for n in range(200)).encode()
     return [
         write("chats.jsonl", list(chats(120))),
         write("text.txt", "".join(f"{said(n, 12)}\n\n" for n in range(90))),
         write("labelled.json", json.dumps(labelled)),
         write("prompts.jsonl", prompts),
+        write("more.jsonl.zst", pa.compress(more, codec="zstd", asbytes=True)),
     ]
 
 
@@ -81,7 +84,7 @@ def test_kept_tokens_are_those_made_in_memory(write, make):
     data = write_all(write)
     memory, first, second = make(data, kept=False), make(data), make(data)
     assert memory.counts.truncated and memory.counts.dropped and memory.counts.left_out == 35
-    assert memory.counts.rows == 120 + 90 + 60 + 35 - memory.counts.dropped
+    assert memory.counts.rows == 120 + 90 + 60 + 35 + 200 - memory.counts.dropped
     assert all_of(memory) == all_of(first) == all_of(second)
     assert notes_of(memory) == notes_of(first) == notes_of(second) != []
     assert "by 3 processes" in first.notes[0] and not any("processes" in note for note in second.notes)
@@ -98,7 +101,7 @@ def test_parts_of_kept_tokens_are_those_of_tokens_in_memory(write, make):
 def test_a_second_start_tokenises_no_row(write, make, monkeypatch):
     data = write_all(write)
     first = make(data)
-    monkeypatch.setattr(read, "tokenize_row", refuse)
+    monkeypatch.setattr(read, "tokenize_rows", refuse)
     monkeypatch.setattr(cache, "_write", refuse)
     assert all_of(make(data)) == all_of(first)
     with pytest.raises(AssertionError, match="a row is tokenised"):
@@ -223,7 +226,7 @@ def test_a_killed_worker_is_an_error(write, make, monkeypatch):
         os._exit(9)
 
     data = write("chats.jsonl", list(chats(90)))
-    monkeypatch.setattr(read, "tokenize_row", die)
+    monkeypatch.setattr(read, "tokenize_rows", die)
     with pytest.raises(DataError, match="has ended by itself"):
         make(data)
     assert multiprocessing.active_children() == []

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from support.chatfamilies import FAMILIES, Family
+from support.tokenized import reworded, tokenized
 
 from lema.data import Row, prepare_data
 from lema.data.columns import detect
 from lema.data.forms import Forms
-from lema.data.tokenize import Reading, tokenize_row
+from lema.data.tokenize import Reading
 from lema.errors import DataError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -51,8 +52,13 @@ def learnt(tokenizer_of):
         values = {"messages": messages, "tools": tools}
         row, as_given = Row(values, "data.jsonl", 3), deepcopy(values)
         reading = Reading(tokenizer, Forms(**forms))
-        ids, labels = tokenize_row(row, detect(row), reading)
-        assert tokenize_row(row, detect(row), reading) == (ids, labels)  # what is remembered of the template is right
+        ids, labels = tokenized(row, detect(row), reading)
+        # What is remembered of the template is right, for this chat and for others of its shape.
+        assert tokenized(row, detect(row), reading) == (ids, labels)
+        if all(isinstance(one.get("content") or "", str) for one in messages):
+            other = Row({**values, "messages": [reworded(one) for one in messages]}, "data.jsonl", 4)
+            alone = tokenized(other, detect(other), Reading(tokenizer, Forms(**forms)))
+            assert tokenized(other, detect(other), reading) == alone
         assert values == as_given
         if family.own and tools is None:
             assert ids == tokenizer.apply_chat_template(messages)["input_ids"]
@@ -92,7 +98,7 @@ def test_words_in_parts_are_learnt_as_they_are_in_one_and_as_they_are_generated(
         for cut in (None, 0, 3):  # as one text, in one part, in two
             given = messages if cut is None else [in_parts(one, cut) for one in messages]
             row = Row({"messages": given}, "data.jsonl", 3)
-            found.append(tokenize_row(row, detect(row), Reading(tokenizer, Forms())))
+            found.append(tokenized(row, detect(row), Reading(tokenizer, Forms())))
         (ids, labels), *others = found
         assert others == [(ids, labels)] * 2
         last = max(number for number, label in enumerate(labels) if label != -100)

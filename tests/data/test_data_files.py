@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +16,18 @@ from lema.data.files import find_files
 from lema.errors import DataError
 
 ROWS = [{"prompt": "a, b", "completion": 'say "x"\nand y'}, {"prompt": "é\u2028ü", "completion": "z"}]
+CODECS = {"gzip": ".gz", "zstd": ".zst"}
+
+
+def compressed(text, codec):
+    return pa.compress(text.encode(), codec=codec, asbytes=True)
+
+
+def write_arrow(path, rows, form):
+    table = pa.Table.from_pylist(rows)
+    with form(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=1500)
+    return path
 
 
 def test_formats_give_the_same_rows(write, tmp_path):
@@ -23,6 +36,10 @@ def test_formats_give_the_same_rows(write, tmp_path):
     write("c.json", "\n".join(json.dumps(row) for row in ROWS))
     write("d.csv", 'prompt,completion\n"a, b","say ""x""\nand y"\né\u2028ü,z\n')
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "e.parquet")
+    write_arrow(tmp_path / "f.arrow", ROWS, pa.ipc.new_stream)
+    write_arrow(tmp_path / "g.arrow", ROWS, pa.ipc.new_file)
+    for codec, ending in CODECS.items():
+        write(f"h.jsonl{ending}", compressed("".join(f"{json.dumps(row)}\n" for row in ROWS), codec))
     for file in sorted(tmp_path.iterdir()):
         assert [dict(row.values) for row in load_rows(file)] == ROWS, file.name
 
@@ -36,6 +53,9 @@ def test_origins_are_lines(write, tmp_path):
         write("d.csv", 'text,n\n"a\nb",1\n\nc,2\n'): [2, 5],
         write("e.txt", "one\n\ntwo\n"): [1, 3],
         tmp_path / "e.parquet": [1, 2],
+        write("f.txt.gz", compressed("one\n\ntwo\n", "gzip")): [1, 3],
+        write("g.jsonl.zst", compressed('{"text": "a"}\n\n   \r\n{"text": "b"}', "zstd")): [1, 4],
+        write_arrow(tmp_path / "h.arrow", ROWS, pa.ipc.new_stream): [1, 2],
     }
     for file, lines in expected.items():
         rows = load_rows(file)
@@ -109,6 +129,19 @@ def test_a_truncated_parquet_file_is_named(tmp_path):
         load_rows(path)
 
 
+@pytest.mark.parametrize("form", ["stream", "file", "gzip", "zstd"])
+def test_a_file_that_was_cut_off_is_named(write, tmp_path, form):
+    rows = [{"text": f"{n} word " * 50} for n in range(4000)]
+    if form in CODECS:
+        path = write(f"a.jsonl{CODECS[form]}", compressed("".join(f"{json.dumps(row)}\n" for row in rows), form))
+    else:
+        path = write_arrow(tmp_path / "a.arrow", rows, getattr(pa.ipc, f"new_{form}"))
+    assert [row.values for row in load_rows(path)] == rows
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataError, match=r"a\.(arrow:|jsonl\.)"):
+        load_rows(path)
+
+
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.csv", "text\n"), ("a.txt", "\n")])
 def test_a_file_without_rows_is_named(write, name, content):
     path = write(name, content)
@@ -119,7 +152,15 @@ def test_a_file_without_rows_is_named(write, name, content):
 
 
 def test_directories_and_globs_have_a_fixed_order(write, tmp_path):
-    for name in ("d/b.jsonl", "d/a.csv", "d/.hidden.jsonl", "d/README.md", "d/deep/c.jsonl", "e/a.jsonl"):
+    for name in (
+        "d/b.jsonl",
+        "d/a.csv",
+        "d/.hidden.jsonl",
+        "d/README.md",
+        "d/a.json.gz",
+        "d/deep/c.jsonl",
+        "e/a.jsonl",
+    ):
         write(name, ROWS)
     assert [p.name for p in find_files(tmp_path / "d")] == ["a.csv", "b.jsonl"]
     found = find_files(str(tmp_path / "**" / "*.jsonl"))
@@ -152,7 +193,7 @@ def test_no_paths_and_an_empty_directory_are_errors(tmp_path: Path):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    suffix=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet"]),
+    suffix=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow", ".jsonl.gz", ".txt.zst"]),
     where=st.integers(0, 200),
     junk=st.binary(min_size=0, max_size=6),
 )
@@ -162,6 +203,9 @@ def test_damage_is_read_or_named_but_never_a_traceback(tmp_path, suffix, where, 
         ".csv": b'prompt,completion\n"a, b","c"\nd,e\n',
         ".txt": b"one\ntwo\n",
         ".parquet": b"PAR1" + bytes(80) + b"PAR1",
+        ".arrow": b"ARROW1" + bytes(80) + b"ARROW1",
+        ".jsonl.gz": compressed(json.dumps(ROWS[0]), "gzip"),
+        ".txt.zst": compressed("one\ntwo\n", "zstd"),
     }.get(suffix, b"".join(json.dumps(row).encode() + b"\n" for row in ROWS))
     path = tmp_path / f"x{suffix}"
     path.write_bytes(good[: where % len(good)] + junk + good[where % len(good) + len(junk) :])

@@ -175,7 +175,7 @@ def test_marks_in_the_data_are_refused(learn):
         learn([{"messages": [CHAT[0], {"role": "assistant", "content": "a\U00108000b"}]}])
 
 
-def test_a_template_is_rendered_twice_for_a_chat_of_a_shape_seen_before(make_tokenizer, templates, monkeypatch):
+def test_a_template_is_rendered_once_for_a_chat_of_a_shape_seen_before(make_tokenizer, templates, monkeypatch):
     from lema.data.chat.template import Template
 
     rendered, render = [], Template.render
@@ -185,7 +185,7 @@ def test_a_template_is_rendered_twice_for_a_chat_of_a_shape_seen_before(make_tok
     prepare_data(chats[:1], tokenizer, max_length=256)
     first = len(rendered)
     prepare_data(chats, tokenizer, max_length=256)
-    assert len(rendered) == 2 * first + 2 * 49
+    assert len(rendered) == 2 * first + 49
 
 
 def test_what_is_cut_off_is_counted(learn, make_tokenizer):

@@ -1,13 +1,14 @@
 """What is learnt: completions and answers with the token that ends them, and nothing of the prompt."""
 
 import pytest
+from support.tokenized import tokenized
 from transformers import ByT5Tokenizer
 
 from lema.data import Row, TokenDataset, prepare_data
 from lema.data.chat import tokenize_spans
 from lema.data.columns import detect
 from lema.data.forms import Forms
-from lema.data.tokenize import Reading, tokenize_row
+from lema.data.tokenize import Reading
 from lema.errors import DataError
 
 CHAT = [
@@ -23,7 +24,7 @@ ANSWERS = ["Long.<|im_end|>", "Old, the mill is old.<|im_end|>"]
 def tokenize(tokenizer, values, **forms):
     vocab_size, forms = forms.pop("vocab_size", None), Forms(**forms)
     row = forms.renamed(Row(values, "data.jsonl", 3))
-    return tokenize_row(row, detect(row, forms), Reading(tokenizer, forms, vocab_size))
+    return tokenized(row, detect(row, forms), Reading(tokenizer, forms, vocab_size))
 
 
 def learnt_stretches(tokenizer, ids, labels):
@@ -80,7 +81,7 @@ def test_python_tokenizers_agree(templates):
 def test_both_ways_to_find_spans_agree(tokenizer):
     text = "The river runs past the mill: what is the name? The name is long — très long."
     spans = [(4, 9), (29, 48), (60, len(text))]
-    by_offsets = tokenize_spans(text, spans, tokenizer, add_special_tokens=True)
+    ((ids, by_offsets),) = tokenize_spans([text], [spans], tokenizer, whole=False)
 
     class Slow:
         is_fast = False
@@ -88,8 +89,9 @@ def test_both_ways_to_find_spans_agree(tokenizer):
         def __call__(self, part, **kwargs):
             return tokenizer(part, **kwargs)
 
-    assert tokenize_spans(text, spans, Slow(), add_special_tokens=True) == by_offsets
-    assert any(by_offsets[1]) and not all(by_offsets[1])
+    ((same, by_prefixes),) = tokenize_spans([text], [spans], Slow(), whole=False)
+    assert same.tolist() == ids.tolist() and by_prefixes.tolist() == by_offsets.tolist()
+    assert by_offsets.any() and not by_offsets.all()
 
 
 @pytest.mark.parametrize("template", ["plain", "marked"])

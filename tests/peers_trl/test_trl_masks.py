@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import trl.chat_template_utils
 from jinja2 import TemplateError
+from support.tokenized import tokenized
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
@@ -20,7 +21,7 @@ from trl.chat_template_utils import get_training_chat_template
 from lema import LemaConfig
 from lema.data import Forms, Row
 from lema.data.columns import detect
-from lema.data.tokenize import Reading, tokenize_row
+from lema.data.tokenize import Reading
 from lema.errors import DataError
 from lema.model.files import ModelFiles
 from lema.train.batch import as_rows
@@ -76,7 +77,7 @@ def ours(made: Any, messages: Any, tools: Any, template: str | None) -> tuple[li
     """Token ids, and 1 where one is learnt."""
     forms = Forms(chat_template=template)
     row = Row({"messages": messages, "tools": tools}, "chat", 1)
-    ids, labels = tokenize_row(row, detect(row), Reading(forms.with_template(made), forms))
+    ids, labels = tokenized(row, detect(row), Reading(forms.with_template(made), forms))
     return ids, [int(label != -100) for label in labels]
 
 
@@ -200,3 +201,5 @@ def test_a_dataset_of_the_library_is_read_as_a_list_of_rows() -> None:
     assert [row["labels"] for row in found] == [row["labels"] for row in expected]
     assert as_rows(found, config, None, said.append) is found
     assert said[0].startswith("data: 2 rows")
+    streamed = as_rows(Dataset.from_list(rows).to_iterable_dataset(), config, cast(ModelFiles, files), said.append)
+    assert streamed.fingerprint() == found.fingerprint() == expected.fingerprint()

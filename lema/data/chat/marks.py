@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Marked", "Piece", "mark_messages", "without_marks"]
+__all__ = ["Marked", "Piece", "has_marks", "mark_messages", "without_marks"]
 
 FIRST, LAST = 0x108000, 0x10FFFD
 _MARKS = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]")
@@ -108,6 +108,11 @@ def without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
         places.setdefault(ord(mark.group()) - FIRST, []).append(length)
         at = mark.end()
     return "".join([*parts, text[at:]]), places
+
+
+def has_marks(text: str) -> bool:
+    """Whether a text holds characters that are marks."""
+    return _MARKS.search(text) is not None
 
 
 def last_mark(text: str) -> tuple[int | None, int, str]:

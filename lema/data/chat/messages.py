@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lema.data.files import Row, flag_of, list_of, text_of
+from lema.data.files import Row
+from lema.data.forms import flag_of, list_of, text_of
 
 __all__ = ["Chat", "read_conversations", "read_messages", "read_tools"]
 

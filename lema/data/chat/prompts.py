@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lema.data.chat.messages import read_messages
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles
-from lema.data.files import Row, load_rows, text_of
+from lema.data.files import Row, load_rows
+from lema.data.forms import text_of
 from lema.errors import DataError
 
 if TYPE_CHECKING:

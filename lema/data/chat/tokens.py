@@ -1,20 +1,27 @@
 """A chat as token ids, with only the assistant's words trained on, or what the settings and the data say instead."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
 from lema.data.chat.template import Template, open_template
-from lema.data.chat.turns import Known, Rendered, Span, render_chat
-from lema.data.files import Row, num_alike
-from lema.data.forms import Remarks, TrainOn
+from lema.data.chat.turns import Known, Rendered, Span, keep, render_chat
+from lema.data.files import Row
+from lema.data.forms import Remarks, TrainOn, num_alike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chats", "check_roles", "tokenize_spans"]
+__all__ = ["Chats", "Learnt", "check_roles", "tokenize_spans"]
 
+Ids: TypeAlias = npt.NDArray[np.int32]
+Learnt: TypeAlias = npt.NDArray[np.bool_]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -27,12 +34,12 @@ class Chats:
     remarks: Remarks
     known: Known
 
-    def tokenize(self, chat: Chat, row: Row) -> tuple[list[int], list[bool]]:
-        """The token ids of the rendered chat, and which of them are learnt; none is where the data say so of all.
+    def render(self, chat: Chat, row: Row) -> tuple[str, list[Span]] | None:
+        """The rendered chat, and which stretches of it are learnt; None: the data say so of none.
 
         A template with `{% generation %}` says itself which words are the assistant's. For any other, an answer goes
         from the end of its generation prompt to the end of its turn, its end token included. That its words stand there
-        and no other message's is looked at. The template writes all special tokens; none are added.
+        and no other message's is looked at. The template writes all special tokens; none are to be added.
 
         Raises:
             DataError: no template, it refuses the chat, no assistant message, or it does not write an answer.
@@ -43,15 +50,28 @@ class Chats:
         check_roles(chat, template, row)
         trained = self._trained(chat, row)
         if not trained:
-            return [], []
+            return None
+        frames, key = self.known.frames, None
+        if (shape := shape_of(template, chat.messages)) is not None:
+            key = (self.train_on, *trained, shape[0])
+            if (frame := frames.get(key)) is not None:
+                text = template.render(chat.messages, row)
+                if (known := frame.spans_in(text, shape[1])) is not None:
+                    for what in frame.remarks:
+                        self.remarks.add(row, what)
+                    return text + frame.ending, known
         rendered = render_chat(template, self.known, chat.messages, row)
-        self._remark(rendered, chat, row)
-        text, spans = rendered.text, [rendered.span(number) for number in trained]
+        spans, ending, remarks = [rendered.span(number) for number in trained], "", _remarks(rendered, chat)
         if trained[-1] == len(chat.messages) - 1 and rendered.said is None:
-            text, spans[-1] = self._ended(rendered, spans[-1])
+            spans[-1], ending = _ended(rendered, spans[-1], remarks)
         if self.train_on == "all":
-            spans = [(0, len(text))]
-        return tokenize_spans(text, spans, self.tokenizer, add_special_tokens=False)
+            spans = [(0, len(rendered.text) + len(ending))]
+        for what in remarks:
+            self.remarks.add(row, what)
+        words = shape[1] if shape is not None and rendered.messages is chat.messages else None
+        if words is not None and (frame := frame_of(rendered, words, spans, ending, remarks)) is not None:
+            keep(frames, key, frame)
+        return rendered.text + ending, spans
 
     def _trained(self, chat: Chat, row: Row) -> list[int]:
         """The messages to train on."""
@@ -70,27 +90,28 @@ class Chats:
             return [number for number in answers if "user" not in roles[number + 1 :]]
         return answers
 
-    def _remark(self, rendered: Rendered, chat: Chat, row: Row) -> None:
-        """Say what the template leaves out: of answers, of what they answer, and the tools."""
-        if chat.tools and "tools" not in rendered.template.text:
-            self.remarks.add(row, "the chat template does not show the tools")
-        hidden = [message["role"] for number, message in enumerate(rendered.messages) if rendered.hidden(number)]
-        for role in dict.fromkeys(hidden):
-            what = "reasoning, or words beside a tool call," if role == "assistant" else f"words of the role {role}"
-            self.remarks.add(row, f"the chat template leaves out {what} in some messages")
 
-    def _ended(self, rendered: Rendered, span: Span) -> tuple[str, Span]:
-        """The text with the last answer's end token, where a template leaves ending a turn to the next message."""
-        (start, end), text = span, rendered.text
-        if rendered.ends_in_token(end):
-            return text, span
-        token = rendered.next_token()
-        if not token:
-            if not rendered.tail[2].strip():
-                what = "the chat template ends an answer with nothing that a model could stop at"
-                self.remarks.add(rendered.row, what)
-            return text, span
-        return text[:end] + token, (start, end + len(token))
+def _remarks(rendered: Rendered, chat: Chat) -> list[str]:
+    """What the template leaves out: of answers, of what they answer, and the tools."""
+    found = []
+    if chat.tools and "tools" not in rendered.template.text:
+        found.append("the chat template does not show the tools")
+    hidden = [message["role"] for number, message in enumerate(rendered.messages) if rendered.hidden(number)]
+    for role in dict.fromkeys(hidden):
+        what = "reasoning, or words beside a tool call," if role == "assistant" else f"words of the role {role}"
+        found.append(f"the chat template leaves out {what} in some messages")
+    return found
+
+
+def _ended(rendered: Rendered, span: Span, remarks: list[str]) -> tuple[Span, str]:
+    """The last answer with its end token, where a template leaves ending a turn to the next message, and that token."""
+    start, end = span
+    if rendered.ends_in_token(end):
+        return span, ""
+    token = rendered.next_token()
+    if not token and not rendered.tail[2].strip():
+        remarks.append("the chat template ends an answer with nothing that a model could stop at")
+    return (start, end + len(token)), token
 
 
 def check_roles(chat: Chat, template: Template, row: Row) -> None:
@@ -103,38 +124,55 @@ def check_roles(chat: Chat, template: Template, row: Row) -> None:
 
 
 def tokenize_spans(
-    text: str, spans: list[Span], tokenizer: "PreTrainedTokenizerBase", *, add_special_tokens: bool
-) -> tuple[list[int], list[bool]]:
-    """The token ids of the text, and for each whether it lies in one of the spans.
+    texts: Sequence[str], spans: Sequence[Sequence[Span]], tokenizer: "PreTrainedTokenizerBase", *, whole: bool
+) -> list[tuple[Ids, Learnt]]:
+    """The token ids of each text, and for each token whether it lies in one of the text's spans.
 
-    The text is tokenised as a whole, as the model will meet it. A token across the start of a span lies in it (it
-    holds the first characters to learn); one across the end does not (it holds characters which come later).
+    A text is tokenised as a whole, as the model will meet it. A token across the start of a span lies in it (it holds
+    the first characters to learn); one across the end does not (it holds characters which come later).
+
+    Args:
+        texts: at most as many as there is memory for their tokens.
+        spans: of each text.
+        tokenizer: one written in Python knows no characters, and tokenises each text several times.
+        whole: whether the texts have their special tokens; else those are added that stand around a text.
     """
     if not tokenizer.is_fast:
-        return _by_prefixes(text, spans, tokenizer, add_special_tokens)
-    encoded = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
-    ends = [end for _, end in encoded["offset_mapping"]]
-    inside, count = [False] * len(ends), len(ends)
-    while count and ends[count - 1] == 0:  # put after the text, for no character of it
+        return [_by_prefixes(text, own, tokenizer, whole) for text, own in zip(texts, spans, strict=True)]
+    less: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    encoded = tokenizer(list(texts), add_special_tokens=not whole, **less).encodings
+    assert encoded is not None
+    found = zip(texts, encoded, spans, strict=True)
+    return [(np.array(one.ids, np.int32), _inside(text, one, own)) for text, one, own in found]
+
+
+def _inside(text: str, encoding: Any, spans: Sequence[Span]) -> Learnt:
+    """Whether each token of a text lies in one of the spans."""
+    inside = np.zeros(len(encoding), dtype=bool)
+    count, ends = len(inside), list[int]()
+    while count and (encoding.token_to_chars(count - 1) or (0, 0))[1] == 0:  # put after the text, for no character
         count -= 1
-    for start, stop in spans:  # no token ends before the one in front of it
-        first, last = bisect_right(ends, start, 0, count), bisect_right(ends, stop, 0, count)
-        inside[first:last] = [True] * (last - first)
-    return list(encoded["input_ids"]), inside
+    for span in spans:
+        # The first token that ends after a character is the one that holds it, if any does.
+        first, last = (count if place == len(text) else encoding.char_to_token(place) for place in span)
+        if first is None or last is None:
+            ends = ends or [end for _, end in encoding.offsets]
+            first, last = (bisect_right(ends, place, 0, count) for place in span)
+        inside[first:last] = True
+    return inside
 
 
 def _by_prefixes(
-    text: str, spans: list[Span], tokenizer: "PreTrainedTokenizerBase", add_special_tokens: bool
-) -> tuple[list[int], list[bool]]:
-    """Tokenizers written in Python do not know characters: compare with the tokens of the text up to each border."""
+    text: str, spans: Sequence[Span], tokenizer: "PreTrainedTokenizerBase", whole: bool
+) -> tuple[Ids, Learnt]:
+    """Compare with the tokens of the text up to each border."""
 
     def encode(part: str) -> list[int]:
-        return list(tokenizer(part, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        return list(tokenizer(part, add_special_tokens=not whole, verbose=False)["input_ids"])
 
     ids = encode(text)
-    inside = [False] * len(ids)
+    inside = np.zeros(len(ids), dtype=bool)
     for start, stop in spans:
         first = num_alike(ids, encode(text[:start]))
-        last = len(ids) if stop == len(text) else num_alike(ids, encode(text[:stop]))
-        inside[first:last] = [True] * (last - first)
-    return ids, inside
+        inside[first : len(ids) if stop == len(text) else num_alike(ids, encode(text[:stop]))] = True
+    return np.array(ids, np.int32), inside

@@ -1,19 +1,21 @@
 """Where each answer of a rendered chat begins and ends: after what the model is given, with the token that ends it."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from lema.data.chat.marks import FIRST, TAG, Marked, Piece, last_mark, mark_messages, without_marks
+from lema.data.chat.marks import FIRST, TAG, Marked, Piece, has_marks, last_mark, mark_messages, without_marks
 from lema.data.chat.template import Template, in_forms, literals_of
-from lema.data.files import Row, num_alike
+from lema.data.files import Row
+from lema.data.forms import num_alike
 from lema.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Known", "Rendered", "Span", "render_chat"]
+__all__ = ["Known", "Rendered", "Span", "keep", "render_chat", "signatures_of"]
 
 Span: TypeAlias = tuple[int, int]
 """First character and the one after the last."""
@@ -24,6 +26,7 @@ MARK_IT = (
 )
 REWRITTEN = "the chat template rewrites earlier messages, so the assistant's words cannot be told from the rest"
 _MOST_KNOWN = 4096
+T = TypeVar("T")
 _PLAIN_KEYS = {"role", "content", "reasoning_content", "thinking", "reasoning", "tool_calls", "tool_call_id", "name"}
 
 
@@ -37,6 +40,7 @@ class Known:
 
     specials: re.Pattern[str]  # a special token
     tails: dict[Any, tuple[int, str, str]] = field(default_factory=dict)
+    frames: dict[Any, Any] = field(default_factory=dict)  # of chats by their shape: a `lema.data.chat.frame.Frame`
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "Known":
@@ -46,11 +50,12 @@ class Known:
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         return cls(re.compile("|".join(map(re.escape, longest_first)) or "(?!)"))
 
-    def keep(self, key: Any, tails: tuple[int, str, str]) -> None:
-        """Remember tails; forget all where they are too many, which takes data of many shapes."""
-        if len(self.tails) >= _MOST_KNOWN:
-            self.tails.clear()
-        self.tails[key] = tails
+
+def keep(found: dict[Any, T], key: Any, value: T) -> None:
+    """Remember what was found out; forget all where it is too much, which takes data of many shapes."""
+    if len(found) >= _MOST_KNOWN:
+        found.clear()
+    found[key] = value
 
 
 @dataclass
@@ -101,7 +106,7 @@ class Rendered:
                 tail = ""
             closing = len(self.tail[2])
             found = self.known.specials.match(tail, closing) if tail.startswith(self.tail[2]) else None
-            self.known.keep(key, (0, found.group() if found else "", ""))
+            keep(self.known.tails, key, (0, found.group() if found else "", ""))
         return self.known.tails[key][1]
 
     def _piece(self, mark: int) -> Piece:
@@ -229,19 +234,23 @@ class Rendered:
             raise self.row.broken(REWRITTEN, at=f"message {count}", how=MARK_IT)
         plain = all(message.keys() <= _PLAIN_KEYS for message in self.messages[:count])
         if key is not None and mark == end and plain:
-            self.known.keep(key, (times, closed, prompted))
+            keep(self.known.tails, key, (times, closed, prompted))
         return mark, 0 if mark is None else self.places[mark][times - 1], closed, prompted
 
     @cached_property
     def _signatures(self) -> list[Any]:
-        """What of each message a template can go by: its shape, and which of the template's own texts are in it."""
-        found, literals = [], literals_of(self.template.text)
-        for message in self.messages:
-            shape = [(key, type(value), bool(value)) for key, value in message.items()]
-            content = str(message.get("content"))
-            held = [number for number, one in enumerate(literals) if one in content]
-            found.append((message["role"], *shape, *held))
-        return found
+        return signatures_of(self.template, self.messages)
+
+
+def signatures_of(template: Template, messages: Sequence[dict[str, Any]]) -> list[Any]:
+    """What of each message a template can go by: its shape, and which of the template's own texts are in it."""
+    found, literals = [], literals_of(template.text)
+    for message in messages:
+        shape = [(key, type(value), bool(value)) for key, value in message.items()]
+        content = str(message.get("content"))
+        held = [number for number, one in enumerate(literals) if one in content]
+        found.append((message["role"], *shape, *held))
+    return found
 
 
 def _common(one: str, other: str) -> int:
@@ -271,7 +280,7 @@ def _render(template: Template, known: Known, messages: list[dict[str, Any]], ro
         text, said = template.render_marked(messages, row)
     else:
         text = template.render(messages, row)
-    if without_marks(text)[1]:
+    if has_marks(text):
         what = "a message holds characters of the last private plane of Unicode, which mark words here"
         raise row.broken(what, how=f"remove the characters from U+{FIRST:X} on")
     try:

@@ -18,6 +18,7 @@ from lema.config.objective import OF_OBJECTIVES
 from lema.config.problems import Problem, SettingsError, meant, unknown_setting
 from lema.config.results import OF_PLAIN_RUNS
 from lema.config.yaml import read_yaml
+from lema.data.files import HUB
 from lema.data.sampling import Style
 from lema.errors import ConfigError
 from lema.train.phases.phase import LENGTHS
@@ -45,6 +46,7 @@ IDLE = {
     "max_steps": "each phase has its `tokens`",
     "packing": "give a mixture tokens that are packed already, with `style: PMD`",
     "shuffle": "each phase has its `mixture`",
+    "mixture": "each phase has its own",
     "gradient_accumulation_steps": "`batch_size` is the rows of an optimizer step, `micro_batch_size` those at once",
     "cache_frozen_prefix": "leave it out",
     **dict.fromkeys(BatchSettings.model_fields, "rows of phases are all of one length, and `batch_size` says how many"),
@@ -210,7 +212,8 @@ def _missing(config: LemaConfig) -> Iterator[Problem]:
     for key in ("train_data", "eval_data"):
         for name, files in named_files(getattr(config, key)).items():
             for file in [files] if isinstance(files, str) else files:
-                if not any(sign in file for sign in "*?[") and not Path(file).exists():
+                known = file.startswith(HUB) or any(sign in file for sign in "*?[")
+                if not known and not Path(file).exists():
                     yield Problem(f"{key}.{name}" if name != ONLY else key, f"there is no {file}", "correct the path")
 
 
