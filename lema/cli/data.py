@@ -39,8 +39,7 @@ def data(
     if not checked.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
     from lema.data import TokenDataset
-    from lema.model.files import ModelFiles
-    from lema.train.batch import read_data
+    from lema.model.files import ModelFiles, read_data
 
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)

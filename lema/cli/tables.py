@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -17,10 +18,10 @@ from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import ConfigError, DiskError
 from lema.plan import Plan
 from lema.plan.allocate import PARTS as DEVICE_PARTS
-from lema.plan.plan import BOTTLENECKS, step_curve
+from lema.plan.plan import BOTTLENECKS, plan_with, step_curve
 from lema.plan.planner import Planner
 
-__all__ = ["draw", "rows", "show_plan"]
+__all__ = ["draw", "rows", "show_plan", "show_run"]
 
 
 PARTS = DEVICE_PARTS | {
@@ -61,6 +62,11 @@ def show_plan(plan: Plan, console: Console, *, verbose: bool = False) -> None:
     print_table(told, console, amounts=True)
     if not verbose:
         console.print("--verbose shows the parts", style="dim")
+
+
+def show_run(planner: Planner, data: Any, console: Console) -> None:
+    """Print the plan of a run that is about to begin, with every part of it."""
+    show_plan(plan_with(planner, data=data), console, verbose=True)
 
 
 def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> Iterator[Row]:
