@@ -83,7 +83,8 @@ LAYERS = Demand(tuple(LayerCost(GB, GB, GB) for _ in range(20)), outside_bytes=G
 @pytest.mark.parametrize(
     ("kept", "changes", "stay"),
     [
-        (0.0, {}, 0),
+        (0.0, {"device_memory": None}, 0),
+        (0.0, {}, 10),  # nine tenths of what is free
         (0.75, {}, 8),  # of 16 GB 12, less one outside and three slots
         (0.75, {"device_memory": "6GB"}, 2),  # what is asked for counts
         (0.2, {}, 0),  # not even streaming fits: it is tried all the same
