@@ -101,7 +101,8 @@ class CudaBackend:
     def memory(self) -> MemoryStats:
         """Return the bytes of tensors on the device, their peak, and the device's memory."""
         used, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
-        return MemoryStats(used, peak, torch.cuda.get_device_properties(self._device).total_memory)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return MemoryStats(used, peak, total, free=free + torch.cuda.memory_reserved(self._device))
 
     def close(self) -> None:
         """Wait for what is queued, and leave the process group, if this backend joined it."""

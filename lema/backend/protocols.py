@@ -105,13 +105,15 @@ DEFAULTS = BackendOptions()
 class MemoryStats:
     """Bytes of the device's memory: in use by this process, the most ever in use by it, and the device's total.
 
-    `shared`: the device computes in host memory, so that a host buffer is a slot, and nothing is uploaded.
+    `shared`: the device computes in host memory, so that a host buffer is a slot, and nothing is uploaded. `free`: what
+    other processes leave to this one, with what it has; None: nobody knows of others.
     """
 
     used: int
     peak: int
     total: int
     shared: bool = False
+    free: int | None = None
 
 
 class Upload(Protocol):

@@ -89,6 +89,7 @@ def train(
             "--from", metavar="PATH", help="Of phases: go on from this checkpoint, or begin adapters on this model."
         ),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole plan, not a sentence of it.")] = False,
 ) -> None:
     """Fine-tune as a YAML file says; one with `phases` goes through them in order."""
     from lema.train.phases.file import has_phases, read_phase_file
@@ -113,9 +114,11 @@ def train(
 
             train_phases(file, start=start, **shared)
         else:
+            from lema.cli.tables import show_run
             from lema.train import train as train_model
 
-            train_model(checked, weights_only=weights_only, **shared)
+            shown = partial(show_run, console=console) if verbose else None
+            train_model(checked, weights_only=weights_only, show=shown, **shared)
 
 
 def _check_options(*, phased: bool, resume: bool, weights_only: bool, start: Path | None) -> None:

@@ -246,7 +246,7 @@ def evaluate(
 
 def _rows(model: Any, data: list[str] | None) -> Any:
     """Return the rows of `data`, or else those that the model's config holds back; a DataError: there are none."""
-    from lema.train.batch import read_data
+    from lema.model.files import read_data
     from lema.train.run import load_data
 
     if paths := data or model.config.eval_data:

@@ -142,8 +142,7 @@ def data(
     from lema.data import TokenDataset
     from lema.data.dataset import first_rows
     from lema.data.read import mixed
-    from lema.model.files import ModelFiles
-    from lema.train.batch import read_data
+    from lema.model.files import ModelFiles, read_data
     from lema.train.sampler import StepSampler
 
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -25,10 +26,10 @@ from lema.lora.survey import Row as Survey
 from lema.lora.survey import model_types, survey, survey_model
 from lema.plan import Plan
 from lema.plan.allocate import PARTS as DEVICE_PARTS
-from lema.plan.plan import BOTTLENECKS, step_curve
+from lema.plan.plan import BOTTLENECKS, plan_with, step_curve
 from lema.plan.planner import Planner
 
-__all__ = ["draw", "json_text", "markdown", "rows", "show_models", "show_plan", "survey_all"]
+__all__ = ["draw", "json_text", "markdown", "rows", "show_models", "show_plan", "show_run", "survey_all"]
 
 
 PARTS = DEVICE_PARTS | {
@@ -69,6 +70,11 @@ def show_plan(plan: Plan, console: Console, *, verbose: bool = False) -> None:
     print_table(told, console, amounts=True)
     if not verbose:
         console.print("--verbose shows the parts", style="dim")
+
+
+def show_run(planner: Planner, data: Any, console: Console) -> None:
+    """Print the plan of a run that is about to begin, with every part of it."""
+    show_plan(plan_with(planner, data=data), console, verbose=True)
 
 
 def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> Iterator[Row]:

@@ -30,6 +30,11 @@ class BatchSettings(Settings):
     mixture: OfData[dict[Name, float] | None] = None
     """The shares of the rows that data sets by name have in an epoch; None: each has its rows once."""
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a micro-batch has so many tokens, not so many rows."""
+        return self.tokens_per_step is not None or self.micro_batch_tokens is not None
+
 
 def disagreements_of_batches(config: LemaConfig) -> Iterator[Problem]:
     """Yield which of these settings contradict others: two that say how much is computed, for one."""

@@ -19,6 +19,7 @@ from lema.config.problems import Problem, SettingsError, problems_of, unknown_se
 from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Said, Settings, Silent
 from lema.config.types import (
+    AutoCount,
     Beta,
     Columns,
     Count,
@@ -71,8 +72,8 @@ class _First(Settings):
     lora_alpha: OfAdapter[Scale] = 32
     learning_rate: Said[Annotated[float, Field(ge=0)]] = 1e-4
     """Peak learning rate."""
-    gradient_checkpointing: Silent[bool] = False
-    """Recompute each layer in the backward pass, so that only its input is kept."""
+    gradient_checkpointing: Silent[bool | Literal["auto"]] = "auto"
+    """Recompute each layer in the backward, so that only its input is kept; auto: no more than memory asks for."""
 
 
 class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
@@ -90,24 +91,24 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Type of the frozen weights; None: the checkpoint's."""
     attn_implementation: Said[Name | None] = None
     """Attention of `transformers` ("eager", "sdpa", ...); None: its choice."""
-    micro_batch_size: Silent[Count | None] = None
-    """Rows computed at once, of which a pair has two; None: the whole batch. Fewer need less memory; with dropout they
-    draw otherwise, without it nothing but rounding changes."""
+    micro_batch_size: Silent[AutoCount] = None
+    """Rows computed at once, of which a pair has two; None or auto: the whole batch, or as much as `device_memory`
+    holds. With dropout fewer draw otherwise, without it nothing but rounding changes."""
     gradient_accumulation_steps: Refused[Annotated[int, Field(ge=1, le=100_000)]] = 1
     """Batches per optimizer step."""
     max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None
     """Gradients longer than this are scaled down to it; None: no clipping."""
-    prefetch_depth: Silent[Count] = 2
-    """Layers read ahead of the one being computed."""
-    device_memory: Silent[Memory | None] = None
-    """Limit of device memory: "8GB", "512MiB", a fraction, bytes, "auto"; None: what streaming needs, or what `device`
-    has for it."""
+    prefetch_depth: Silent[AutoCount] = None
+    """Layers read ahead of the one being computed; None or auto: 2, or 1 where memory is short."""
+    device_memory: Silent[Memory | None] = "auto"
+    """Limit of device memory: "8GB", "512MiB", a fraction, bytes; auto: nine tenths of what is free; None: what
+    streaming needs, whatever there is."""
     host_memory: Silent[Memory | None] = None
     """Limit of host memory for weights and activations, written in the same ways."""
     seed: Refused[Annotated[int, Field(ge=0, lt=2**32)]] = 42
     """Seed of adapters, shuffling and dropout."""
-    loss_chunk_tokens: Said[Count] = 1024
-    """Tokens whose logits exist at once."""
+    loss_chunk_tokens: Said[AutoCount] = None
+    """Tokens whose logits exist at once; None or auto: 1024, or fewer where memory is short."""
     batch_size: Refused[Count] = 8
     """Rows per batch, pairs where rows come in pairs; of all processes together where there are several."""
     max_length: OfData[Count | None] = None

@@ -95,6 +95,10 @@ def _source(value: Any) -> Any:
     return {key: _source(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+def _auto(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
 def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | set) else value
 
@@ -128,6 +132,8 @@ def _dtype(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+# A number, or None where the plan of the run chooses it, which may be written as auto.
+AutoCount = Annotated[Count | None, BeforeValidator(_auto)]
 Kept = Annotated[int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_kept)]
 Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[Name, BeforeValidator(_path)]

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-import psutil
-from transformers import PreTrainedModel
-
-from lema.backend import Backend, Replicas
-from lema.backend.hostmemory import memory_available
-from lema.backend.registry import kept_unasked
-from lema.backend.torchrun import local_processes
+from lema.backend import Replicas
 from lema.config import LemaConfig, MemoryStrategy
 from lema.config.units import human_bytes, parse_memory
-from lema.engine.head.cut import HeadCut
+from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.oom import Shortage
-from lema.engine.optim import training_bytes
-from lema.errors import ConfigError, LemaError, MemoryLimitError, ModelError
-from lema.model.skeleton import find_layers
-from lema.plan.budget import solve
-from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts
-from lema.plan.measure import calibrate
-from lema.plan.step import StepShape, Timings, demand_of, hiding_tokens, micro_batch_of, step_shape
-from lema.plan.trainable_bytes import lowest_trained
-from lema.plan.workload import MicroBatch, Workload, measure
+from lema.errors import LemaError, MemoryLimitError
+from lema.plan.budget import MARGIN, solve
+from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts, seconds
+from lema.plan.step import StepShape, micro_batch_of
+from lema.plan.workload import MicroBatch
 from lema.stream.gather import NUM_BUFFERS
-from lema.stream.placement import LayerBytes, part_bytes
+from lema.stream.placement import part_bytes
 
-__all__ = ["PARTS", "OpenModel", "allocated", "of_one_process", "unknown_speeds"]
+if TYPE_CHECKING:
+    from lema.plan.planner import Planner
+
+__all__ = ["PARTS", "advise", "allocated", "ample", "layers_stay", "of_one_process", "untimed", "whether_recomputed"]
 
 
 PARTS = {
@@ -53,141 +47,6 @@ WORTH_IT = 0.01  # of the peak: what saves less is not spoken of
 OTHERWISE = "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows what takes how much"
 
 
-@dataclass(frozen=True)
-class OpenModel:
-    """A model that is about to train, for which memory is allocated."""
-
-    config: LemaConfig
-    skeleton: PreTrainedModel  # adapters attached; the decoder layers' weights on `meta`
-    layers: Sequence[LayerBytes]
-    outside_bytes: int  # of what lies outside the layers, on the device; beside the head, where that may be cut
-    backend: Backend
-    head: HeadCut
-
-    def allocate(self, shape: StepShape | None = None) -> Allocation:
-        """Return what the memory of a run is to be spent on, or raise a MemoryLimitError: the limits are too small.
-
-        Without limits in the settings it is what streaming needs, and nothing is measured for it; or, with a backend
-        on which layers stay unasked, as many of them as its memory holds. Where a device memory limit leaves a choice
-        between layers that stay and layers that are not recomputed, disk, link and one layer of each kind are measured,
-        which takes a few seconds. Several processes ask for it at once, and get the same: that of the least memory any
-        of them has. Where they hold layers together, layers are not timed. Activations count towards the limits where
-        the shape of a step is given and they can be told ahead; else weights and what trains alone, with a warning in
-        the second case.
-        """
-        config, backend = self.config, self.backend
-        speeds, timings, workload = unknown_speeds(shared=backend.memory().shared), None, None
-        kept = kept_unasked(backend) if config.device_memory is None and backend.memory().total else 0.0
-        limited = config.device_memory is not None or config.host_memory is not None
-        if shape is not None and (limited or kept):
-            try:
-                workload = self._workload(shape.micro_batch, config.loss_chunk_tokens)
-            except ModelError as error:
-                kept = 0.0
-                instead = "the memory limits are spent on weights alone" if limited else "no layer stays on the device"
-                warnings.warn(f"{error.what}: {instead}", stacklevel=2)
-        to_choose = config.device_memory is not None and config.gradient_checkpointing
-        to_choose = to_choose and backend.parallel.size == 1  # a layer that several run together is not timed alone
-        if to_choose and workload is not None and shape is not None:
-            speeds, timings = calibrate(self.skeleton, self.layers, workload, shape, backend)
-        if self.head.module is None or not self.head.asked:
-            try:
-                return self._allocated(self.demand(shape, workload, timings), speeds, kept)
-            except MemoryLimitError:
-                if self.head.module is None:
-                    raise  # else it is cut
-        return self._allocated(self.demand(shape, workload, timings, in_pieces=True), speeds, kept)
-
-    def hiding_tokens(self) -> int:
-        """Return the tokens of a step that hide reading behind computing, measured here; the same in all processes.
-        Raises `ConfigError` where layers cannot be timed, `ModelError` where the model's work cannot be told."""
-        config, backend = self.config, self.backend
-        if backend.parallel.size > 1:
-            what = "a layer that several processes run together is not timed"
-            raise ConfigError(what, where="tokens_per_step: auto", how="give a number, such as 16k")
-        shape = step_shape(config, getattr(self.skeleton.config, "max_position_embeddings", None))
-        workload, allocation = self._workload(shape.micro_batch, config.loss_chunk_tokens), self.allocate(shape)
-        speeds, timings = calibrate(self.skeleton, self.layers, workload, shape, backend)
-        demand = self.demand(shape, workload, timings, in_pieces=allocation.pieces > 0)
-        found = hiding_tokens(config, shape, demand, allocation, speeds) * backend.replicas.size
-        return int(backend.replicas.everyone(found)[0])
-
-    def _allocated(self, demand: Demand, speeds: Speeds, kept: float) -> Allocation:
-        """Return the same allocation in all processes."""
-        config, backend = self.config, self.backend
-        # What processes measure differs; that they spend memory alike does not depend on it.
-        host = psutil.virtual_memory().total, memory_available()
-        told = backend.replicas.everyone((demand, speeds, backend.memory().total, *host))
-        (demand, speeds, *_), totals = told[0], zip(*(one[2:] for one in told), strict=True)
-        demand = of_one_process(demand, backend.replicas, sharded=config.shard_weights)
-        of_copies = demand.processes * backend.parallel.size  # which more machines than this one may hold
-        demand = replace(demand, processes=min(of_copies, local_processes() or of_copies))
-        return allocated(config, demand, speeds, *map(min, totals), kept=kept)
-
-    def advise(self, allocation: Allocation, short: Shortage) -> str:
-        """Return which settings would need less device memory, and by how much, in the plan's numbers."""
-        config, parts = self.config, self.backend.parallel.size
-        allocation, batch = replace(allocation, slots=short.slots), micro_batch_of(config, short.rows, short.length)
-        positions = getattr(self.skeleton.config, "max_position_embeddings", None)
-        shape = step_shape(config, positions, self.backend.replicas.size, parts)
-        if not short.rows:  # it was no micro-batch
-            batch = shape.micro_batch
-
-        def demand(batch: MicroBatch, chunk: int) -> Demand:
-            step = StepShape(batch, max(shape.num_rows, batch.rows))
-            alone = self.demand(step, self._workload(batch, chunk), in_pieces=allocation.pieces > 0)
-            return of_one_process(alone, self.backend.replicas, sharded=config.shard_weights)
-
-        chunk = config.loss_chunk_tokens
-        try:
-            now = demand(batch, chunk)
-            others = [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
-            if batch.length > 1:
-                shorter = replace(batch, length=batch.length // 2)
-                others.append((f"max_length: {shorter.length}", demand(shorter, chunk)))
-        except (LemaError, RuntimeError):
-            return OTHERWISE
-        peak = _peak(now, allocation)
-        options = [*_allocations(config, now, allocation), *((what, _peak(one, allocation)) for what, one in others)]
-        saving = sorted(((peak - less, setting) for setting, less in options), key=lambda option: -option[0])
-        named = [f"{setting} ({human_bytes(less)} less)" for less, setting in saving if less > WORTH_IT * peak]
-        largest = sorted(device_parts(now, allocation).items(), key=lambda part: -part[1])[:LARGEST]
-        counted = ", ".join(f"{human_bytes(size)} {PARTS[part]}" for part, size in largest if size)
-        return (
-            f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the peak, of it {counted}"
-        )
-
-    def _workload(self, batch: MicroBatch, chunk_tokens: int) -> Workload:
-        return measure(self.skeleton, self.layers, batch, chunk_tokens, (), self.backend.parallel, self.head)
-
-    def demand(
-        self,
-        shape: StepShape | None,
-        workload: Workload | None,
-        timings: Timings | None = None,
-        in_pieces: bool = False,
-    ) -> Demand:
-        """Return the bytes and seconds that a step needs, of one process alone; `in_pieces`: the head is."""
-        whole = 0 if in_pieces or self.head.module is None else self.head.nbytes
-        name, stack = find_layers(self.skeleton)
-        return demand_of(
-            self.layers,
-            workload,
-            timings,
-            None if workload is None else shape,
-            outside_bytes=self.outside_bytes + whole,
-            adapter_bytes=training_bytes(self.skeleton, name),
-            lowest=lowest_trained(stack),
-            shared=self.backend.memory().shared,
-            pieces=self.head.pieces(self.layers) if in_pieces else (),
-        )
-
-
-def unknown_speeds(*, shared: bool) -> Speeds:
-    """Return speeds with which bytes moved are what counts, and those from disk most."""
-    return Speeds(1.0) if shared else Speeds(1.0, 10.0)
-
-
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
     """Return what a step needs of one of several processes, given what it needs of one alone; `sharded`: each has only
     its part of every layer's weights."""
@@ -202,6 +61,27 @@ def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Dema
     return replace(demand, layers=tuple(layers), gathered_bytes=NUM_BUFFERS * size * largest)
 
 
+DEPTHS = (2, 1)  # of prefetching, the first that fits, where the settings leave it open
+WIDE = 8  # copies of what one product of a layer takes and gives, more than any layer keeps
+CACHED = 0.5  # of the free memory: files that take no more stay in the system's cache beside a run
+
+
+def whether_recomputed(config: LemaConfig) -> bool | None:
+    """Return whether the settings have layers recomputed; None: as few as memory asks for."""
+    if config.gradient_checkpointing != "auto":
+        return config.gradient_checkpointing
+    if config.activation_offloading == "hidden_states" or config.boundary_activations in ("host", "disk"):
+        return True  # because it is inputs of layers that they speak of
+    return None if config.offloading_tier is None else False
+
+
+def layers_stay(config: LemaConfig, demand: Demand, free: int) -> bool:
+    """Return whether layers may stay on the device: where nobody limits a device that computes in host memory, only if
+    the system's cache, which gives its memory back to whoever needs it, would not hold the model's files as well."""
+    unlimited = config.device_memory == "auto" and demand.shared
+    return not unlimited or sum(layer.read_bytes for layer in demand.layers) > CACHED * free
+
+
 def allocated(
     config: LemaConfig,
     demand: Demand,
@@ -211,60 +91,155 @@ def allocated(
     host_available: int,
     *,
     kept: float = 0.0,
+    device_free: int | None = None,
 ) -> Allocation:
     """Return the best allocation within the limits that the settings set, which may be fractions of the totals.
 
     Args:
         host_available: bytes of host memory that are free; the limit where the settings have none.
-        kept: the part of the device's memory up to which layers stay where the settings have no limit for it; what
+        kept: the part of the device's memory up to which layers stay where the settings have no number for it; what
             else there is to choose stays as streaming has it, and so do layers where none fits.
+        device_free: bytes of device memory that others leave; None: all.
 
     Raises:
         MemoryLimitError: the limits are too small.
     """
-    device_limit = None if config.device_memory is None else parse_memory(config.device_memory, device_total)
     host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
-    resident, tier = config.strategy is MemoryStrategy.RESIDENT, config.offloading_tier
+    resident, tier, wanted = config.strategy is MemoryStrategy.RESIDENT, config.offloading_tier, config.device_memory
+    free = device_total if device_free is None else device_free
+    free = min(device_total, host_available) // demand.processes if demand.shared else free
+    if wanted == "auto":
+        device_limit = parse_memory(wanted, free) if free and not kept else None
+    else:
+        device_limit, kept = None if wanted is None else parse_memory(wanted, device_total), kept * (wanted is None)
+    recompute, stay = whether_recomputed(config), bool(kept) or layers_stay(config, demand, free)
     boundaries = None if config.boundary_activations == "auto" else config.boundary_activations
-    if config.gradient_checkpointing and tier is not None:
+    if recompute is not False and tier is not None:
         boundaries = tier
 
-    def solved(limit: int | None, where: Tier | None) -> Allocation:
+    def solved(depth: int, again: bool, saved_on: Tier, *, asked: bool = True) -> Allocation:
         return solve(
             demand,
             speeds,
-            config.prefetch_depth + 1,
-            device_limit=limit,
+            depth + 1,
+            device_limit=device_limit if asked else int(kept * free),
             host_limit=host_available if host_limit is None else host_limit,
             host_cache="all" if resident else "none" if host_limit is None else "fill",
-            recompute=config.gradient_checkpointing,
-            boundaries=where,
-            saved_on=tier or "device",
+            recompute=again,
+            boundaries=boundaries if asked else boundaries or "device",
+            saved_on=saved_on,
+            stay=stay,
+            save=recompute is None or wanted != "auto",  # whoever asks for recomputation, and no number, means all
         )
 
+    def spent(depth: int) -> Allocation:
+        if recompute is not None or device_limit is None:
+            again, place = recompute is not False, tier or "device"
+            if device_limit is None and kept:
+                with suppress(MemoryLimitError):  # then layers stream, as far as that fits
+                    return solved(depth, again, place, asked=False)
+            return solved(depth, again, place)
+        return _least_recomputed(demand, speeds, partial(solved, depth), stay=stay)
+
     try:
-        if device_limit is None and kept:
-            there = min(device_total, host_available) // demand.processes if demand.shared else device_total
-            with suppress(MemoryLimitError):  # then layers stream, as far as that fits
-                return solved(int(kept * there), boundaries or "device")
-        return solved(device_limit, boundaries)
+        depths = DEPTHS if config.prefetch_depth is None else (config.prefetch_depth,)
+        for depth in depths[:-1]:
+            with suppress(MemoryLimitError):
+                return spent(depth)
+        return spent(depths[-1])
     except MemoryLimitError as error:
         if error.where == "host_memory" and host_limit is None:
             error.where = "memory available on this machine"
+        elif error.where == "device_memory" and wanted == "auto":
+            error.where = f"free device memory, {human_bytes(free)}"
         raise
+
+
+def _least_recomputed(
+    demand: Demand, speeds: Speeds, solved: Callable[[bool, Tier], Allocation], *, stay: bool
+) -> Allocation:
+    """Return the fastest allocation, whatever of the layers is recomputed; where no seconds are known, as little is as
+    fits: nothing, or else everything."""
+    found = []
+    timed = any(layer.recompute for layer in demand.layers)
+    ways: list[tuple[bool, Tier]] = [(False, "device"), (True, "device"), (False, "host")]
+    for again, place in ways[: 3 if timed and not demand.shared else 2]:
+        with suppress(MemoryLimitError):
+            found.append(solved(again, place))
+            if not again and (not timed or not stay or len(found[0].residents) == len(demand.layers)):
+                break  # because nothing is left to be had
+    if not found:
+        return solved(True, "device")  # which says what is missing
+    cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
+    best = min(found, key=lambda one: seconds(demand, one, cautious)) if timed else found[0]
+    return replace(best, saved=best.saved if timed or not best.recompute else frozenset())
+
+
+def untimed(demand: Demand) -> Demand:
+    """Return a demand of which only the bytes are known."""
+    layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
+    return replace(demand, layers=layers, turn=0.0, rest=0.0)
+
+
+def ample(planner: Planner) -> bool:
+    """Whether memory holds the run by a guess that is far too high, so that nothing needs to be looked at."""
+    blueprint, batch, rows = planner.blueprint, planner.shape.micro_batch, planner.shape.num_rows
+    text, width = blueprint.model.config.get_text_config(), 0
+    for layer in blueprint.layers:
+        placed = (*layer.tensors, *(one.placed for one in layer.expansions))
+        width += WIDE * sum(sum(one.shape[-2:]) for one in placed)  # what goes into a product, and what comes out
+        width += WIDE * batch.length * getattr(text, "num_attention_heads", text.hidden_size)  # scores of one token
+    width += WIDE * (text.vocab_size + text.hidden_size)
+    weights = sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers) + blueprint.outside_bytes
+    activations = 4 * width * rows * batch.length * (1 + batch.beside)
+    return bool(weights + blueprint.head.nbytes + blueprint.adapter_bytes + activations < planner.limits[0])
+
+
+def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
+    """Return which settings would need less device memory, and by how much, in the plan's numbers.
+
+    `short` is what a device ran out at, and `allocation` what its memory is spent on.
+    """
+    allocation = replace(allocation, slots=short.slots)
+    batch = planner.shape.micro_batch
+    if short.rows:  # else it was no micro-batch
+        batch = micro_batch_of(planner.config, short.rows, short.length)
+    planner, chunk = planner.with_head(pieces=allocation.pieces > 0), planner.config.loss_chunk_tokens or CHUNK_TOKENS
+
+    def demand(batch: MicroBatch, chunk: int) -> Demand:
+        step = StepShape(batch, max(planner.shape.num_rows, batch.rows))
+        return planner.demand(step, planner.work(batch, chunk))
+
+    try:
+        now = demand(batch, chunk)
+        others = [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
+        if batch.length > 1:
+            shorter = replace(batch, length=batch.length // 2)
+            others.append((f"max_length: {shorter.length}", demand(shorter, chunk)))
+    except (LemaError, RuntimeError):
+        return OTHERWISE
+    peak = _peak(now, allocation)
+    options = [*_allocations(planner.config, now, allocation)]
+    options += [(what, _peak(one, allocation)) for what, one in others]
+    saving = sorted(((peak - less, setting) for setting, less in options), key=lambda option: -option[0])
+    named = [f"{setting} ({human_bytes(less)} less)" for less, setting in saving if less > WORTH_IT * peak]
+    largest = sorted(device_parts(now, allocation).items(), key=lambda part: -part[1])[:LARGEST]
+    counted = ", ".join(f"{human_bytes(size)} {PARTS[part]}" for part, size in largest if size)
+    return f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the peak, of it {counted}"
 
 
 def _allocations(config: LemaConfig, demand: Demand, allocation: Allocation) -> Iterator[tuple[str, int]]:
     """Yield settings that change what memory is spent on, and the peak with each."""
-    if not config.gradient_checkpointing:
-        yield "gradient_checkpointing: true", _peak(demand, replace(allocation, saved=frozenset(), saved_on="device"))
+    if not allocation.recompute:
+        again = replace(allocation, saved=frozenset(), saved_on="device", recompute=True)
+        yield "gradient_checkpointing: true", _peak(demand, again)
         if config.activation_offloading is False:
             away: Tier = "disk" if demand.shared else "host"
             setting = "disk" if demand.shared else "true"
             yield f"activation_offloading: {setting}", _peak(demand, replace(allocation, saved_on=away))
     elif allocation.boundaries == "device" and not demand.shared:
         yield "boundary_activations: host", _peak(demand, replace(allocation, boundaries="host"))
-    if allocation.residents or (allocation.saved and config.gradient_checkpointing):
+    if allocation.residents or (allocation.saved and allocation.recompute):
         bare = replace(allocation, residents=frozenset(), saved=frozenset())
         yield "a lower device_memory", _peak(demand, bare)
 

@@ -48,6 +48,8 @@ def solve(
     recompute: bool = True,
     boundaries: Tier | None = None,
     saved_on: Tier = "device",
+    stay: bool = True,
+    save: bool = True,
 ) -> Allocation:
     """Return the allocation with the fastest step among those whose predicted peaks are within the limits.
 
@@ -61,6 +63,8 @@ def solve(
         recompute: drop each layer's graph and compute it again; else every layer's activations are kept.
         boundaries: where they wait; None: where it is best.
         saved_on: without `recompute`, where activations wait; with it, those that are kept stay on the device.
+        stay: let layers stay on the device where it has room for them.
+        save: with `recompute`, keep activations of layers where the device has room for them.
 
     Raises:
         MemoryLimitError: nothing fits.
@@ -71,7 +75,7 @@ def solve(
     cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
     fitting: list[tuple[tuple[float, int, int], Allocation]] = []
     refused: list[Allocation] = []
-    for bare in _candidates(demand, num_slots, tiers, limited=limited, recompute=recompute):
+    for bare in _candidates(demand, num_slots, tiers, stay=limited and stay, recompute=recompute):
         bare = bare if recompute else replace(bare, saved_on=saved_on)
         if host_cache == "all":
             bare = replace(bare, host_cached=frozenset(range(len(demand.layers))) - bare.residents)
@@ -82,7 +86,7 @@ def solve(
             continue
         if host_cache == "fill":
             bare = replace(bare, host_cached=frozenset(_cacheable(demand, bare, host_limit)))
-        if recompute and device_limit is not None:
+        if recompute and save and device_limit is not None:
             bare = replace(bare, saved=frozenset(_savable(demand, bare, room)))
         key = (seconds(demand, bare, cautious), _TIERS.index(bare.boundaries), len(bare.residents))
         fitting.append((key, bare))
@@ -100,15 +104,15 @@ def solve(
 
 
 def _candidates(
-    demand: Demand, num_slots: int, tiers: Sequence[Tier], *, limited: bool, recompute: bool
+    demand: Demand, num_slots: int, tiers: Sequence[Tier], *, stay: bool, recompute: bool
 ) -> Iterator[Allocation]:
-    """Yield every number of residents with every place for boundaries; without a limit, what streaming needs alone."""
+    """Yield every number of layers that `stay`, if they may, with every place for boundaries."""
     saved = frozenset[int]() if recompute else frozenset(demand.keeping)
     num_layers = len(demand.layers)
-    for count in range(num_layers + 1 if limited else 1):
+    for count in range(num_layers + 1 if stay else 1):
         residents = frozenset(spread(count, num_layers))
         for tier in tiers:
-            yield Allocation(num_slots, residents, frozenset(), tier, saved, pieces=demand.pieces)
+            yield Allocation(num_slots, residents, frozenset(), tier, saved, pieces=demand.pieces, recompute=recompute)
 
 
 def _left(limit: int | None, parts: dict[str, int]) -> float:

@@ -48,6 +48,7 @@ class Allocation:
     saved: frozenset[int] = frozenset()  # layers whose activations are kept, so not recomputed
     saved_on: Tier = "device"  # where those activations wait for the backward, with these layers' inputs
     pieces: int = 0  # of the head's weight, which are leased after the layers and numbered so; 0: it is on the device
+    recompute: bool = True  # whether the backward computes again what is not `saved`; else all of it is
 
     def summary(self) -> str:
         """Say it in a few words."""

@@ -7,12 +7,22 @@ that device, and page-locked copies over its bus. Where nothing is published, `n
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Literal
 
+import psutil
+
+from lema.backend import Backend
+from lema.backend.hostmemory import memory_available
+from lema.backend.registry import kept_unasked
+from lema.config import LemaConfig
+from lema.config.units import parse_memory
 from lema.errors import ConfigError
+from lema.model.partition import open_backend, planned_parallel
 from lema.plan.cost import Speeds
 
-__all__ = ["PROFILES", "Machine", "profile"]
+__all__ = ["PROFILES", "Machine", "Site", "open_alone", "profile", "site_of", "this_machine", "unknown_speeds"]
 
 
 GB, GIB = 10**9, 2**30
@@ -63,3 +73,70 @@ def profile(name: str) -> Machine:
         return PROFILES[name]
     how = f"give one of {', '.join(PROFILES)}, or leave it out: then this machine is measured"
     raise ConfigError(f"there is no profile {name!r}", where="--profile", how=how)
+
+
+Memory = int | float | str | None  # a limit as the settings write it
+
+
+@dataclass(frozen=True)
+class Site:
+    """The machine that a run or a phase is planned for, as far as it is known."""
+
+    machine: Machine  # its memory in bytes and, unless `speeds` is `unknown`, its speeds
+    host_available: int  # bytes of host memory that are free
+    speeds: Literal["profile", "measured", "unknown"] = "unknown"  # `measured`: on this machine, with the model
+    kept: float = 0.0  # the fraction of device memory up to which layers stay there without a limit in the settings
+    process_bytes: int = 0  # bytes of host memory that interpreter and libraries take; 0: not known
+    device_free: int | None = None  # bytes of device memory that others leave; None: all of it
+
+    def limits(self, device_memory: Memory, host_memory: Memory) -> tuple[int, int]:
+        """Return the bytes of device and of host memory that may be used: what the settings allow, or what there is."""
+        device, host = self.machine.device_memory, self.machine.host_memory
+        if device_memory == "auto":
+            device = self.free(1)
+        return (
+            device if device_memory is None else parse_memory(device_memory, device),
+            self.host_available if host_memory is None else parse_memory(host_memory, host),
+        )
+
+    def free(self, processes: int) -> int:
+        """Return the bytes of device memory that are free, of so many processes for each; 0: nobody knows."""
+        if self.machine.shared:
+            return min(self.machine.device_memory, self.host_available) // processes
+        return self.machine.device_memory if self.device_free is None else self.device_free
+
+
+def site_of(
+    config: LemaConfig, machine: Machine | None = None, *, backend: Backend | None = None, measured: bool = False
+) -> Site:
+    """Return the site that a run is planned for: that of a profile, or this machine, whose backend may be open already.
+
+    A planner measures the speeds of this machine if it is to be `measured`; else they are not known.
+    """
+    if machine is not None:
+        return Site(machine, machine.host_memory, "profile", kept_unasked(config.device))
+    if backend is not None:
+        return this_machine(backend, measured=measured)
+    with closing(open_alone(config) if measured else open_backend(config)) as opened:
+        return this_machine(opened, measured=measured)
+
+
+def this_machine(backend: Backend, *, measured: bool = False) -> Site:
+    """Return this machine with the least memory that any of the processes has: they must plan alike."""
+    memory = backend.memory()
+    free = memory.total if memory.free is None else memory.free
+    told = backend.replicas.everyone((memory.total, free, psutil.virtual_memory().total, memory_available()))
+    total, free, host_total, available = map(min, zip(*told, strict=True))
+    machine = Machine(backend.name, total, host_total, unknown_speeds(shared=memory.shared), 0.0, 0.0)
+    return Site(machine, available, "measured" if measured else "unknown", kept_unasked(backend), device_free=free)
+
+
+def open_alone(config: LemaConfig) -> Backend:
+    """Open the backend for one process, which measures what each of several would see: they need not be there."""
+    alone = {"tensor_parallel_size": 1, "sequence_parallel": False} if planned_parallel(config).size > 1 else {}
+    return open_backend(config.model_copy(update=alone))
+
+
+def unknown_speeds(*, shared: bool) -> Speeds:
+    """Return speeds with which bytes moved are what counts, and those from disk most."""
+    return Speeds(1.0) if shared else Speeds(1.0, 10.0)

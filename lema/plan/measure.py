@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from lema.activations.kept import BoundaryArena
 from lema.backend import Backend
 from lema.backend.hostmemory import memory_available
 from lema.config import LemaConfig
-from lema.engine.head.loss import LossChunks
+from lema.engine.head.loss import CHUNK_TOKENS, LossChunks
 from lema.engine.optim import make_optimizer
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit
@@ -131,6 +132,7 @@ def made_up(tensor: Tensor) -> Tensor:
     return tensor
 
 
+ENOUGH_TOKENS = 512  # to time a layer with
 FREE_PART = 4  # what lies outside the layers is made up only if it takes less than this part of free memory
 
 
@@ -160,11 +162,17 @@ def probe(
 def calibrate(
     model: PreTrainedModel, layers: Sequence[LayerBytes], workload: Workload, shape: StepShape, backend: Backend
 ) -> tuple[Speeds, Timings]:
-    """Measure what decides where memory is best spent, with a model that is about to train and is left as it is."""
+    """Measure what decides where memory is best spent, with a model that is about to train and is left as it is.
+
+    A few rows of a micro-batch are timed, because all of them may take minutes, and memory that is not there.
+    """
+    whole = shape.micro_batch
+    few = replace(whole, rows=min(whole.rows, math.ceil(ENOUGH_TOKENS / whole.length)))
     state, training = backend.rng_state(), model.training
     with torch.random.fork_rng(devices=[]):
         speeds = _speeds(layers, backend)
-        _, found, _ = _one_of_each(Split(model, backend), layers, shape.micro_batch, backend, time.perf_counter)
+        _, found, _ = _one_of_each(Split(model, backend), layers, few, backend, time.perf_counter)
+        found = tuple(layer.times(whole.rows / few.rows) for layer in found)
     model.train(training)
     backend.set_rng_state(state)
     rate = max(work.forward / max(one.forward, 1e-9) for work, one in zip(workload.works, found, strict=True))
@@ -255,7 +263,7 @@ def _ends(
         return nn.Parameter(made_up(real), requires_grad=False)
 
     with replaced_tensors(model, with_memory):
-        chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens)
+        chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS)
         head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), backend, clock)
         prelude = median_seconds(lambda: split.prelude({"input_ids": tokens}, {}), backend, clock)
     return head, prelude

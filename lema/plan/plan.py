@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -11,26 +10,25 @@ from typing import Any
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
-from lema.data import Batches, forms_of, needs_tokenizer, prepare_data
-from lema.data.cache import folder_of
+from lema.data import Batches
 from lema.data.dataset import first_rows
-from lema.data.files import find_files
-from lema.data.preference import prepare_preferences
 from lema.data.read import mixed
+from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.packing import Packs
+from lema.errors import ConfigError
 from lema.lora.files import with_adapter
+from lema.model.files import ModelFiles, read_data
 from lema.model.skeleton import main_dtype
-from lema.plan.cost import Allocation, crossover, saved_elsewhere
+from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.machine import Machine
-from lema.plan.planner import Planner, StepNeeds, planner_of, workload_of
+from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulator import Simulated
-from lema.plan.step import StepShape, hiding_tokens, step_shape
+from lema.plan.step import StepShape, step_shape
 from lema.plan.workload import MicroBatch, Workload
-from lema.storage.modelfiles import load_tokenizer
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 
-__all__ = ["Plan", "make_plan", "plan_with", "step_curve"]
+__all__ = ["Plan", "hiding_tokens", "make_plan", "plan_with", "step_curve", "verdict_of"]
 
 
 GB = 10**9
@@ -113,16 +111,12 @@ class Plan:
         """Say in one sentence whether the run fits, what limits it, and what to change."""
         taken = f"{human_bytes(self.step.device_peak)} of {human_bytes(self.memory.device_limit)} of device memory"
         if not self.fits:
-            how = "set gradient_checkpointing: true, device_memory: auto or a smaller micro_batch_size"
+            how = "lower max_length or batch_size, or set gradient_checkpointing and device_memory: auto"
             return f"does not fit: it takes {taken} and {human_bytes(self.host_peak)} of host memory; {how}"
-        said = f"fits, with {taken}; a step is limited by {BOTTLENECKS[self.step.bottleneck]}"
+        packed = None if self.epoch is None else self.epoch.packed_hours
+        gain = None if self.epoch is None or not packed else self.epoch.hours / packed
         tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
-        if self.room.crossover is not None and tokens < self.room.crossover:
-            hidden = f"reading is hidden from {human_count(self.room.crossover)} on"
-            said += f": {human_count(tokens)} tokens a step, and {hidden}: tokens_per_step: auto would cost less time"
-        if self.epoch is not None and (packed := self.epoch.packed_hours) and self.epoch.hours > 1.5 * packed:
-            said += f"; packing: true would take about {self.epoch.hours / packed:.2g} times less"
-        return said
+        return f"fits, with {taken}; " + _limited(BOTTLENECKS[self.step.bottleneck], self.room.crossover, tokens, gain)
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,16 +151,32 @@ def make_plan(
 
 def _with_tokens(planner: Planner) -> Planner:
     """Return the planner with steps of as many tokens as hide reading behind computing."""
-    needs, blueprint, config = planner.needs(), planner.blueprint, planner.config
-    tokens = hiding_tokens(config, planner.shape, needs.demand, needs.allocation, planner.site.machine.speeds)
-    config = config.model_copy(update={"tokens_per_step": tokens})
-    positions = getattr(blueprint.model.config, "max_position_embeddings", None)
-    shape = step_shape(config, positions, planner.processes, parts=blueprint.parallel.size)
+    config = planner.config.model_copy(update={"tokens_per_step": hiding_tokens(planner)})
+    positions = getattr(planner.blueprint.model.config, "max_position_embeddings", None)
+    shape = step_shape(config, positions, planner.processes, parts=planner.blueprint.parallel.size)
     return replace(planner, config=config, shape=shape)
 
 
-def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code: bool = False) -> Plan:
-    """Plan a run with what is known of its model and machine; arguments and errors as `make_plan`."""
+def hiding_tokens(planner: Planner) -> int:
+    """Return what `tokens_per_step: auto` is: whole micro-batches, somewhat more than hide reading behind computing,
+    because no step is quite full; `batch_size` of them where nothing is to be hidden. It is the same in all processes.
+    `ConfigError`: layers cannot be timed; `ModelError`: the model's work cannot be told."""
+    if planner.workload is None:  # because nothing else asked for it
+        planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
+    if (planner := timed(planner)).timings is None and planner.backend is not None:
+        what = "a layer that several processes run together is not timed"
+        raise ConfigError(what, where="tokens_per_step: auto", how="give a number, such as 16k")
+    at_once, hidden = planner.shape.micro_batch.tokens, _crossover(planner.needs())
+    found = at_once * (planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
+    if planner.backend is None:
+        return found
+    return int(planner.backend.replicas.everyone(found * planner.backend.replicas.size)[0])
+
+
+def plan_with(
+    planner: Planner, *, price: float | None = None, trust_remote_code: bool = False, data: Any = None
+) -> Plan:
+    """Plan a run with what is known of its model and machine, and the `data` if they are read; else as `make_plan`."""
     needs = planner.needs()
     demand, allocation = needs.demand, needs.allocation
     step, memory = planner.simulated(demand, allocation), _memory(needs)
@@ -180,31 +190,54 @@ def plan_with(planner: Planner, *, price: float | None = None, trust_remote_code
         memory=memory,
         step=step,
         room=_headroom(needs, memory, step.seconds),
-        epoch=_epoch(needs, price, trust_remote_code),
+        epoch=_epoch(needs, price, trust_remote_code, data),
         notes=_notes(planner),
     )
 
 
-def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None:
+def verdict_of(planner: Planner, data: Any) -> str:
+    """Say in one sentence how a run goes that fits, of a model that is open, with the rows that it trains on."""
+    needs, shape = planner.needs(), planner.shape
+    at_once = f"{shape.micro_batch.rows} row{'s' * (shape.micro_batch.rows > 1)} at once"
+    there = human_bytes(planner.limits[0]) + " of device memory"
+    if planner.workload is None:
+        return f"fits {'in ' + there if planner.limits[0] else 'as far as can be told'}, {at_once}"
+    said = f"fits, with {human_bytes(sum(needs.device.values()))} of {there}, {at_once}"
+    if planner.timings is None or not len(data):
+        return said
+    phase = max(phases(needs.demand, needs.allocation, planner.site.machine.speeds), key=lambda one: one.seconds)
+    slowest = max(("compute", "link", "disk"), key=lambda part: float(getattr(phase, part)))
+    hidden, row = _crossover(needs), data.counts.tokens / len(data)
+    given, tokens = planner.config.tokens_per_step, shape.num_rows * min(row, shape.micro_batch.length)
+    tokens = given if isinstance(given, int) else tokens
+    # Where reading limits a step, a pack of full rows is read for as one row is; where computing does, nothing is won.
+    as_packs = not (planner.config.packing or planner.config.tokens_per_step or slowest == "compute")
+    gain = shape.tokens / tokens if as_packs else None
+    return f"{said}; {_limited(BOTTLENECKS[slowest], hidden, tokens, gain)}"
+
+
+def _crossover(needs: StepNeeds) -> float | None:
+    return crossover(needs.demand, needs.allocation, needs.planner.site.machine.speeds, needs.planner.shape.tokens)
+
+
+def _limited(by: str, hidden: float | None, tokens: float, gain: float | None) -> str:
+    """Say what limits a step of so many tokens, and what to change: reading is hidden from `hidden` on, and packing
+    makes it `gain` times faster."""
+    said = f"a step is limited by {by}"
+    if hidden is not None and tokens < hidden:
+        said += f": {human_count(tokens)} tokens a step, and reading is hidden from {human_count(hidden)} on: "
+        said += "tokens_per_step: auto would cost less time"
+    return said + (f"; packing: true would take about {gain:.2g} times less" if gain is not None and gain > 1.5 else "")
+
+
+def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> Epoch | None:
     """Read the training data as training would, and say how long an epoch takes; None: the settings name no data."""
     planner, config, length = needs.planner, needs.planner.config, needs.planner.shape.micro_batch.length
     if not config.train_data:
         return None
-    tokenizer, preferences, forms = None, config.objective != "sft", forms_of(config)
-    files = find_files(config.train_data)  # of data sets by name, one after the other
-    if preferences or needs_tokenizer(files, forms):
-        how = "put the tokenizer's files beside the weights, or leave train_data out of the plan"
-        tokenizer = load_tokenizer(planner.blueprint.directory, trusted=trusted, how=how)
-    longest = sys.maxsize if config.packing == "wrapped" else length
-    options: dict[str, Any] = {"max_length": longest, "overlong": config.overlong, "forms": forms}
-    options["vocab_size"] = getattr(planner.blueprint.model.config.get_text_config(), "vocab_size", None)
-    options["cache"] = folder_of(config.data_cache)
-    if preferences and tokenizer is not None:
-        options["labelled"] = config.objective == "kto"
-        data: Any = prepare_preferences(files, tokenizer, **options)
-    else:
-        data = prepare_data(files, tokenizer, **options)
-    data = first_rows(mixed(config, data), config.max_train_samples)
+    if data is None:
+        data = _data(planner, trusted)
+    preferences = config.objective != "sft"
     counts = data.counts
     if config.packing:
         data = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
@@ -226,6 +259,13 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool) -> Epoch | None
     packed = hours_of(-(-tokens // planner.shape.tokens), 1.0) if as_packs else None
     cost = None if price is None else price * hours
     return Epoch(rows, tokens, steps, hours, cost, config.max_steps or all_steps, packed)
+
+
+def _data(planner: Planner, trusted: bool) -> Any:
+    """Read the training data as training would."""
+    config, directory = planner.config, planner.blueprint.directory
+    files = ModelFiles(config, directory=directory, trust_remote_code=trusted)
+    return first_rows(mixed(config, read_data(config, files, config.train_data)), config.max_train_samples)
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:
@@ -252,7 +292,7 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
     on_device = sum(memory.device.values()) if config.device_memory is None else memory.device_limit
     in_host = sum(needs.host.values()) if config.host_memory is None else memory.host_limit
     return Headroom(
-        crossover=crossover(demand, needs.allocation, planner.site.machine.speeds, planner.shape.tokens),
+        crossover=_crossover(needs),
         largest_micro_batch=_largest_micro_batch(planner),
         largest_step=_largest(step_fits, MOST_TOKENS // micro.tokens) * micro.tokens,
         gigabyte_on_device=saved_by("device_memory", on_device),
@@ -262,15 +302,13 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
 
 def _largest_micro_batch(planner: Planner) -> int:
     """Return how many rows can be computed at once; the step has as many tokens as before, or one micro-batch."""
-    own, config = planner.shape.micro_batch, planner.config
+    own = planner.shape.micro_batch
     # A micro-batch grows evenly with its rows, so that those of one row and of two tell what any takes.
     one, two = (
-        planner.workload
-        if rows == own.rows and planner.workload is not None
-        else workload_of(planner.blueprint, replace(own, rows=rows), config)
+        planner.workload if rows == own.rows and planner.workload is not None else planner.work(replace(own, rows=rows))
         for rows in (1, 2)
     )
-    at_once = max(1, config.loss_chunk_tokens // own.length)
+    at_once = max(1, (planner.config.loss_chunk_tokens or CHUNK_TOKENS) // own.length)
 
     def fits(rows: int) -> bool:
         shape = StepShape(replace(own, rows=rows), max(rows, planner.shape.num_rows))

@@ -5,85 +5,40 @@ It plans runs that train adapters and phases that train weights of the model: th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-import psutil
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, SingleProcess
-from lema.backend.hostmemory import memory_available
-from lema.backend.registry import kept_unasked
+from lema.backend.torchrun import local_processes
 from lema.config import LemaConfig
-from lema.config.units import parse_memory
+from lema.engine.head.loss import CHUNK_TOKENS
 from lema.errors import MemoryLimitError, ModelError
-from lema.model.partition import open_backend, planned_parallel
+from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
-from lema.plan.allocate import allocated, unknown_speeds
+from lema.plan.allocate import allocated, ample, layers_stay, of_one_process, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import Allocation, Demand, HostTraining, Traffic, device_parts, host_parts, traffic
-from lema.plan.machine import Machine
-from lema.plan.measure import probe, process_bytes
+from lema.plan.cost import Allocation, Demand, HostTraining, Traffic, device_parts, host_parts, seconds, traffic
+from lema.plan.machine import Machine, Memory, Site, open_alone, site_of, this_machine, unknown_speeds
+from lema.plan.measure import calibrate, probe, process_bytes
 from lema.plan.simulator import Simulated, simulate
-from lema.plan.step import StepShape, Timings, by_arithmetic, demand_of, step_shape
+from lema.plan.step import StepShape, Timings, by_arithmetic, demand_of, rows_each, step_shape
 from lema.plan.trainable_bytes import TrainedBytes, host_training
 from lema.plan.workload import MicroBatch, Workload, measure
 
-__all__ = ["Planner", "Site", "StepNeeds", "planner_of", "site_of", "workload_of"]
+__all__ = ["Planner", "Site", "StepNeeds", "opened_planner", "planner_of", "settled", "site_of", "timed"]
 
 
 Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
-Memory = int | float | str | None  # a limit as the settings write it
-
-
-@dataclass(frozen=True)
-class Site:
-    """The machine that a run or a phase is planned for, as far as it is known."""
-
-    machine: Machine  # its memory in bytes and, unless `speeds` is `unknown`, its speeds
-    host_available: int  # bytes of host memory that are free
-    speeds: Literal["profile", "measured", "unknown"] = "unknown"  # `measured`: on this machine, with the model
-    kept: float = 0.0  # the fraction of device memory up to which layers stay there without a limit in the settings
-    process_bytes: int = 0  # bytes of host memory that interpreter and libraries take; 0: not known
-
-    def limits(self, device_memory: Memory, host_memory: Memory) -> tuple[int, int]:
-        """Return the bytes of device and of host memory that may be used: what the settings allow, or what there is."""
-        device, host = self.machine.device_memory, self.machine.host_memory
-        return (
-            device if device_memory is None else parse_memory(device_memory, device),
-            self.host_available if host_memory is None else parse_memory(host_memory, host),
-        )
-
-
-def site_of(
-    config: LemaConfig, machine: Machine | None = None, *, backend: Backend | None = None, measured: bool = False
-) -> Site:
-    """Return the site that a run is planned for: that of a profile, or this machine, whose backend may be open already.
-
-    A planner measures the speeds of this machine if it is to be `measured`; else they are not known.
-    """
-    if machine is not None:
-        return Site(machine, machine.host_memory, "profile", kept_unasked(config.device))
-    if backend is not None:
-        return _this_machine(backend, measured=measured)
-    with closing(_alone(config) if measured else open_backend(config)) as opened:
-        return _this_machine(opened, measured=measured)
-
-
-def _this_machine(backend: Backend, *, measured: bool) -> Site:
-    memory, host_total = backend.memory(), psutil.virtual_memory().total
-    available = min(backend.replicas.exchange(memory_available()))  # processes that share a machine must agree
-    machine = Machine(backend.name, memory.total, host_total, unknown_speeds(shared=memory.shared), 0.0, 0.0)
-    return Site(machine, available, "measured" if measured else "unknown", kept_unasked(backend))
-
-
-def _alone(config: LemaConfig) -> Backend:
-    """Open the backend for one process, which measures what each of several would see: they need not be there."""
-    alone = {"tensor_parallel_size": 1, "sequence_parallel": False} if planned_parallel(config).size > 1 else {}
-    return open_backend(config.model_copy(update=alone))
+ENOUGH = 512  # of a micro-batch: one of fewer computes slower than its tokens tell
+WORTH_IT = 0.98  # of the seconds of a step: fewer rows at once have to be that much faster
+LESS = (4, 16)  # by how much the logits of a chunk may be divided
 
 
 @dataclass(frozen=True)
@@ -99,6 +54,7 @@ class Planner:
     processes: int = 1  # how many share each batch, all of them on one machine
     device_memory: Memory = None  # the limit of a phase that trains weights, which has none in `config`
     note: str = ""  # what is not counted, and why; empty: everything is
+    backend: Backend | None = None  # that a model is open on, whose processes plan together; None: it is not open
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -125,8 +81,42 @@ class Planner:
             trained=self.blueprint.trained,
             pieces=self.blueprint.pieces,
         )
-        rows = self.blueprint.tables.row_bytes * (shape or self.shape).tokens
-        return replace(known, processes=self.processes * self.blueprint.parallel.size, row_bytes=rows)
+        known = replace(known, row_bytes=self.blueprint.tables.row_bytes * (shape or self.shape).tokens)
+        parts = self.blueprint.parallel.size
+        if self.backend is None:
+            return replace(known, processes=self.processes * parts)
+        known = of_one_process(known, self.backend.replicas, sharded=self.config.shard_weights)
+        copies = known.processes * parts  # which more machines than this one may hold
+        return replace(known, processes=min(copies, local_processes() or copies))
+
+    def work(self, batch: MicroBatch, chunk_tokens: int | None = None) -> Workload:
+        """Return the bytes and operations of one micro-batch, or raise a ModelError: they depend on values."""
+        chunk = chunk_tokens or self.config.loss_chunk_tokens or CHUNK_TOKENS
+        drawn = self.blueprint
+        return measure(drawn.model, drawn.layers, batch, chunk, drawn.names, drawn.parallel, drawn.head)
+
+    def computing(self, rows: int, chunk_tokens: int | None) -> Planner:
+        """Return the planner with so many rows, and logits of so many tokens, at once."""
+        own = self.shape.micro_batch
+        if (rows, chunk_tokens) == (own.rows, self.config.loss_chunk_tokens):
+            return self
+        batch = replace(own, rows=rows)
+        return replace(
+            self,
+            config=self.config.model_copy(update={"loss_chunk_tokens": chunk_tokens}),
+            workload=None if self.workload is None else self.work(batch, chunk_tokens),
+            timings=None if self.timings is None else self.timings.times(rows / own.rows),
+            shape=StepShape(batch, self.shape.num_rows),
+        )
+
+    def with_head(self, *, pieces: bool) -> Planner:
+        """Return the planner with a head that may be cut in pieces, or whole on the device."""
+        blueprint, head = self.blueprint, self.blueprint.head
+        if head.module is None:
+            return self
+        if pieces:
+            return replace(self, blueprint=replace(blueprint, pieces=head.pieces(blueprint.layers)))
+        return replace(self, blueprint=replace(blueprint, outside_bytes=blueprint.outside_bytes + head.nbytes))
 
     def allocation(self, demand: Demand, **changes: Any) -> Allocation:
         """Return which layers, activations and inputs of layers memory is spent on, with some settings changed.
@@ -138,16 +128,48 @@ class Planner:
             MemoryLimitError: it does not fit.
         """
         config, machine, speeds = self.config.model_copy(update=changes), self.site.machine, self.site.machine.speeds
-        if config.device_memory is None or not config.gradient_checkpointing:
-            demand, speeds = _untimed(demand), unknown_speeds(shared=machine.shared)
+        recompute = whether_recomputed(config)
+        if config.device_memory is None or recompute is False or (recompute and config.device_memory == "auto"):
+            demand, speeds = untimed(demand), unknown_speeds(shared=machine.shared)
         memory = machine.device_memory, machine.host_memory, self.site.host_available
         kept = self.site.kept if self.blueprint.trained is None else 0.0  # weights that train pass through
         try:
-            return allocated(config, demand, speeds, *memory, kept=kept)
+            return allocated(config, demand, speeds, *memory, kept=kept, device_free=self.site.device_free)
         except MemoryLimitError as error:
             if self.blueprint.trained is not None:  # nothing of what the error advises can be set in such a phase
                 error.how = "allow that much, or train adapters: their base streams from the disk"
             raise
+
+    def smaller(self) -> Iterator[Planner]:
+        """Yield this planner, and those with less to compute at once, as far as the settings leave it open."""
+        rows, each, chunk = self.shape.micro_batch.rows, rows_each(self.config), self.config.loss_chunk_tokens
+        yield self
+        if self.workload is None or self.blueprint.trained is not None:
+            return
+        while self.config.micro_batch_size is None and not self.config.counts_tokens and rows > each:
+            rows = max(each, rows // 2 // each * each)
+            yield self.computing(rows, chunk)
+        for part in LESS if chunk is None else ():
+            yield self.computing(rows, CHUNK_TOKENS // part)
+
+    def unlimited(self) -> Planner:
+        """Return the planner of what streaming needs, whatever memory there is."""
+        return replace(self, config=self.config.model_copy(update={"device_memory": None}))
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a limit of device memory leaves a choice that takes seconds to be known."""
+        if (limit := self.config.device_memory) is None or (recompute := whether_recomputed(self.config)) is False:
+            return False
+        if recompute:
+            return limit != "auto"
+        demand = untimed(self.demand())
+        try:
+            allocation = self.allocation(demand)
+        except MemoryLimitError:
+            return False
+        stay = layers_stay(self.config, demand, self.site.free(demand.processes))
+        return allocation.recompute or (stay and len(allocation.residents) < len(demand.layers))
 
     def needs(self) -> StepNeeds:
         """Return what a step of the run takes of memory, and what memory is spent on, or raise a MemoryLimitError."""
@@ -189,7 +211,7 @@ class Planner:
         if (needed := sum(parts.values())) <= limit:
             return
         options = []
-        if not self.config.gradient_checkpointing:
+        if allocation.saved:
             options.append(f"gradient_checkpointing: true ({parts['saved']:,} bytes less)")
         if rows > 1:
             options.append(f"micro_batch_size: 1 (about {parts['working'] * (rows - 1) // rows:,})")
@@ -203,12 +225,6 @@ class Planner:
             how=f"{', or '.join(options) or 'lower max_length'}; of it {parts['slots']:,} bytes are layers passing "
             f"through, {parts['gradients']:,} their gradients, {parts['working']:,} one micro-batch in one layer",
         )
-
-
-def _untimed(demand: Demand) -> Demand:
-    """Return a demand of which only the bytes are known."""
-    layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
-    return replace(demand, layers=layers, turn=0.0, rest=0.0)
 
 
 @dataclass(frozen=True)
@@ -277,44 +293,102 @@ def planner_of(
         if machine is not None:
             site = site_of(config, machine)
         if site is None or site.speeds == "measured":
-            backend = stack.enter_context(closing(_alone(config)))
-            site = site or _this_machine(backend, measured=True)
+            backend = stack.enter_context(closing(open_alone(config)))
+            site = site or this_machine(backend, measured=True)
         blueprint = draw_up(
             config, backend=backend, trust_remote_code=trust_remote_code, chosen=chosen, parallel=parallel
         )
         positions = getattr(blueprint.model.config, "max_position_embeddings", None)
         shape = step_shape(config, positions, processes, parts=parallel.size)
-        workload, timings, note = None, None, ""
+        planner = Planner(config, blueprint, site, None, None, shape, processes, device_memory)
         try:
-            workload = workload_of(blueprint, shape.micro_batch, config)
+            planner = _fitted(replace(planner, workload=planner.work(shape.micro_batch)))
         except ModelError as error:
             if strict:
                 raise
-            note = f"{error.what}: neither activations nor hours are counted"
-        if workload is not None and backend is not None:
-            measured, timings = probe(blueprint, workload, config, shape, backend)
+            planner = _fitted(replace(planner, note=f"{error.what}: neither activations nor hours are counted"))
+        if planner.workload is not None and backend is not None:
+            measured, timings = probe(planner.blueprint, planner.workload, planner.config, planner.shape, backend)
             # The process is looked at with what computing a layer has left behind in it, as it does in training.
             site = replace(site, machine=measured, process_bytes=process_bytes())
-        elif workload is not None and site.speeds == "profile":
-            timings = by_arithmetic(workload, blueprint.layers, site.machine, main_dtype(blueprint.model).itemsize)
-    planner = Planner(config, blueprint, site, workload, timings, shape, processes, device_memory, note)
-    return planner if blueprint.head.module is None else _with_head(planner)
+            planner = _fastest(replace(planner, timings=timings, site=site))
+        elif planner.workload is not None and site.speeds == "profile":
+            itemsize = main_dtype(blueprint.model).itemsize
+            timings = by_arithmetic(planner.workload, blueprint.layers, site.machine, itemsize)
+            planner = _fastest(replace(planner, timings=timings))
+    if not planner.blueprint.pieces:
+        blueprint.head.keep_whole(blueprint.tables)
+    return planner
 
 
-def _with_head(planner: Planner) -> Planner:
-    """Return the planner with the head where a run would have it: in pieces if it is asked for or does not fit."""
-    blueprint, head = planner.blueprint, planner.blueprint.head
-    if not head.asked:
-        whole = replace(blueprint, outside_bytes=blueprint.outside_bytes + head.nbytes)
-        on_device = replace(planner, blueprint=whole)
-        with suppress(MemoryLimitError):
-            on_device.allocation(on_device.demand())
-            head.keep_whole(blueprint.tables)
-            return on_device
-    return replace(planner, blueprint=replace(blueprint, pieces=head.pieces(blueprint.layers)))
+def opened_planner(config: LemaConfig, blueprint: Blueprint, backend: Backend) -> Planner:
+    """Return the planner of a model that is open on a backend, with the least memory that any process has."""
+    positions = getattr(blueprint.model.config, "max_position_embeddings", None)
+    shape = step_shape(config, positions, backend.replicas.size, blueprint.parallel.size)
+    return Planner(config, blueprint, this_machine(backend), None, None, shape, backend=backend)
 
 
-def workload_of(blueprint: Blueprint, batch: MicroBatch, config: LemaConfig) -> Workload:
-    """Return the bytes and operations of one micro-batch of a model; errors as `measure`."""
-    names, (model, layers) = blueprint.names, (blueprint.model, blueprint.layers)
-    return measure(model, layers, batch, config.loss_chunk_tokens, names, blueprint.parallel, blueprint.head)
+def settled(planner: Planner, *, trains: bool) -> Planner:
+    """Return the planner of a model that is open; if it `trains`, of steps that fit and are fastest.
+
+    Nothing is measured without a limit of memory, or where it holds all there is to choose from; else disk, link and
+    one layer of each kind are, in a few seconds. Several processes ask for it at once, and get the same. Activations
+    count where they can be told ahead; else weights alone, with a warning where the limits are numbers.
+    """
+    config, site = planner.config, planner.site
+    limited = config.device_memory not in (None, "auto") or config.host_memory is not None
+    unlimited = planner.unlimited()
+    if not trains or (config.device_memory is None and not limited and not site.kept):
+        return _fitted(unlimited if config.device_memory == "auto" else planner)
+    if not limited and not site.kept and ample(planner):
+        return _fitted(planner)
+    try:
+        planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
+    except ModelError as error:
+        if limited or site.kept:
+            instead = "the memory limits are spent on weights alone" if limited else "no layer stays on the device"
+            warnings.warn(f"{error.what}: {instead}", stacklevel=2)
+        return _fitted(planner if limited else replace(unlimited, site=replace(site, kept=0.0)))
+    planner = _fitted(planner)
+    return _fastest(timed(planner)) if planner.undecided else planner
+
+
+def timed(planner: Planner) -> Planner:
+    """Return the planner of a model that is open with the seconds that it takes, if they can be told and are not known:
+    a layer that several processes run together is not timed alone, and small models are not worth it."""
+    blueprint, backend, site = planner.blueprint, planner.backend, planner.site
+    if blueprint.parallel.size > 1 or planner.workload is None or planner.timings is not None or backend is None:
+        return planner
+    # What processes measure differs; that they spend memory alike does not depend on it.
+    found = calibrate(blueprint.model, blueprint.layers, planner.workload, planner.shape, backend)
+    (speeds, timings), *_ = backend.replicas.everyone(found)
+    return replace(planner, timings=timings, site=replace(site, machine=replace(site.machine, speeds=speeds)))
+
+
+def _fitted(planner: Planner) -> Planner:
+    """Return the planner with as much to compute at once as fits, and with the head whole if that is possible."""
+    head, found = planner.blueprint.head, planner
+    for pieces in (True,) if head.module is not None and head.asked else (False, True)[: 1 + (head.module is not None)]:
+        for found in planner.with_head(pieces=pieces).smaller():
+            try:
+                found.allocation(found.demand())
+            except MemoryLimitError as error:
+                if "device" not in error.where:
+                    break
+            else:
+                return found
+    return found  # which says why it does not fit, when it is asked
+
+
+def _fastest(planner: Planner) -> Planner:
+    """Return the planner with fewer rows at once as long as a step is then faster, for what else memory goes to."""
+    best, least = planner, math.inf
+    for one in planner.smaller() if planner.undecided else ():
+        if one is not planner and one.shape.micro_batch.tokens < ENOUGH:
+            break
+        demand = one.demand()
+        taken = seconds(demand, one.allocation(demand), one.site.machine.speeds)
+        if taken >= WORTH_IT * least:
+            break  # because memory buys less and less
+        best, least = one, taken
+    return best

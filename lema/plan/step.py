@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ from lema.data.batches import share_of
 from lema.engine.head.objectives import objective_of
 from lema.engine.padding import padding_of
 from lema.errors import ConfigError
-from lema.plan.cost import Allocation, Demand, LayerCost, Speeds, crossover
+from lema.plan.cost import Demand, LayerCost
 from lema.plan.machine import Machine
 from lema.plan.trainable_bytes import TrainedBytes
 from lema.plan.workload import MicroBatch, Workload
@@ -24,7 +23,6 @@ __all__ = [
     "Timings",
     "by_arithmetic",
     "demand_of",
-    "hiding_tokens",
     "micro_batch_of",
     "rows_each",
     "step_shape",
@@ -121,13 +119,6 @@ def tokens_at_once(config: LemaConfig, length: int) -> int | None:
         how = f"set it to {length} or more, lower max_length, or leave it out"
         raise ConfigError(what, where="micro_batch_tokens", how=how)
     return length if tokens is None and config.tokens_per_step is not None else tokens
-
-
-def hiding_tokens(config: LemaConfig, shape: StepShape, demand: Demand, allocation: Allocation, speeds: Speeds) -> int:
-    """Return what `tokens_per_step: auto` is, given what a step of a shape needs: whole micro-batches, somewhat more
-    than hide reading behind computing, because no step is quite full; `batch_size` of them where nothing is hidden."""
-    at_once, hidden = shape.micro_batch.tokens, crossover(demand, allocation, speeds, shape.tokens)
-    return at_once * (config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
 
 
 def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:

@@ -202,8 +202,7 @@ def steps_of_both(
     backend: Backend, published: Path, recompute: bool, dropout: float, num_batches: int
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield what is compared, its streamed value and that of the whole model: loss, gradients, adapters after AdamW.
-    The step has `num_batches` micro-batches of the model that `publish` wrote; the backend is closed at the end.
-    """
+    The step has `num_batches` micro-batches of the model that `publish` wrote; the backend is closed at the end."""
     sizes = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout}
     streamed = str(published.with_name("streamed"))
     settings = LemaConfig(streamed, device=backend.name, gradient_checkpointing=recompute, **sizes)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lema.config import LemaConfig
-from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
-from lema.data.cache import folder_of
-from lema.data.files import find_files
-from lema.data.preference import PreferenceDataset, prepare_preferences
+from lema.data import TokenDataset, longest_row
+from lema.data.preference import PreferenceDataset
 from lema.data.read import mixed
 from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
 from lema.engine.packing import Packs, check_packing
 from lema.errors import DataError
-from lema.model.files import ModelFiles
+from lema.model.files import ModelFiles, read_data
 
-__all__ = ["as_batch", "as_rows", "packed", "read_data"]
+__all__ = ["as_batch", "as_rows", "packed"]
 
 NAMES = ("input_ids", "labels", "attention_mask")
 
@@ -152,27 +149,3 @@ def packed(
     for line in packs.notes:
         say(line)
     return packs
-
-
-def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
-    """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
-
-    Returns a `TokenDataset`; for an objective of examples, a `PreferenceDataset`. Raises `ConfigError` where
-    `max_length` is more than the model's positions, `DataError` where the data is missing or malformed.
-    """
-    if data is config.train_data or data is config.eval_data:
-        data = find_files(cast("Any", data))  # of data sets by name, one after the other
-    text, forms = files.config.get_text_config(), forms_of(config)
-    longest = longest_row(config.max_length, getattr(text, "max_position_embeddings", None))
-    options: dict[str, Any] = {
-        "max_length": sys.maxsize if config.packing == "wrapped" else longest,  # which are cut into packs later
-        "overlong": config.overlong,
-        "vocab_size": getattr(text, "vocab_size", None),
-        "forms": forms,
-        "cache": folder_of(config.data_cache),
-    }
-    if config.objective != "sft":
-        return prepare_preferences(data, files.tokenizer, labelled=config.objective == "kto", **options)
-    paths = data[0] if isinstance(data, list | tuple) and data else data
-    of_files = isinstance(paths, str | Path)
-    return prepare_data(data, files.tokenizer if not of_files or needs_tokenizer(data, forms) else None, **options)

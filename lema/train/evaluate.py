@@ -78,8 +78,7 @@ def passes_of_mixture(
     mixture: Mixture, rows: int, replicas: Replicas, *, at_once: int, micro_batch_size: int | None
 ) -> list[EvalPass]:
     """Return this process's share of so many `rows` that a mixture holds out; all processes call this. A pass over the
-    layers has `at_once` of them, over all processes: memory is that of a step of so many rows.
-    """
+    layers has `at_once` of them, over all processes: memory is that of a step of so many rows."""
     together = micro_batch_size or -(-at_once // replicas.size)
     batch = mixture.validation(rows, replicas.rank, replicas.size, together)
     parts = [] if batch is None else split_batch(batch, together)

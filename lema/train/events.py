@@ -80,8 +80,7 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
 
 def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
     """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, on a terminal or in a
-    notebook, unless one of them does.
-    """
+    notebook, unless one of them does."""
     known = any(isinstance(one, ProgressCallback) or hasattr(one, "shows_progress") for one in callbacks)
     looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
     return [_Bar(), *callbacks] if looked_at and not (known or config.disable_tqdm) else callbacks
@@ -117,8 +116,7 @@ class Position:
 class RunEvents:
     """Metrics and callbacks of one run, until `close`; of several processes the first writes and reports.
     `num_steps` and `num_epochs` are of the whole run. `told` is called with each line of metrics. `control` is what
-    callbacks have asked for, `state` what they know of the run.
-    """
+    callbacks have asked for, `state` what they know of the run."""
 
     def __init__(
         self,

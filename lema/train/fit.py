@@ -105,8 +105,7 @@ class PlainRun:
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`;
-        `AdapterError` where there is none, `ConfigError` where it is of another run.
-        """
+        `AdapterError` where there is none, `ConfigError` where it is of another run."""
         self._check_evaluates()
         steps, found, say = self.steps, checkpoints(self._output), self._say
         if not found:

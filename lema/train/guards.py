@@ -160,8 +160,7 @@ class Passes:
         self, place: str, again: Callable[..., object], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
         """Return the error of gradients that are not finite, and drop them; the passes are run `again` to find where.
-        All processes call this; the generator is then where it was.
-        """
+        All processes call this; the generator is then where it was."""
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None
         alone = not stream.sharded and backend.parallel.size == 1  # else other processes run all passes too

@@ -82,8 +82,7 @@ class Stage(Protocol):
 
 class RunLoop:
     """Takes the steps of a stage that are left; `last_eval` is what was measured last. `at_layer` is asked before each
-    layer whether to give the step up and stop; `after_step` after a phase's step.
-    """
+    layer whether to give the step up and stop; `after_step` after a phase's step."""
 
     def __init__(
         self, stage: Stage, events: RunEvents, *, at_layer: Stop | None = None, after_step: Stop | None = None
@@ -100,8 +99,7 @@ class RunLoop:
 
     def run(self) -> None:
         """Take the steps; raise `Stopped`, with a checkpoint of the last step there, where somebody who was asked said
-        so, or in a phase a callback; `DiskFull` where there is no room for the checkpoint that the stage ends with.
-        """
+        so, or in a phase a callback; `DiskFull` where there is no room for the checkpoint that the stage ends with."""
         stage = self._stage
         self._tell_best()
         with ExitStack() as stack:
@@ -134,8 +132,7 @@ class RunLoop:
 
     def _remember(self, pending: Pending | None = None) -> None:
         """Note what a stop goes back to: what changes from the end of a step to that of the next, but for what only an
-        optimizer's step changes.
-        """
+        optimizer's step changes."""
         generators, state = Generators.now(self._backend), self._events.state
         fields, num_logged = dict(vars(state)), len(state.log_history)  # the log is long, and not copied
 
@@ -202,8 +199,7 @@ class RunLoop:
 
     def _after_step(self, numbers: Mapping[str, Any], after: str = "step") -> bool:
         """Do what is due after a step, and after the epoch if it has ended; return whether it goes on. `numbers` are
-        the step's, for its line of metrics; with `after` at `epoch`, what is due after it has been done.
-        """
+        the step's, for its line of metrics; with `after` at `epoch`, what is due after it has been done."""
         stage, events = self._stage, self._events
         if after == "step":
             self._act(numbers, after)

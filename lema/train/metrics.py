@@ -31,8 +31,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 class MetricsLog:
     """Appends one line of JSON per measurement, which is on its way to the disk before `write` returns; or `DiskError`.
-    A line that a kill cut short is removed on opening, so the file always reads.
-    """
+    A line that a kill cut short is removed on opening, so the file always reads."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -70,8 +69,7 @@ class MetricsLog:
 
 def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
     """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all,
-    and so does `DiskError`. `keep` says which rows stay; what is no JSON object does.
-    """
+    and so does `DiskError`. `keep` says which rows stay; what is no JSON object does."""
     file = Path(path)
     try:
         if not file.is_file():

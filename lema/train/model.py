@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -22,8 +23,10 @@ from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.generation import KeyValues
 from lema.engine.head.cut import open_ends
+from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.head.objectives import pursue
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
 from lema.errors import ConfigError
@@ -39,8 +42,11 @@ from lema.model.outer_weights import StoredTensors, draw_head, layer_bytes, load
 from lema.model.partition import held_records, open_backend
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
-from lema.plan.allocate import OpenModel
-from lema.plan.step import step_shape
+from lema.plan.allocate import advise, whether_recomputed
+from lema.plan.blueprint import Blueprint
+from lema.plan.plan import hiding_tokens
+from lema.plan.planner import Planner, opened_planner, settled
+from lema.plan.step import rows_each
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.verify import base_fingerprint
@@ -150,8 +156,7 @@ class LemaModel:
 
     def initialize_lora(self) -> None:
         """Attach a fresh adapter, with the numbers PEFT draws for `seed`, or the one that `adapter_name_or_path` names;
-        `ModelError` where it or its targets fit nothing.
-        """
+        `ModelError` where it or its targets fit nothing."""
         if (begun := self.config.adapter_name_or_path) is not None:
             self.begin_with_adapter(resolve_model(begun), dropout=self.config.lora_dropout)
             return
@@ -202,15 +207,15 @@ class LemaModel:
         self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
     ) -> LemaTrainer:
         """Return a trainer of this model; `optimizer` is over `get_trainable_parameters()`, `options` are
-        `LemaTrainer`'s. `ConfigError`: the model scores texts, and has no loss of tokens.
-        """
+        `LemaTrainer`'s. `ConfigError`: the model scores texts, and has no loss of tokens."""
         if self._task != "CAUSAL_LM":
             what = "the model scores texts, and LemaTrainer knows losses of tokens"
             raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
         from lema.train.trainer import LemaTrainer
 
         self.settle_tokens()
-        given = self.config, self.adapter, self.gbi, self.lora_manager, optimizer, self.memory
+        adapter = self.adapter  # first, because it settles what the settings leave open
+        given = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples
 
@@ -225,23 +230,24 @@ class LemaModel:
     @cached_property
     def adapter(self) -> StreamedModel:
         """The model as the trainer drives it: visits of leased layers."""
-        warn_of_no_use(self.config, shared=self.backend.memory().shared, lazy=self.split.lazy)
         memory = self.memory  # first, because it settles where the head is
+        warn_of_no_use(self.config, shared=self.backend.memory().shared, lazy=self.split.lazy)
+        recompute = whether_recomputed(self.config)
         adapter = StreamedModel(
             self.split,
             memory,
             self.backend,
-            recompute=self.config.gradient_checkpointing,
+            recompute=self.allocation.recompute if recompute is None else recompute,
             saved=self.allocation.saved,
             saved_on=self.allocation.saved_on,
-            loss_chunk_tokens=self.config.loss_chunk_tokens,
+            loss_chunk_tokens=self.config.loss_chunk_tokens or CHUNK_TOKENS,
             boundaries=self.allocation.boundaries,
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
             head=self.head_in_pieces(),
         )
-        adapter.retry.advise = partial(self.opened.advise, self.allocation)
+        adapter.retry.advise = partial(advise, self.planner, self.allocation)
         pursue(adapter, self.config)
         return adapter
 
@@ -275,18 +281,29 @@ class LemaModel:
     @cached_property
     def allocation(self) -> Allocation:
         """What memory is spent on within the settings' limits, or `MemoryLimitError`; made, unless set, when first
-        asked for.
-        """
-        positions = getattr(self.skeleton.config, "max_position_embeddings", None)
-        shape = None
-        if self.lora_manager is not None:
-            shape = step_shape(self.config, positions, self.backend.replicas.size, self.backend.parallel.size)
-        return self.opened.allocate(shape)
+        asked for."""
+        allocation = self.planner.needs().allocation
+        if self.lora_manager is not None:  # so that batches are cut as they are planned, wherever the run goes on
+            rows, each = self.planner.shape.micro_batch.rows, rows_each(self.config)
+            share = each * math.ceil(self.config.batch_size / self.backend.replicas.size)
+            found = {"loss_chunk_tokens": self.planner.config.loss_chunk_tokens}
+            found |= {"micro_batch_size": rows} if not self.config.counts_tokens and rows < share else {}
+            self.config = self.config.model_copy(update=found)
+        return allocation
+
+    @cached_property
+    def planner(self) -> Planner:
+        """What says how memory is best spent on this model as it is now, on the step that its settings ask for."""
+        return settled(self.opened, trains=self.lora_manager is not None)
 
     @property
-    def opened(self) -> OpenModel:
-        """The model as memory is allocated for it."""
-        return OpenModel(self.config, self.skeleton, self._layers, self.outside_bytes, self.backend, self._head)
+    def opened(self) -> Planner:
+        """The same before anything is chosen or looked at."""
+        adapter = training_bytes(self.skeleton, self.split.layers_name), self.num_adapter_parameters
+        ends = self.outside_bytes, self._tables, self._head
+        count = sum(parameter.numel() for parameter in self.skeleton.parameters())
+        given = self.directory, self.skeleton, self._layers, *ends, *adapter, self.gbi.nbytes, count
+        return opened_planner(self.config, Blueprint(*given, parallel=self.backend.parallel), self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:
         """Return the head as it is run in pieces that are leased after the layers; None: it is on the device."""
@@ -342,13 +359,12 @@ class LemaModel:
 
     def settle_tokens(self) -> bool:
         """Have a number for `tokens_per_step: auto` in `config`, and return whether there was none: that of the run in
-        `output_dir`, if it has checkpoints, else what is measured, with the errors of `OpenModel.hiding_tokens`.
-        """
+        `output_dir`, if it has checkpoints, else what is measured, with the errors of `hiding_tokens`."""
         if self.config.tokens_per_step != "auto":
             return False
         begun = checkpoints(Path(self.config.output_dir))[-1:]
         known = first_alone(self.backend.replicas, lambda: [settings_then(one).get("tokens_per_step") for one in begun])
-        tokens = known[0] if known and known[0] else self.opened.hiding_tokens()
+        tokens = known[0] if known and known[0] else hiding_tokens(self.planner)
         self.spend_anew()
         self.config = self.config.model_copy(update={"tokens_per_step": tokens})
         return True
@@ -356,6 +372,7 @@ class LemaModel:
     def spend_anew(self) -> None:
         """Forget what memory is spent on, and drop the layers in it: `allocation` is made, or set, anew."""
         self.__dict__.pop("allocation", None)
+        self.__dict__.pop("planner", None)
         if (stream := self.__dict__.pop("memory", None)) is not None:
             stream.cancel()
         if (adapter := self.__dict__.pop("adapter", None)) is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,8 +16,12 @@ from lema.config.printing import line_printer
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.dataset import first_rows
 from lema.data.read import mixed
-from lema.errors import ConfigError
-from lema.train.batch import read_data
+from lema.errors import AdapterError, ConfigError
+from lema.model.files import read_data
+from lema.plan.plan import verdict_of
+from lema.plan.planner import Planner, timed
+from lema.train.checkpoint.format import checkpoints
+from lema.train.checkpoint.resume import settings_then
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
@@ -36,6 +40,7 @@ def train(
     console: Console | None = None,
     trust_remote_code: bool = False,
     trace: NoTrace = NO_TRACE,
+    show: Callable[[Planner, Rows], None] | None = None,
 ) -> dict[str, Any]:
     """Train as the config says and save the adapter to `output_dir`; return what `LemaTrainer.fit` returns.
 
@@ -47,13 +52,15 @@ def train(
         console: what to print on; None: standard output.
         trust_remote_code: run code that comes with the model.
         trace: records what is read, uploaded and computed, and when.
+        show: is called with the planner of the run and its data, to show the plan in the place of one sentence of it.
 
     Raises:
+        MemoryLimitError: the run does not fit; neither data nor the layers' weights were read.
         Stopped: SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`; the last whole step is saved.
         LemaError: of the kind that says what is wrong; its `exit_code` is the command line's.
     """
     shown = console or Console(highlight=False)
-    out = line_printer(shown)
+    out, config = line_printer(shown), _as_begun(config) if resume else config
     with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
         replicas = model.backend.replicas
         shown.quiet = shown.quiet or not replicas.first
@@ -61,14 +68,17 @@ def train(
             held = model.backend.parallel.size
             each = "each" if held == 1 else f"each {held} of them"
             out(f"{replicas.num_processes} processes, {each} with its share of every batch")
-        train_data, eval_data = load_data(model)
-        out("\n".join((f"training data: {train_data.counts}", *train_data.notes)))
-        if eval_data is not None:
-            out(f"evaluation data: {eval_data.counts}")
         model.initialize_lora()
         if model.settle_tokens():
             tokens = model.config.tokens_per_step
             out(f"tokens_per_step: auto is {tokens:,}, for which reading hides behind computing")
+        model.allocation  # noqa: B018 - now, because what does not fit should be known before any data is read
+        train_data, eval_data = load_data(model)
+        out("\n".join((f"training data: {train_data.counts}", *train_data.notes)))
+        if eval_data is not None:
+            out(f"evaluation data: {eval_data.counts}")
+        planner = timed(model.planner)
+        (show or (lambda *given: out(f"plan: {verdict_of(*given)}")))(planner, train_data)
         if getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None):
             out("the routers' auxiliary loss is left out of the training loss, where TRL adds it by default")
         out(
@@ -87,6 +97,16 @@ def train(
     return result
 
 
+def _as_begun(config: LemaConfig) -> LemaConfig:
+    """Return the settings of a run that goes on: what the plan chose when it began, and changes last bits, stays."""
+    left_open = [name for name in ("micro_batch_size", "loss_chunk_tokens") if getattr(config, name) is None]
+    for newest in checkpoints(Path(config.output_dir))[-1:]:
+        with suppress(AdapterError):  # which the trainer tells
+            then = settings_then(newest)
+            return config.model_copy(update={name: then.get(name) for name in left_open})
+    return config
+
+
 def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterator[str]:
     """Yield what a run has come to, where its adapter is, and a command that goes on from there."""
     if "train_loss" in result:
@@ -102,8 +122,7 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
 
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     """Read the training and evaluation data that the config names; `ConfigError` where it names none, else as
-    `read_data`.
-    """
+    `read_data`."""
     config = model.config
     if not config.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")

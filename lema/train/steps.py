@@ -101,8 +101,7 @@ class Steps(Protocol):
 
 def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedModel) -> tuple[int, int]:
     """Return how many tokens all processes train (with an objective of examples 1, because the loss of a pass is a mean
-    already), and how many are not padding; each gives its share of the rows.
-    """
+    already), and how many are not padding; each gives its share of the rows."""
     shifted = model.objective is not None or model.shifts_labels
     here = trained_tokens(micro_batches, shifted=shifted), attended_tokens(micro_batches)
     counted = model.backend.replicas.exchange(here)
@@ -243,8 +242,7 @@ class Update:
         on_event: Callable[[str], None],
     ) -> bool:
         """Clip the gradients and step the optimizer, with `on_event` around that; return whether it stepped. `norm` is
-        on the device and, as `length`, on the host, where it is not one that `fails`.
-        """
+        on the device and, as `length`, on the host, where it is not one that `fails`."""
         if self._max_grad_norm is not None:
             touched = [parameter for parameter in parameters if parameter.grad is not None]
             clip_grads_with_norm_(touched, self._max_grad_norm, norm)

@@ -74,7 +74,6 @@ class StopOnSignal:
 
 def _end_at_once() -> None:
     """Let a signal from now on end the process, whatever it is in the midst of, because Python would call a handler
-    only when the main thread comes out of the library it is in, and lets no other thread set what the system does.
-    """
+    only when the main thread comes out of the library it is in, and lets no other thread set what the system does."""
     for number in SIGNALS:
         ctypes.CDLL(None).signal(int(number), None)  # SIG_DFL is a null pointer

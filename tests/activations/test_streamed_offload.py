@@ -39,7 +39,8 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 @contextmanager
 def model_on(backend: Backend, checkpoint: Checkpoint, directory: Path, **settings: Any) -> Iterator[LemaModel]:
-    settings = {"device": "cpu", "lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED, "save_steps": 0, **settings}
+    drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED}
+    settings = {"device": "cpu", "device_memory": None, "save_steps": 0} | drawn | settings
     model = LemaModel(LemaConfig(str(checkpoint.streamed), offload_dir=directory, **settings), backend=backend)
     try:
         model.initialize_lora()

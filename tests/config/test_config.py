@@ -102,8 +102,9 @@ def test_defaults_are_the_documented_ones() -> None:
         "lora_rank": 16,
         "lora_alpha": 32,
         "learning_rate": 1e-4,
-        "gradient_checkpointing": False,
+        "gradient_checkpointing": "auto",
     }
+    assert config.device_memory == "auto"
     assert list(config.to_dict().items())[: len(documented)] == list(documented.items())
 
 
@@ -291,7 +292,7 @@ def test_layers_inputs_wait_in_one_place() -> None:
 
 def test_hidden_states_alone_wait_only_where_the_rest_is_recomputed() -> None:
     with pytest.raises(ConfigError, match="without gradient_checkpointing layers keep more") as caught:
-        LemaConfig("model", activation_offloading="hidden_states")
+        LemaConfig("model", activation_offloading="hidden_states", gradient_checkpointing=False)
     assert [problem.key for problem in caught.value.problems] == ["activation_offloading"]  # type: ignore[attr-defined]
     config = LemaConfig("model", activation_offloading="hidden_states", gradient_checkpointing=True)
     with pytest.raises(ConfigError, match="activation_offloading"):

@@ -213,7 +213,7 @@ def test_a_model_in_another_dtype_expands_to_that(quantized: CheckpointOf, kind:
 
 
 def test_a_trace_shows_when_layers_were_expanded(quantized: CheckpointOf, tmp_path: Path) -> None:
-    config = LemaConfig(str(quantized("int8").streamed), device="cpu", lora_rank=2, save_steps=0)
+    config = LemaConfig(str(quantized("int8").streamed), device="cpu", device_memory=None, lora_rank=2, save_steps=0)
     with tracing(tmp_path / "trace.json") as trace:
         model = LemaModel(config, trace=trace)
         with model.memory.lease(7):
@@ -275,7 +275,7 @@ def test_what_is_quantised_outside_the_layers_is_expanded_once(tmp_path: Path) -
     AutoModelForCausalLM.from_pretrained(source, quantization_config=config).save_pretrained(tmp_path / "small")
     whole, (batch,) = dequantized(tmp_path / "small").eval(), micro_batches(1)
     assert "lm_head.weight.absmax" in GlobalBinaryIndex(tmp_path / "small")
-    model = LemaModel(LemaConfig(str(tmp_path / "small"), device="cpu", save_steps=0))
+    model = LemaModel(LemaConfig(str(tmp_path / "small"), device="cpu", device_memory=None, save_steps=0))
     model.skeleton.eval()
     assert torch.equal(model.skeleton.lm_head.weight, whole.lm_head.weight)
     with torch.no_grad():
@@ -299,7 +299,8 @@ def test_generated_tokens_are_those_of_the_whole_model(tmp_path: Path, kind: str
     inputs = tokenizer()("the miller of", return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
         expected = dequantized(small).generate(**inputs, do_sample=False, max_new_tokens=5)
-    model = LemaModel(LemaConfig(str(small), device="cpu", save_steps=0), backend=CpuBackend(poison=True))
+    config = LemaConfig(str(small), device="cpu", device_memory=None, save_steps=0)
+    model = LemaModel(config, backend=CpuBackend(poison=True))
     prompts = inputs["input_ids"].tolist()
     (found,) = complete(model.split, model.memory, model.directory, model.tokenizer, prompts, 5, {})
     model.close()

@@ -240,6 +240,7 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
 ) -> None:
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
     settings = {"gradient_checkpointing": True, "batch_size": 2, "max_length": 12, "boundary_activations": "device"}
+    settings |= {"micro_batch_size": 2, "prefetch_depth": 2, "loss_chunk_tokens": 1024}  # else these give way first
     base = {"device": "cpu", "lora_rank": 4, "lora_alpha": 8, "seed": 7, "save_steps": 0, **settings}
 
     def needed(head: str) -> int:

@@ -44,7 +44,9 @@ TYPES = {
 @pytest.mark.parametrize("form", FORMS)
 def test_two_steps_are_those_of_the_whole_model(form: str, tmp_path: Path) -> None:
     published = write_published(tiny_config(TYPES[form]), form, tmp_path / "published")
-    config = LemaConfig(str(published), device="cpu", dtype="float32", lora_rank=2, lora_alpha=4, seed=SEED)
+    config = LemaConfig(
+        str(published), device="cpu", device_memory=None, dtype="float32", lora_rank=2, lora_alpha=4, seed=SEED
+    )
     model = LemaModel(config, backend=CpuBackend(poison=True))
     model.initialize_lora()
     model.lora_manager.train()

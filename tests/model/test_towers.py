@@ -34,8 +34,11 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tiny_config(TYPE), tmp_path_factory.mktemp("towers") / "published")
 
 
+OWN = {"device_memory": None, "lora_rank": 2, "lora_alpha": 4, "seed": 1, "save_steps": 0}
+
+
 def settings(directory: Path, **changes: object) -> LemaConfig:
-    return LemaConfig(str(directory), device="cpu", lora_rank=2, lora_alpha=4, seed=1, save_steps=0, **changes)
+    return LemaConfig(str(directory), device="cpu", **OWN | changes)
 
 
 def test_a_causal_class_goes_before_one_of_images() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.errors import ConfigError
 from lema.plan import Allocation
-from lema.plan.allocate import OpenModel, allocated
+from lema.plan.allocate import allocated
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Demand, LayerCost, Speeds, device_parts
 from lema.plan.machine import profile
@@ -82,7 +83,8 @@ LAYERS = Demand(tuple(LayerCost(GB, GB, GB) for _ in range(20)), outside_bytes=G
 @pytest.mark.parametrize(
     ("kept", "changes", "stay"),
     [
-        (0.0, {}, 0),
+        (0.0, {"device_memory": None}, 0),
+        (0.0, {}, 10),  # nine tenths of what is free
         (0.75, {}, 8),  # of 16 GB 12, less one outside and three slots
         (0.75, {"device_memory": "6GB"}, 2),  # what is asked for counts
         (0.2, {}, 0),  # not even streaming fits: it is tried all the same
@@ -110,13 +112,15 @@ def test_more_processes_than_one_machine_has_do_not_share_its_memory(
         seen.append(demand.processes)
         return allocated(config, demand, *rest, **options)
 
-    monkeypatch.setattr("lema.plan.allocate.allocated", look)
+    monkeypatch.setattr("lema.plan.planner.allocated", look)
     config = LemaConfig(str(base), device="cpu")
     for local in ("4", "2"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         with closing(LemaModel(config)) as model:
             backend = Beside(model.backend, 4)
-            OpenModel(config, model.skeleton, model._layers, 0, backend, model._head).allocate()  # type: ignore[arg-type]
+            planner = model.opened
+            blueprint = replace(planner.blueprint, parallel=backend.parallel)
+            replace(planner, blueprint=blueprint, backend=backend).needs()  # type: ignore[arg-type]
     assert seen == [4, 2]
 
 

@@ -1,6 +1,7 @@
 """What a step needs is told from shapes alone: it is what a real step takes, and no byte of a weight is read for it."""
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import STAGED, device_parts
 from lema.plan.meter import Tally
-from lema.plan.planner import planner_of, site_of
+from lema.plan.planner import planner_of, settled, site_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import MicroBatch, Workload, measure
 from lema.stream.reader import LayerReader
@@ -214,7 +215,8 @@ def test_what_depends_on_values_is_refused_by_name(tmp_path: Path, monkeypatch: 
 
 
 def allocation_of(model: LemaModel, shape: StepShape | None = None) -> Allocation:
-    return model.opened.allocate(shape)
+    planner = model.opened if shape is None else replace(model.opened, shape=shape)
+    return settled(planner, trains=shape is not None).needs().allocation
 
 
 def test_without_limits_an_allocation_is_what_streaming_needs(tmp_path: Path) -> None:

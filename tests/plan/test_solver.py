@@ -166,7 +166,8 @@ def test_without_limits_no_more_is_taken_than_streaming_needs(
     demand: Demand, speeds: Speeds, slots: int, recompute: bool
 ) -> None:
     found = solve(demand, speeds, slots, recompute=recompute)
-    assert found == Allocation(slots, saved=frozenset() if recompute else frozenset(demand.visited_twice))
+    kept = frozenset[int]() if recompute else frozenset(demand.visited_twice)
+    assert found == Allocation(slots, saved=kept, recompute=recompute)
 
 
 @given(demands(), SPEEDS, st.integers(2, 4), st.integers(0, 9000))

@@ -142,7 +142,7 @@ def write_model(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = 
 def opened(directory: Path, **changes: Any) -> Iterator[LemaModel]:
     """Open a model for streaming with an adapter on every linear, in training mode."""
     settings = {"lora_rank": 2, "lora_alpha": 4, "seed": SEED, "gradient_checkpointing": True, "save_steps": 0}
-    config = LemaConfig(str(directory), device="cpu", **settings | changes)
+    config = LemaConfig(str(directory), device="cpu", device_memory=None, **settings | changes)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         model.initialize_lora()

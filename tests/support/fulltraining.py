@@ -35,7 +35,7 @@ def one_in_the_middle(name: str) -> bool:
 
 def config_of(checkpoint: Checkpoint, **settings: object) -> LemaConfig:
     fixed = {"device": "cpu", "save_steps": 0, "strategy": "resident", "learning_rate": 1e-2, "weight_decay": 0.1}
-    return LemaConfig(str(checkpoint.streamed), **{**fixed, **settings})
+    return LemaConfig(str(checkpoint.streamed), **{**fixed, "gradient_checkpointing": False, **settings})
 
 
 def whole(

@@ -64,7 +64,9 @@ def streamed_model(
     checkpoint: Checkpoint, *, poison: bool = True, spent: Mapping[str, Any] | None = None, **settings: Any
 ) -> Iterator[LemaModel]:
     """Open the model for streaming, with a fresh adapter, in training mode; `spent` says what memory is spent on."""
-    settings = {"device": "cpu", "lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED, "save_steps": 0, **settings}
+    streams = {"device_memory": None, "gradient_checkpointing": False}  # every layer, though there is room for all
+    drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED}
+    settings = {"device": "cpu", "save_steps": 0} | drawn | streams | settings
     model = LemaModel(LemaConfig(str(checkpoint.streamed), **settings), backend=CpuBackend(poison=poison))
     try:
         model.initialize_lora()

@@ -100,6 +100,7 @@ def settings(model: Path, output_dir: Path, **changes: Any) -> LemaConfig:
         "lora_alpha": 8,
         "learning_rate": 1e-2,
         "gradient_checkpointing": True,
+        "device_memory": None,
         "save_steps": 0,
         "batch_size": 4,
     }

@@ -55,7 +55,7 @@ def whole_model(checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, **o
 @contextmanager
 def bare_model(checkpoint: Checkpoint, settings: dict[str, Any] | None = None) -> Iterator[LemaModel]:
     """Open the model for streaming, without an adapter."""
-    config = LemaConfig(str(checkpoint.streamed), device="cpu", save_steps=0, **settings or {})
+    config = LemaConfig(str(checkpoint.streamed), device="cpu", device_memory=None, save_steps=0, **settings or {})
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         yield model

@@ -146,8 +146,7 @@ def _train(out: Console, say: Say, model: LemaModel, train_data: TokenDataset, e
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Compute in one thread, because two spin at the end of every operation of layers this small, and lose nine tenths
-    of their speed where they have no core each.
-    """
+    of their speed where they have no core each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

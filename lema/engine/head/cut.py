@@ -81,9 +81,11 @@ class HeadCut:
             self._refuse("this device compiles what it runs, for every size of it")
         elif found is None:
             self._refuse("the model's head is no plain linear module")
+        elif not self.asked and found.weight.nbytes < LEAST_BYTES:
+            return
         elif (why := self._why_whole(found)) is not None:
             self._refuse(why)
-        elif self.asked or self.nbytes >= LEAST_BYTES:
+        else:
             self.module = found
 
     @property

@@ -22,6 +22,7 @@ from lema.model.capture import leaves
 
 __all__ = ["IGNORED", "LossChunks", "attended_tokens", "blocks", "split_batch", "targets_of", "trained_tokens"]
 
+CHUNK_TOKENS = 1024  # whose logits exist at once, where nobody says otherwise
 IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
 
 

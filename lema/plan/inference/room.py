@@ -9,15 +9,12 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import psutil
-
-from lema.backend.hostmemory import memory_available
-from lema.backend.registry import kept_unasked
 from lema.config.units import human_bytes, parse_memory
+from lema.engine.head.loss import CHUNK_TOKENS
 from lema.errors import MemoryLimitError
-from lema.plan.allocate import OpenModel, allocated, of_one_process, unknown_speeds
 from lema.plan.cost import Allocation, device_parts, host_parts
 from lema.plan.inference.keyvalues import TextBytes, text_bytes
+from lema.plan.planner import Planner
 
 __all__ = ["RowPlan", "TextPlan", "plan_rows", "plan_texts"]
 
@@ -47,7 +44,7 @@ class TextPlan:
 
 
 def plan_texts(
-    opened: OpenModel, prompt: int, new: int, *, rows: int | None, most: int, host: bool, held: Allocation | None
+    planner: Planner, prompt: int, new: int, *, rows: int | None, most: int, host: bool, held: Allocation | None
 ) -> TextPlan:
     """Return the batch that is asked for, or without one the widest that there is room for.
 
@@ -61,8 +58,8 @@ def plan_texts(
         MemoryLimitError: a batch of `rows`, or of one, does not fit; it names the batch that does.
         ModelError: what the model computes depends on values.
     """
-    sized = text_bytes(opened.skeleton, opened.layers, prompt, new, opened.backend.parallel)
-    room, shared = _room(opened, held), opened.backend.memory().shared
+    sized = text_bytes(planner.blueprint.model, planner.blueprint.layers, prompt, new, planner.blueprint.parallel)
+    room, shared = _room(planner, held), planner.site.machine.shared
     away = host and not shared
 
     def plan(count: int) -> TextPlan | MemoryLimitError:
@@ -103,7 +100,7 @@ class RowPlan:
 
 
 def plan_rows(
-    opened: OpenModel, length: int, most: int, *, at_once: int, rows: int | None, held: Allocation | None
+    planner: Planner, length: int, most: int, *, at_once: int, rows: int | None, held: Allocation | None
 ) -> RowPlan:
     """Return the pass that scores rows of at most `length` tokens.
 
@@ -116,11 +113,11 @@ def plan_rows(
         MemoryLimitError: one row does not fit, or not so many of a pass; it names how many do.
         ModelError: what the model computes depends on values.
     """
-    sized = text_bytes(opened.skeleton, opened.layers, length, 1, opened.backend.parallel)
-    config = opened.skeleton.config.get_text_config()
-    row = STATES * length * config.hidden_size * opened.skeleton.dtype.itemsize
-    logits = LOGITS * opened.config.loss_chunk_tokens * config.vocab_size * 4
-    room, shared = _room(opened, held), opened.backend.memory().shared
+    sized = text_bytes(planner.blueprint.model, planner.blueprint.layers, length, 1, planner.blueprint.parallel)
+    config = planner.blueprint.model.config.get_text_config()
+    row = STATES * length * config.hidden_size * planner.blueprint.model.dtype.itemsize
+    logits = LOGITS * (planner.config.loss_chunk_tokens or CHUNK_TOKENS) * config.vocab_size * 4
+    room, shared = _room(planner, held), planner.site.machine.shared
 
     def plan(count: int, together: int) -> RowPlan | MemoryLimitError:
         taken = sized.of(together)
@@ -152,35 +149,32 @@ def _most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
     return bisect_left(counts, True, key=lambda count: isinstance(plan(count), MemoryLimitError))
 
 
-def _room(opened: OpenModel, held: Allocation | None) -> Callable[[int, int], Allocation | MemoryLimitError]:
+def _room(planner: Planner, held: Allocation | None) -> Callable[[int, int], Allocation | MemoryLimitError]:
     """Return what tells, of bytes on the device and on the host, what weights get beside them, or why nothing fits.
 
     Processes of a group ask together, and get the room of the least of them.
     """
-    config, backend, replicas = opened.config, opened.backend, opened.backend.replicas
-    shared, measured = backend.memory().shared, (backend.memory().total, psutil.virtual_memory().total)
-    totals = tuple(map(min, zip(*replicas.everyone((*measured, memory_available())), strict=True)))
-    total, host_total, available = totals
-    in_pieces = opened.head.asked if held is None else held.pieces > 0
+    planner = planner.unlimited() if planner.config.device_memory == "auto" else planner
+    config, site = planner.config, planner.site
+    shared, available, total = site.machine.shared, site.host_available, site.machine.device_memory
+    in_pieces = planner.blueprint.head.asked if held is None else held.pieces > 0
     # Whole unless the settings ask for pieces, because each token would read all of them once more.
-    weights = opened.demand(None, None, in_pieces=in_pieces)
-    adapters = sum(one.nbytes for one in opened.skeleton.parameters() if one.requires_grad)
-    lowest = len(opened.layers) - 1  # because nothing is kept for a backward
-    weights = replace(weights, adapter_bytes=adapters, lowest=lowest)
-    weights = of_one_process(weights, replicas, sharded=config.shard_weights)
+    planner = planner.with_head(pieces=in_pieces)
+    adapters = sum(one.nbytes for one in planner.blueprint.model.parameters() if one.requires_grad)
+    lowest = len(planner.blueprint.layers) - 1  # because nothing is kept for a backward
+    weights = replace(planner.demand(), adapter_bytes=adapters, lowest=lowest)
     host = available
     if config.host_memory is not None and held is None:  # else its share is gone from what is available already
-        host = parse_memory(config.host_memory, host_total)
+        host = parse_memory(config.host_memory, site.machine.host_memory)
     device = host if shared else total  # 0: nobody knows
     if config.device_memory is not None:
         device = parse_memory(config.device_memory, total) or device
-    kept = kept_unasked(backend) if config.device_memory is None and total else 0.0
 
     def fit(on_device: int, on_host: int) -> Allocation | MemoryLimitError:
         demand, allocation = replace(weights, working_bytes=on_device), held
         if allocation is None:
             try:
-                allocation = allocated(config, demand, unknown_speeds(shared=shared), *totals, kept=kept)
+                allocation = planner.allocation(demand)
             except MemoryLimitError as error:
                 return error
         there = sum(device_parts(demand, allocation).values())

@@ -56,8 +56,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spared: Collection[Path] = ()) -> None:
     """Delete all but `keep` checkpoints of a run, up to `newest`, and those that are `spared`; None: keep all. What is
-    of a later step is another's. Raises `DiskError` where one cannot be deleted.
-    """
+    of a later step is another's. Raises `DiskError` where one cannot be deleted."""
     found = checkpoints(output_dir)
     mine = found[: found.index(newest) + 1]
     for directory in mine[: -keep if keep else 0]:
@@ -140,8 +139,7 @@ def leave_adapter(
     writers: Sequence[Writer] = (),
 ) -> None:
     """Write PEFT's files and the settings, and what `writers` add, or raise `DiskError`; `base` is the fingerprint of
-    the model. Processes that hold the model together all call this, and the first of all writes.
-    """
+    the model. Processes that hold the model together all call this, and the first of all writes."""
     whole = whole_adapter(adapters, backend.parallel)
 
     def write() -> None:
@@ -213,8 +211,7 @@ PROBE = (64, 128)  # elements enough for an optimizer that keeps small parameter
 def check_savable(optimizer: Optimizer, parts: int = 1) -> None:
     """Refuse, with `ConfigError` before its first step, an optimizer whose state is more than tensors and numbers, or
     cannot be put together of the `parts` that processes have of each parameter: another one of its class, made from its
-    defaults if that can be, takes a step with a parameter of its own.
-    """
+    defaults if that can be, takes a step with a parameter of its own."""
     first = optimizer.param_groups[0]["params"][0]
     probe = nn.Parameter(torch.zeros(PROBE, device=first.device, dtype=first.dtype))
     probe.grad = torch.ones_like(probe)

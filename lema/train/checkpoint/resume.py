@@ -69,8 +69,7 @@ KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
     """Return the newest sound checkpoint of those `found`, the oldest first, with `weights_only` but for its optimizer;
-    why newer ones are passed over is said, and where none is sound, the `AdapterError` says why of each.
-    """
+    why newer ones are passed over is said, and where none is sound, the `AdapterError` says why of each."""
     faults: list[str] = []
     for directory in reversed(found):
         try:
@@ -243,8 +242,7 @@ def states_of_all(backend: Backend) -> dict[str, Any]:
 
 def restore_own(backend: Backend, state: Mapping[str, Any], seed: int) -> None:
     """Put this process's generators back where a checkpoint found them. A process that was not there, or has a device
-    of another kind, draws other numbers, from the seed and the step.
-    """
+    of another kind, draws other numbers, from the seed and the step."""
     saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
     there = rank < len(saved)
     alike = there and saved[rank].get("kind", backend.name) == backend.name

@@ -61,8 +61,7 @@ def write_full(
     writers: Iterable[Writer] = (),
 ) -> None:
     """Write a checkpoint of what trains and its AdamW; `base` is the fingerprint of the model. All processes call this,
-    the first writes. Errors are as `write_checkpoint`'s, in every process.
-    """
+    the first writes. Errors are as `write_checkpoint`'s, in every process."""
 
     def write_weights(part: Path) -> None:  # with the memory of one more layer
         for file, names in _files(masters):
@@ -204,8 +203,7 @@ def save_delta(
     model: LemaModel, masters: Masters, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
 ) -> Path:
     """Write the weights that were trained, rounded from their masters; of it and of the base `apply_delta` makes, bit
-    for bit, what `save_trained` writes. Errors are as its.
-    """
+    for bit, what `save_trained` writes. Errors are as its."""
     out = free_directory(out_dir, max_shard_size)
     specs = [spec for spec in tensor_specs(model.skeleton, model.records, model.dtypes) if spec[0] in masters.by_name]
     assert len(specs) == len(masters.by_name), "what trains is stored under one name"

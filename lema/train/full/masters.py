@@ -255,8 +255,7 @@ class GradientOffload:
         self, layer: int, found: dict[str, Tensor], *, kept: bool
     ) -> tuple[dict[str, Tensor], Sequence[Download]]:
         """Return where gradients of a layer are in host memory, by name, once the downloads have landed. They are
-        `kept` where they have their place, or gone when the next layer comes; the one before has been stepped.
-        """
+        `kept` where they have their place, or gone when the next layer comes; the one before has been stepped."""
         self.let_go()
         if self._in_host and not kept:
             return found, ()

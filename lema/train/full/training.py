@@ -99,8 +99,7 @@ class FullTraining:
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
         """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is dropped is NaN. It may be
-        when no weight was stepped: without clipping some layers may have been.
-        """
+        when no weight was stepped: without clipping some layers may have been."""
         trained, tokens = count_tokens(micro_batches, self.model)
         self._fault, self._stepped, self.dropped, self._where = None, False, None, where
         self._hidden = HiddenGradients()

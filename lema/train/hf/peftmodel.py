@@ -160,7 +160,7 @@ class StreamedPeftModel(PeftModel):
         # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
         # by itself, within a visit that recomputes it already and whose lease ends before.
         skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign] # its own
-        _recompute(opened, enable=settings.gradient_checkpointing)
+        _recompute(opened, enable=opened.adapter.recompute)
         digest = hashlib.sha256(base_fingerprint(opened.gbi).encode()).digest()
         # In the state dict, because what tells a model by its tensors shall tell one base from another.
         model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))

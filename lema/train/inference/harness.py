@@ -42,8 +42,7 @@ def evaluate_tasks(
     model: LemaModel, tasks: Sequence[str], harness: Harness, told: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any]:
     """Return the harness's results of some tasks; `told` is called after each pass over rows, and batch of texts.
-    Raises `ConfigError` where the harness is not installed, or knows no such task.
-    """
+    Raises `ConfigError` where the harness is not installed, or knows no such task."""
     lm_eval = _harness()
     own = None if harness.include_path is None else str(harness.include_path)
     manager = lm_eval.tasks.TaskManager(include_path=own)

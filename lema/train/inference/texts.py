@@ -184,8 +184,7 @@ SAMPLES = "samples.jsonl"
 
 class Samples(TrainerCallback):
     """Continues `eval_prompts` after each evaluation, by the likeliest token, so that no number of the run is drawn; or
-    `DataError`: a prompt cannot be read, or is too long for the model.
-    """
+    `DataError`: a prompt cannot be read, or is too long for the model."""
 
     def __init__(self, model: LemaModel) -> None:
         given, self._new = model.config.eval_prompts, model.config.eval_prompts_max_new_tokens
@@ -275,8 +274,7 @@ def scores(
 
 def _packed(rows: Sequence[Scored]) -> dict[str, Tensor]:
     """Return a micro-batch, padded on the right, where causal models look at nothing of it, so that it needs no mask.
-    The last token of a row is no input, because nothing comes after it.
-    """
+    The last token of a row is no input, because nothing comes after it."""
     width = max(len(tokens) for tokens, _ in rows) - 1
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), IGNORED)

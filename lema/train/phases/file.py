@@ -251,8 +251,7 @@ def read_sources(
     Raises `ConfigError` where a packed data set is no directory, `DataError` where files are missing or malformed.
     """
     from lema.data.packed import PackedTokens
-    from lema.model.files import ModelFiles
-    from lema.train.batch import read_data
+    from lema.model.files import ModelFiles, read_data
 
     used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
     used |= {name: Style.PADDED for name in also if name not in used}

@@ -189,8 +189,7 @@ class Start:
 
 def find_start(path: str | Path, places: Places) -> Start:
     """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin; else
-    `ConfigError`, of another plan and a model that is gone, too, or `AdapterError`.
-    """
+    `ConfigError`, of another plan and a model that is gone, too, or `AdapterError`."""
     given = Path(path).absolute()
     if (given / STATE).is_file():
         return _from_checkpoint(given, places)
@@ -281,8 +280,7 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
 
 def find_point(places: Places, say: Say) -> Start | None:
     """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
-    Raises `AdapterError` where nothing is sound that it could go on with; `ConfigError` where the plan is another.
-    """
+    Raises `AdapterError` where nothing is sound that it could go on with; `ConfigError` where the plan is another."""
     faults: list[str] = []
     for index in reversed(range(len(places.plan.phases))):
         if not (found := places.saved(index)):

@@ -221,8 +221,7 @@ class PhasePlan(Settings):
 
     def numbers(self, num_phases: int | None = None) -> dict[str, Any]:
         """Return what decides the numbers of the first so many phases, as JSON types: not names, the micro-batch size,
-        what the last phase saves, and tokens that are less than a step.
-        """
+        what the last phase saves, and tokens that are less than a step."""
         phases = [_numbers(self, index, starts) for index, starts in enumerate(self.starts())][:num_phases]
         same = {"seed": self.seed, "batch_size": self.batch_size, "max_length": self.max_length}
         plain: dict[str, Any] = json.loads(json.dumps({"format": _FORMAT, **same, "phases": phases}, allow_nan=False))

@@ -34,8 +34,7 @@ def selection_problems(items: Sequence[object], num_layers: int | None = None, k
 
 def layer_selection(items: Sequence[int | str], num_layers: int, key: str = "layers") -> Selection:
     """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects of so many decoder layers,
-    counted from 0; a `SettingsError` holds each problem.
-    """
+    counted from 0; a `SettingsError` holds each problem."""
     if problems := selection_problems(items, num_layers, key):
         raise SettingsError(problems)
     return Selection(_layers_of(items, num_layers) or frozenset(), "embeddings" in items, "head" in items)

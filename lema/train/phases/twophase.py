@@ -225,8 +225,7 @@ class LoRATrainerConfig(Settings):
 
     def settings_of_run(self, model: LemaConfig) -> LemaConfig:
         """Return the settings of a run: intervals and reports are those here, or those of `model` where it alone gives
-        them; `ConfigError` where both give one, and differ.
-        """
+        them; `ConfigError` where both give one, and differ."""
         changed: dict[str, Any] = {}
         for name, setting in _INTERVALS.items():
             value, theirs = getattr(self, name), getattr(model, setting)
