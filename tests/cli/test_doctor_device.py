@@ -151,7 +151,7 @@ def test_devices_are_told_with_their_memory_or_why_they_cannot_run(slow: None) -
 
 def test_a_device_that_cannot_run_is_noted_and_none_at_all_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [BackendInfo("some", "some:Backend", "its driver is absent")]
-    monkeypatch.setattr("lema.backend.registry.available", lambda: there)
+    monkeypatch.setattr("lema.backend.available", lambda: there)
     told = {finding.name: finding for finding in devices()}
     assert (told["some"].level, told["any"].level) == (Level.NOTE, Level.PROBLEM)
     assert "its driver is absent" in told["some"].what
