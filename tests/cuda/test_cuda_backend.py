@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -310,7 +309,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
         "set_rng_state": lambda state, device: torch.set_rng_state(state),
         "memory_allocated": lambda device: 5,
         "max_memory_allocated": lambda device: 7,
-        "get_device_properties": lambda device: SimpleNamespace(total_memory=11),
+        "mem_get_info": lambda device: (4, 11),
+        "memory_reserved": lambda device: 6,
     }
     for name, value in stands.items():
         monkeypatch.setattr(torch.cuda, name, value)
