@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -205,7 +205,9 @@ def steps_of_both(
     The step has `num_batches` micro-batches of the model that `publish` wrote; the backend is closed at the end."""
     sizes = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout}
     streamed = str(published.with_name("streamed"))
-    settings = LemaConfig(streamed, device=backend.name, gradient_checkpointing=recompute, **sizes)
+    # Without a limit every layer streams; by default those stay that the device has memory for.
+    ways: dict[str, Any] = {"gradient_checkpointing": recompute, "device_memory": None}
+    settings = LemaConfig(streamed, device=backend.name, **ways, **sizes)
     with closing(LemaModel(settings, backend=backend)) as model:
         model.initialize_lora()
         assert model.lora_manager is not None

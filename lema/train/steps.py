@@ -158,7 +158,7 @@ def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
     if config.offloading_tier == "host" and shared:
         what = "activation_offloading saves no memory on a device that computes in host memory: `disk` would"
         warnings.warn(what, stacklevel=3)
-    if lazy and not config.gradient_checkpointing:
+    if lazy and config.gradient_checkpointing is False:
         warnings.warn(
             "gradient_checkpointing: false does nothing on this device: a layer whose activations are kept would "
             "keep a copy of its weights with them, so every layer is computed again; set it to true",

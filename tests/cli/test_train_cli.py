@@ -50,7 +50,8 @@ def test_training_reads_every_format_and_says_what_it_found(
     assert lines[1] == f"evaluation data: {evaluation.counts}"
     assert (train.counts.rows, evaluation.counts.rows) == (6, 2)
     assert (train.counts.trained_tokens == train.counts.tokens - 6) is all_learnt
-    assert re.fullmatch(r"8 layers \(0 resident\), \d+ kB of weights; [\d,]+ adapter parameters; device cpu", lines[2])
+    assert re.fullmatch(r"plan: fits in [\d.]+ GB of device memory, 4 rows at once", lines[2])
+    assert re.fullmatch(r"8 layers \(0 resident\), \d+ kB of weights; [\d,]+ adapter parameters; device cpu", lines[3])
     steps = [line for line in lines if line.startswith("step") and " eval loss " not in line]
     assert [line.split()[:2] for line in steps] == [["step", "1/2"], ["step", "2/2"]]
     for word in ("lr 5.00e-03", "tok/s", "read", "memory"):

@@ -143,7 +143,7 @@ def test_without_recomputation_no_boundary_waits_and_a_place_for_them_is_refused
         assert model.adapter.arena.memory_bytes == 0
     for tier in ("host", "disk"):
         with pytest.raises(ConfigError, match="set it to true"):
-            LemaConfig("model", boundary_activations=tier)
+            LemaConfig("model", boundary_activations=tier, gradient_checkpointing=False)
 
 
 @pytest.mark.slow

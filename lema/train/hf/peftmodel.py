@@ -239,7 +239,7 @@ def _room_of(opened: LemaModel) -> Callable[[], int] | None:
 
     Where a limit is set there are none, because the plan counts one micro-batch of the top layer's activations.
     """
-    if opened.config.device_memory is not None or opened.config.host_memory is not None:
+    if opened.config.device_memory not in (None, "auto") or opened.config.host_memory is not None:
         return None
 
     def room() -> int:
