@@ -12,7 +12,7 @@ from tiny import VOCABULARY, Checkpoint
 
 import lema.model.files
 import lema.plan.blueprint
-import lema.plan.planner
+import lema.plan.machine
 import lema.train.model
 import lema.train.phases.run
 from lema.cli.app import app
@@ -300,7 +300,7 @@ def test_a_run_opens_its_device_and_its_model_once(
 
         monkeypatch.setattr(module, name, counted)
 
-    for module in (lema.train.phases.run, lema.train.model, lema.plan.planner):
+    for module in (lema.train.phases.run, lema.train.model, lema.plan.machine):
         count(module, "open_backend")
     for module in (lema.train.model, lema.plan.blueprint):
         count(module, "meta_model")

@@ -197,7 +197,7 @@ BAD = [
     (phase(warmup_steps=1, warmup_ratio=0.1), "warmup_ratio", "both say how long", "keep one"),
     (phase(lr_scheduler_type="constant", warmup_steps=1), "warmup_steps", "constant has no warmup", "with_warmup"),
     (phase(weight_decay=-1.0), "weight_decay", "at least 0", ""),
-    (phase(activation_offloading=3), "activation_offloading", "must be one of", ""),
+    (phase(activation_offloading=3), "activation_offloading", "must be true, false", ""),
     (phase(wieght_decay=0.1), "wieght_decay", "unknown setting", "did you mean weight_decay?"),
     (phase(schedule="wsd"), "schedule", "unknown setting", "did you mean lr_scheduler_type?"),
     (phase(warmup=1), "warmup", "unknown setting", "did you mean warmup_ratio?"),
