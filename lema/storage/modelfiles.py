@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,16 +54,29 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
 
     check_companions(directory)
     _check_growth(directory / "tokenizer.json")
-    try:
+    with tokenizer_errors(directory, "the model has no tokenizer that can be loaded", how):
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
-    # Any error at all: the files are from outside, and the library that reads them raises plain `Exception`.
-    except Exception as error:
-        what = f"the model has no tokenizer that can be loaded: {str(error) or type(error).__name__}"
-        raise DataError(what, where=str(directory), how=how) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         what = f"the model has no tokenizer that can be loaded: {type(tokenizer).__name__} is none"
         raise DataError(what, where=str(directory), how=how)
     return tokenizer
+
+
+@contextmanager
+def tokenizer_errors(
+    place: str | Path,
+    what: str = "the tokenizer cannot read a text",
+    how: str = "use the tokenizer that was published with the model",
+) -> Iterator[None]:
+    """Have any error of a tokenizer be a `DataError` that names its `place`: the files are from outside, and the
+    library that reads them raises plain `Exception`, and panics that are not even that."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # somebody interrupts
+        said = str(error) or type(error).__name__
+        raise DataError(f"{what}: {said}", where=str(place) or "tokenizer", how=how) from error
 
 
 def _check_growth(file: Path) -> None:
