@@ -98,10 +98,7 @@ def num_trained(labels: npt.NDArray[np.int32]) -> int:
 
 def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
     """The kind of a row, by the columns which are present and not null, and first of all by those the settings name.
-
-    Raises:
-        DataError: no kind fits; the message lists the columns found and those understood.
-    """
+    `DataError`: no kind fits; the message lists the columns found and those understood."""
     present = {name for name, value in row.values.items() if value is not None}
     named = {name for name in forms.columns if any(name in kind for kind in KINDS)}
     refuse_preferences(row, present)
@@ -121,21 +118,15 @@ def unused(row: Row, kind: Kind) -> list[str]:
 
 
 def left_out(row: Row) -> bool:
-    """Whether the row says by `train: false` or `weight: 0` that it is not to be trained on.
-
-    Raises:
-        DataError: one of them is anything but true or false, 1 or 0.
-    """
+    """Whether the row says by `train: false` or `weight: 0` that it is not to be trained on. `DataError`: one of them
+    is anything but true or false, 1 or 0."""
     said = [flag_of(row, row.values[name], f"'{name}'") for name in _FLAGS if row.values.get(name) is not None]
     return not all(said)
 
 
 def refuse_preferences(row: Row, present: set[str]) -> None:
-    """Refuse a row that shows what is not to be learnt: the objective `sft` would learn that too.
-
-    Raises:
-        DataError: the row, whose columns are `present`, is an example of a preference.
-    """
+    """Refuse a row that shows what is not to be learnt: the objective `sft` would learn that too. `DataError`: the row,
+    whose columns are `present`, is an example of a preference."""
     if present.issuperset(("chosen", "rejected")):
         how = "set objective: dpo, or rename 'chosen' to learn it alone"
         raise row.broken("the row prefers 'chosen' to 'rejected', and objective: sft compares nothing", how=how)
@@ -145,11 +136,8 @@ def refuse_preferences(row: Row, present: set[str]) -> None:
 
 
 def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS) -> Example:
-    """Read a row of the kind that `detect` found; with a `chat_template` instruction data become chats.
-
-    Raises:
-        DataError: a value is missing, of the wrong type, or empty; names file, line and column.
-    """
+    """Read a row of the kind that `detect` found; with a `chat_template` instruction data become chats. `DataError`: a
+    value is missing, of the wrong type, or empty; names file, line and column."""
     fields = {name: forms.columns[name] for name in MESSAGE_FIELDS if name in forms.columns}
     match kind[0]:
         case "input_ids":
@@ -228,10 +216,7 @@ DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 def longest_row(wanted: int | None, positions: int | None) -> int:
     """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer.
-
-    Raises:
-        ConfigError: the model takes fewer than asked for.
-    """
+    `ConfigError`: the model takes fewer than asked for."""
     if positions is None:
         return wanted or DEFAULT_LENGTH
     if wanted is not None and wanted > positions:

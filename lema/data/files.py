@@ -43,14 +43,9 @@ class Row:
 
 
 def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    """The data files that files, directories and globs stand for, in a fixed order.
-
-    A directory gives the data files directly inside it, sorted by name; a glob its matches, sorted. Of data sets by
-    name, these are the files of all of them.
-
-    Raises:
-        DataError: a path does not exist, matches nothing, or is of a kind which cannot be read.
-    """
+    """The data files that files, directories and globs stand for, in a fixed order. A directory gives the data files
+    directly inside it, sorted by name; a glob its matches, sorted. Of data sets by name, these are the files of all of
+    them. `DataError`: a path does not exist, matches nothing, or is of a kind which cannot be read."""
     if isinstance(paths, Mapping):
         return [file for files in paths.values() for file in find_files(files)]
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
@@ -97,13 +92,9 @@ def load_rows(paths: str | Path | Iterable[str | Path]) -> list[Row]:
 
 
 def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
-    """The rows of the files, one after another, in the order of the files and their lines.
-
-    Blank lines of .jsonl, .csv and .txt files are no rows. A leading UTF-8 byte-order mark is taken off.
-
-    Raises:
-        DataError: a file is missing, empty, damaged or not UTF-8, or a row is malformed; names file and line.
-    """
+    """The rows of the files, one after another, in the order of the files and their lines. Blank lines of .jsonl, .csv
+    and .txt files are no rows. A leading UTF-8 byte-order mark is taken off. `DataError`: a file is missing, empty,
+    damaged or not UTF-8, or a row is malformed; names file and line."""
     for path in find_files(paths):
         empty = True
         for piece in pieces_of(path):
@@ -127,11 +118,7 @@ class Piece:
     end: int  # bytes of the file that have been read up to here
 
     def rows(self) -> Iterator[Row]:
-        """Read the rows.
-
-        Raises:
-            DataError: one is malformed.
-        """
+        """Read the rows. `DataError`: one is malformed."""
         if isinstance(self.content, list):
             yield from self.content
             return
@@ -141,11 +128,8 @@ class Piece:
 
 
 def pieces_of(path: Path) -> Iterator[Piece]:
-    """Read a file in pieces.
-
-    Raises:
-        DataError: the file cannot be read, or, where its rows are not lines, one of them is malformed.
-    """
+    """Read a file in pieces. `DataError`: the file cannot be read, or, where its rows are not lines, one of them is
+    malformed."""
     if path.exists() and not path.is_file():
         how = "write what comes out of it to a file; the data are read more than once"
         raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
@@ -358,10 +342,7 @@ HUB = "hub:"
 
 def hub_files(given: str) -> list[Path]:
     """The Arrow files in which `datasets` keeps a data set of the hub, or of a directory; it downloads what it lacks.
-
-    Raises:
-        DataError: the data set cannot be had.
-    """
+    `DataError`: the data set cannot be had."""
     path, _, query = given.removeprefix(HUB).partition("?")
     options = {"split": "train", **dict(parse_qsl(query))}
     try:

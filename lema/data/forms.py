@@ -36,11 +36,7 @@ class Forms:
     train_on: TrainOn = "assistant"
 
     def renamed(self, row: Row) -> Row:
-        """Return the row with the columns under our names.
-
-        Raises:
-            DataError: the row lacks a column that was named.
-        """
+        """Return the row with the columns under our names. `DataError`: the row lacks a column that was named."""
         wanted = {ours: theirs for ours, theirs in self.columns.items() if ours not in MESSAGE_FIELDS}
         if not wanted:
             return row
@@ -54,10 +50,7 @@ class Forms:
 
     def with_template(self, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
         """Return the tokenizer with the chat template of the settings; a copy, since the tokenizer is the caller's.
-
-        Raises:
-            DataError: the setting is neither a Jinja text, nor a template of the tokenizer's, nor a file.
-        """
+        `DataError`: the setting is neither a Jinja text, nor a template of the tokenizer's, nor a file."""
         given, own = self.chat_template, tokenizer.chat_template
         if given is None:
             return tokenizer

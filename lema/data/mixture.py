@@ -38,27 +38,17 @@ class Draw(NamedTuple):
 
 
 class Mixture:
-    """The samples of one stage of training.
-
-    Up to the end of any window of 1024 samples, a data set has given its rate of them, give or take less than 2; drawn
-    at random it would be off by the square root of their number. Each epoch of a data set gives every row once. While
-    the mixture before fades, rates are between its own and those here: see `Interleaving` for how exactly they hold.
-
-    Args:
-        sources: their rows, by `Sampling.full_name`; others may be among them.
-        seed: decides the order, with the stage and nothing else.
-        block: tokens of a sample, padding counted.
-        stage: which of the run it is. Stages order the same data differently.
-        held_out: the rows of the same data sets to validate on, by the same names.
-        pad_token_id: stands after the last token of a row that is shorter than a block.
-        fade: how the mixture of the stage before goes over into this one; None: it ended with its stage.
-        starts: where the stages before left data sets, by name, for this one to go on there. One that is not in it
-            begins in an order of its own.
-
-    Raises:
-        ConfigError: the rates make no mixture, a data set is unknown, or its style is another than its source's.
-        DataError: a data set is empty, has a row longer than a block, or is cut into blocks of another length.
-    """
+    """The samples of one stage of training. Up to the end of any window of 1024 samples, a data set has given its rate
+    of them, give or take less than 2; drawn at random it would be off by the square root of their number. Each epoch of
+    a data set gives every row once. While the mixture before fades, rates are between its own and those here: see
+    `Interleaving` for how exactly they hold. `sources`: their rows, by `Sampling.full_name`; others may be among them.
+    `seed`: decides the order, with the stage and nothing else. `block`: tokens of a sample, padding counted. `stage`:
+    which of the run it is. Stages order the same data differently. `held_out`: the rows of the same data sets to
+    validate on, by the same names. `pad_token_id`: stands after the last token of a row that is shorter than a block.
+    `fade`: how the mixture of the stage before goes over into this one; None: it ended with its stage. `starts`: where
+    the stages before left data sets, by name, for this one to go on there. One that is not in it begins in an order of
+    its own. `ConfigError`: the rates make no mixture, a data set is unknown, or its style is another than its source's.
+    `DataError`: a data set is empty, has a row longer than a block, or is cut into blocks of another length."""
 
     def __init__(
         self,
@@ -95,30 +85,20 @@ class Mixture:
     def rows(
         self, start: int, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None
     ) -> list[Draw]:
-        """The rows that one process works on, of the global batch of `count` samples from `start` on.
-
-        The shares of all processes (`lema.data.batches.share_of`), one after the other, are the global batch: its order
-        is the same for any number of processes and any micro-batch.
-        """
+        """The rows that one process works on, of the global batch of `count` samples from `start` on. The shares of all
+        processes (`lema.data.batches.share_of`), one after the other, are the global batch: its order is the same for
+        any number of processes and any micro-batch."""
         return [self.sample(index) for index in share_of(_span(start, count), rank, size, micro_batch_size)]
 
     def collated(self, draws: list[Draw], size: int = 1) -> Batch | None:
-        """The tokens of what `rows` gave one of `size` processes, `[rows, block]`; None: it gave no row.
-
-        Raises:
-            DataError: a row is longer than a block, or holds a token that is not in the vocabulary.
-        """
+        """The tokens of what `rows` gave one of `size` processes, `[rows, block]`; None: it gave no row. `DataError`: a
+        row is longer than a block, or holds a token that is not in the vocabulary."""
         return self._batch(draws, self._sources, size)
 
     def validation(self, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None) -> Batch | None:
-        """The first `count` samples of the rows held out, shared among processes as `rows` does.
-
-        They are the same whatever the seed, the stage and a fade, so losses compare between runs. Where a data set
-        holds fewer rows than its rate asks for, its rows come again.
-
-        Raises:
-            ConfigError: no rows were held out.
-        """
+        """The first `count` samples of the rows held out, shared among processes as `rows` does. They are the same
+        whatever the seed, the stage and a fade, so losses compare between runs. Where a data set holds fewer rows than
+        its rate asks for, its rows come again. `ConfigError`: no rows were held out."""
         if self._held_out is None:
             what = "there is nothing to validate on: the mixture has no rows held out"
             raise ConfigError(what, where="eval_data", how="give the rows to validate on, of every data set")
@@ -129,10 +109,8 @@ class Mixture:
         return self._batch(draws, self._held_out, size)
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
-        """How many of `count` samples from `start` on each data set gives, in the order of `samplings`.
-
-        Those that a fade has besides come after them.
-        """
+        """How many of `count` samples from `start` on each data set gives, in the order of `samplings`. Those that a
+        fade has besides come after them."""
         before, after = self._turns.counts(start), self._turns.counts(start + count)
         return {name: after[name] - before[name] for name in after}
 

@@ -47,15 +47,9 @@ class PackedHeader:
 
 class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
     """The whole blocks of a packed file, as a sequence of rows with `input_ids` and `labels`, which are the same.
-
-    Args:
-        path: a `.bin` file with its header beside it, or the directory of `train.bin`.
-        block: tokens in a block.
-        vocab_size: how many tokens the model knows; None: not known, and ids are compared with the header alone.
-
-    Raises:
-        DataError: the file or its header is missing or damaged, or it is shorter than one block.
-    """
+    `path`: a `.bin` file with its header beside it, or the directory of `train.bin`. `block`: tokens in a block.
+    `vocab_size`: how many tokens the model knows; None: not known, and ids are compared with the header alone.
+    `DataError`: the file or its header is missing or damaged, or it is shorter than one block."""
 
     def __init__(self, path: str | Path, block: int, vocab_size: int | None = None) -> None:
         if block < 2:
@@ -80,12 +74,8 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
         return {"input_ids": tokens, "labels": tokens}
 
     def block(self, index: int) -> npt.NDArray[np.int64]:
-        """Read one block, int64 `[block]`, and nothing else of the file.
-
-        Raises:
-            DataError: a token is not in the vocabulary.
-            IndexError: there is no such block.
-        """
+        """Read one block, int64 `[block]`, and nothing else of the file. `DataError`: a token is not in the vocabulary.
+        `IndexError`: there is no such block."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
         first = index * self.block_size
@@ -98,11 +88,8 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
         return tokens
 
     def verify(self) -> None:
-        """Read the whole file, and compare it with the digest in its header, if there is one.
-
-        Raises:
-            DataError: it is another.
-        """
+        """Read the whole file, and compare it with the digest in its header, if there is one. `DataError`: it is
+        another."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             while piece := file.read(READ_BYTES):
@@ -120,24 +107,15 @@ def write_packed(
     vocab_size: int | None = None,
     tokenizer: str | None = None,
 ) -> Path:
-    """Write a packed file and its header; one that is there is replaced when the new one is complete.
-
-    Nothing is put between rows: give rows that end in the end-of-sequence token. Whatever fails or is killed, the file
-    is the old one, the new one, or one without a header, which is not read. Its path is returned.
-
-    Args:
-        tokens: rows (sequences of ids, or dictionaries with `input_ids`), or ids; taken one at a time.
-        directory: of the data set; made where it is not there.
-        dtype: of the numbers: "uint16" for vocabularies up to 65,536 tokens, "uint32" for others.
-        split: "train" or "val": the name of the file.
-        vocab_size: ids must be below it; None: below what `dtype` holds.
-        tokenizer: a name for the header.
-
-    Raises:
-        ConfigError: no such `dtype` or `split`, or the vocabulary does not fit into `dtype`.
-        DataError: there are no tokens, or one is no id of the vocabulary.
-        DiskError: the file could not be written; what was there before is untouched.
-    """
+    """Write a packed file and its header; one that is there is replaced when the new one is complete. Nothing is put
+    between rows: give rows that end in the end-of-sequence token. Whatever fails or is killed, the file is the old one,
+    the new one, or one without a header, which is not read. Its path is returned. `tokens`: rows (sequences of ids, or
+    dictionaries with `input_ids`), or ids; taken one at a time. `directory`: of the data set; made where it is not
+    there. `dtype`: of the numbers: "uint16" for vocabularies up to 65,536 tokens, "uint32" for others. `split`: "train"
+    or "val": the name of the file. `vocab_size`: ids must be below it; None: below what `dtype` holds. `tokenizer`: a
+    name for the header. `ConfigError`: no such `dtype` or `split`, or the vocabulary does not fit into `dtype`.
+    `DataError`: there are no tokens, or one is no id of the vocabulary. `DiskError`: the file could not be written;
+    what was there before is untouched."""
     _check_names(dtype, split, vocab_size)
     file = Path(directory).expanduser() / f"{split}.bin"
     try:

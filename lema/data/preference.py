@@ -56,13 +56,9 @@ TokenRow = dict[str, list[int]]
 
 
 class PreferenceDataset(Sequence[list[TokenRow]]):
-    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row.
-
-    Args:
-        rows: of all examples, one after the other; labels are -100 in the prompts.
-        labels: whether each example is desirable; None: examples are pairs.
-        max_length: rows are cut at this many tokens.
-    """
+    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row. `rows`: of all examples, one after
+    the other; labels are -100 in the prompts. `labels`: whether each example is desirable; None: examples are pairs.
+    `max_length`: rows are cut at this many tokens."""
 
     def __init__(self, rows: TokenDataset, labels: npt.NDArray[np.int64] | None, max_length: int) -> None:
         self._rows, self._labels, self._max_length = rows, labels, max_length
@@ -130,13 +126,10 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     def batch_of(
         self, examples: Sequence[int], mine: Sequence[int], pad_token_id: int = 0, number: int = 0, count: int = 1
     ) -> Batch:
-        """Return the rows of `mine`, which this process has of a batch of `examples`, those of a pair side by side.
-
-        The batch is that of this `number` among the `count` of its step.
-
-        Each row of labelled examples also comes with the completion of the one before it in the batch, the first with
-        that of the last: `mismatched_input_ids` and so on.
-        """
+        """Return the rows of `mine`, which this process has of a batch of `examples`, those of a pair side by side. The
+        batch is that of this `number` among the `count` of its step. Each row of labelled examples also comes with the
+        completion of the one before it in the batch, the first with that of the last: `mismatched_input_ids` and so
+        on."""
         rows = [row for place in mine for row in self[place]]
         batch = collate(rows, pad_token_id, untrained=True)
         about = torch.zeros((len(rows), len(Of)), dtype=torch.long)
@@ -179,20 +172,13 @@ def prepare_preferences(
     forms: Forms | None = None,
     cache: Path | None = None,
 ) -> PreferenceDataset:
-    """Read and tokenise examples.
-
-    Args:
-        data: as `prepare_data` takes it. Rows have `chosen` and `rejected`, with a `prompt` or without; or `prompt`,
-            `completion` and `label`. Each is text, or a list of messages.
-        labelled: whether examples are rows with a label, which a pair is then made two of.
-        overlong: what becomes of a longer row: "truncate" it at the end, "drop" its example, or raise an "error". An
-            example of which no token of a completion would be left is dropped and counted.
-        forms: how rows are to be read: names of columns and the chat template; None: as they are.
-        cache: as of `prepare_data`.
-
-    Raises:
-        DataError: no rows, a malformed row (named by file and line), or none left.
-    """
+    """Read and tokenise examples. `data`: as `prepare_data` takes it. Rows have `chosen` and `rejected`, with a
+    `prompt` or without; or `prompt`, `completion` and `label`. Each is text, or a list of messages. `labelled`: whether
+    examples are rows with a label, which a pair is then made two of. `overlong`: what becomes of a longer row:
+    "truncate" it at the end, "drop" its example, or raise an "error". An example of which no token of a completion
+    would be left is dropped and counted. `forms`: how rows are to be read: names of columns and the chat template;
+    None: as they are. `cache`: as of `prepare_data`. `DataError`: no rows, a malformed row (named by file and line), or
+    none left."""
     forms = forms or Forms()
     tokenizer = forms.with_template(tokenizer)
 

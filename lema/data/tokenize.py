@@ -57,17 +57,12 @@ class _Draft:
 
 
 def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:
-    """Token ids and labels of rows; a label is the token's own id where it is learnt and -100 elsewhere.
-
-    Text and completions end in the end-of-sequence token, once, and it is learnt: else the model never learns to
-    stop. Tokens that the tokenizer puts in front stand there once, also where the text already begins with them.
-    A row that says not to be trained on, of itself or of all its messages, has no tokens. Rows have the kinds that
-    `lema.data.columns.detect` found, and are tokenised several at a time.
-
-    Raises:
-        DataError: a row is malformed, has nothing to learn, or holds ids outside the vocabulary. All rows before it
-            have been yielded.
-    """
+    """Token ids and labels of rows; a label is the token's own id where it is learnt and -100 elsewhere. Text and
+    completions end in the end-of-sequence token, once, and it is learnt: else the model never learns to stop. Tokens
+    that the tokenizer puts in front stand there once, also where the text already begins with them. A row that says not
+    to be trained on, of itself or of all its messages, has no tokens. Rows have the kinds that
+    `lema.data.columns.detect` found, and are tokenised several at a time. `DataError`: a row is malformed, has nothing
+    to learn, or holds ids outside the vocabulary. All rows before it have been yielded."""
     for drafts in _drafts(rows, reading):
         texts, tokenizer = (
             [draft for draft in drafts if draft.spans],
@@ -142,11 +137,7 @@ def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, kind: Kind) -> None:
-    """Text and completions need an end-of-sequence token.
-
-    Raises:
-        DataError: the tokenizer has none.
-    """
+    """Text and completions need an end-of-sequence token. `DataError`: the tokenizer has none."""
     if kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
         what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
         how = "set eos_token in its tokenizer_config.json"

@@ -43,10 +43,7 @@ class Marked:
 
 def mark_messages(messages: list[dict[str, Any]]) -> Marked:
     """Mark the words of each message: its text, its reasoning, and the names of the tools that it calls.
-
-    Raises:
-        OverflowError: there are more words to mark than marks.
-    """
+    `OverflowError`: there are more words to mark than marks."""
     marked = Marked()
     for number, message in enumerate(messages):
         changed, before = dict(message), len(marked.pieces)
