@@ -40,13 +40,10 @@ def dealt(
     tokens: int | None = None,
 ) -> list[list[int]]:
     """Return the micro-batches of process `rank` of `size`, as places in the `lengths` of a step's rows. Rows are put
-    together by length, the longest first, so that the fewest tokens pad the others; rows of one length stay in order.
-    Micro-batches are dealt out in turn. So what they are follows from the lengths alone, whatever the number of
-    processes. The last processes get none where there are too few. `lengths`: of the rows, in tokens. `at_once`: rows
-    of a micro-batch; None: as many as make one for each process and batch, which then do depend on the number of
-    processes. `batches`: how many batches the rows are. `tokens`: of a micro-batch, at most, unless it is of one row:
-    its rows times its longest. It is given in place of `at_once`, and no more than a quarter of a micro-batch is
-    padding."""
+    together by length, the longest first; those of one length stay in order. Micro-batches of `at_once` rows are dealt
+    out in turn, whatever the number of processes; the last get none where there are too few. None: as many rows as make
+    one for each process and each of the `batches` that the rows are. With `tokens` in place of `at_once`, the rows of a
+    micro-batch times its longest are so many at most, unless it is one row, and no more than a quarter is padding."""
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     if tokens is not None:
         return _within(order, lengths, tokens)[rank::size]

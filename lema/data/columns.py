@@ -1,7 +1,4 @@
-"""The kind of a row, told by the names of its columns: token ids, a chat, a prompt with its completion, or text.
-
-`parse` reads a row of a known kind, and `longest_row` says how many tokens a row may have.
-"""
+"""The kind of a row, told by the names of its columns: token ids, a chat, a prompt with its completion, or text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,7 +98,12 @@ def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
     `DataError`: no kind fits; the message lists the columns found and those understood."""
     present = {name for name, value in row.values.items() if value is not None}
     named = {name for name in forms.columns if any(name in kind for kind in KINDS)}
-    refuse_preferences(row, present)
+    if present.issuperset(("chosen", "rejected")):
+        how = "set objective: dpo, or rename 'chosen' to learn it alone"
+        raise row.broken("the row prefers 'chosen' to 'rejected', and objective: sft compares nothing", how=how)
+    if present.issuperset(("completion", "label")):
+        how = "set objective: kto, or remove the column and the rows whose completions are not to be learnt"
+        raise row.broken("'label' says which completions are good, and objective: sft would learn all", how=how)
     for kind in KINDS:
         if present.issuperset(kind) and named.issubset(kind):
             return kind
@@ -122,17 +124,6 @@ def left_out(row: Row) -> bool:
     is anything but true or false, 1 or 0."""
     said = [flag_of(row, row.values[name], f"'{name}'") for name in _FLAGS if row.values.get(name) is not None]
     return not all(said)
-
-
-def refuse_preferences(row: Row, present: set[str]) -> None:
-    """Refuse a row that shows what is not to be learnt: the objective `sft` would learn that too. `DataError`: the row,
-    whose columns are `present`, is an example of a preference."""
-    if present.issuperset(("chosen", "rejected")):
-        how = "set objective: dpo, or rename 'chosen' to learn it alone"
-        raise row.broken("the row prefers 'chosen' to 'rejected', and objective: sft compares nothing", how=how)
-    if present.issuperset(("completion", "label")):
-        how = "set objective: kto, or remove the column and the rows whose completions are not to be learnt"
-        raise row.broken("'label' says which completions are good, and objective: sft would learn all", how=how)
 
 
 def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS) -> Example:

@@ -230,8 +230,7 @@ class TokenDataset(Sequence[TokenRow]):
     def mixed(self, sets: Mapping[str, str], rates: Mapping[str, float], seed: int) -> "TokenDataset":
         """The rows of several data sets as often as makes up their rates, in an order that the seed draws. Each row is
         there once at least. What a data set lacks for its rate is made up by giving all its rows again, and at last
-        some of them, drawn by the seed. `sets`: the name of the data set that each file belongs to. `rates`: the share
-        of each data set; they sum to 1. `seed`: decides all that is drawn. `DataError`: a data set has no rows."""
+        some of them. `sets` has the data set of each file, `rates` sum to 1. `DataError`: a data set has no rows."""
         names = np.array([sets[source] for source in self._table.sources])[self._table.rows["source"][self._rows]]
         own = {name: self._rows[names == name] for name in sorted(rates)}
         if empty := [name for name, rows in own.items() if not len(rows)]:

@@ -1,7 +1,4 @@
-"""What the settings say of the form of the data, and values of rows in the forms that they may have.
-
-Settings say which columns are meant, which chat template, and what is trained on.
-"""
+"""What the settings say of the form of the data, and values of rows in the forms that they may have."""
 
 import copy
 import json

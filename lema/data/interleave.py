@@ -34,10 +34,8 @@ STEEPNESS = 10.0  # of the sigmoid: a tenth of the fade before its middle, the w
 
 
 def _sigmoid(x: float) -> float:
-    def bent(place: float) -> float:
-        return 1.0 / (1.0 + math.exp(STEEPNESS * (place - 0.5)))
-
-    return (bent(x) - bent(1.0)) / (bent(0.0) - bent(1.0))
+    bent, first, last = (1.0 / (1.0 + math.exp(STEEPNESS * (place - 0.5))) for place in (x, 0.0, 1.0))
+    return (bent - last) / (first - last)
 
 
 SHAPES: Mapping[str, Callable[[float], float]] = {
@@ -110,15 +108,14 @@ _Tree: TypeAlias = _Node | str
 
 
 class Interleaving:
-    """Data sets that take turns, each as often as its rate says. Of the first n slots a data set has its rate of n,
-    give or take less than 2 (with two data sets: at most 1/2), for every n: rates are exact in the long run, however
-    small. Samples are the slots, shuffled in windows of 1024; so the same holds for samples up to the end of any
-    window. The order in which data sets are listed changes nothing. Under a fade a data set has, of the first n slots,
-    the sum of its rates at each of them, give or take less than 5 (with two data sets in both mixtures: at most 2),
-    during the fade and ever after. The samples of a fade are shuffled in windows of their own, a sixteenth of the fade
-    at most; windows of 1024 begin where it ends. `rates`: of each data set by name; they are taken for what they are as
-    decimals, and divided by their sum. `key`: numbers and words that decide how slots are shuffled. `fade`: from the
-    mixture before; None: the rates hold from the first sample on."""
+    """Data sets that take turns, each as often as its rate says; rates are decimals, divided by their sum.
+
+    Of the first n slots a data set has its rate of n, give or take less than 2 (with two data sets: at most 1/2), for
+    every n. Samples are the slots, shuffled by `key` in windows of 1024; so the same holds for samples up to the end of
+    any window. The order in which data sets are listed changes nothing. Under a fade a data set has, of the first n
+    slots, the sum of its rates at each of them, give or take less than 5 (with two data sets in both mixtures: at most
+    2), during the fade and ever after. The samples of a fade are shuffled in windows of their own, a sixteenth of the
+    fade at most; windows of 1024 begin where it ends."""
 
     def __init__(self, rates: Mapping[str, float], *key: int | str, fade: Fade | None = None) -> None:
         self._tree, self._names, self._key = _tree(rates), list(rates), key

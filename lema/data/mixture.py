@@ -38,16 +38,13 @@ class Draw(NamedTuple):
 
 
 class Mixture:
-    """The samples of one stage of training. Up to the end of any window of 1024 samples, a data set has given its rate
-    of them, give or take less than 2; drawn at random it would be off by the square root of their number. Each epoch of
-    a data set gives every row once. While the mixture before fades, rates are between its own and those here: see
-    `Interleaving` for how exactly they hold. `sources`: their rows, by `Sampling.full_name`; others may be among them.
-    `seed`: decides the order, with the stage and nothing else. `block`: tokens of a sample, padding counted. `stage`:
-    which of the run it is. Stages order the same data differently. `held_out`: the rows of the same data sets to
-    validate on, by the same names. `pad_token_id`: stands after the last token of a row that is shorter than a block.
-    `fade`: how the mixture of the stage before goes over into this one; None: it ended with its stage. `starts`: where
-    the stages before left data sets, by name, for this one to go on there. One that is not in it begins in an order of
-    its own. `ConfigError`: the rates make no mixture, a data set is unknown, or its style is another than its source's.
+    """The samples of one stage of training, at rates that hold as `Interleaving` says. Each epoch of a data set gives
+    every row once, in an order that seed and stage decide.
+
+    `sources` and `held_out` are rows by `Sampling.full_name`; others may be among them. A sample has `block` tokens,
+    padding counted. `fade` is how the mixture of the stage before goes over into this one; `starts` is where the stages
+    before left data sets, by name, for this one to go on there. One that is not in it begins in an order of its own.
+    `ConfigError`: the rates make no mixture, a data set is unknown, or its style is another than its source's.
     `DataError`: a data set is empty, has a row longer than a block, or is cut into blocks of another length."""
 
     def __init__(

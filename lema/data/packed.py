@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, cast
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,12 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
             what = f"{self.path.name} has {self.header.num_tokens:,} tokens, fewer than one block of {block:,}"
             raise DataError(what, where=str(self.path), how="use shorter blocks, or pack more tokens")
         self._limit = min(size for size in (LIMITS[self.header.dtype], self.header.vocab_size, vocab_size) if size)
-        self._tokens = _mapped(self.path, self.header)
+        try:
+            kind, shape = np.dtype(self.header.dtype).newbyteorder("<"), (self.header.num_tokens,)
+            self._tokens: npt.NDArray[Any] = np.memmap(self.path, dtype=kind, mode="r", shape=shape)
+        except OSError as error:
+            what = f"{self.path.name} cannot be opened: {error.strerror or error}"
+            raise DataError(what, where=str(self.path), how="check its permissions") from error
 
     def __len__(self) -> int:
         return self.header.num_tokens // self.block_size
@@ -107,15 +112,12 @@ def write_packed(
     vocab_size: int | None = None,
     tokenizer: str | None = None,
 ) -> Path:
-    """Write a packed file and its header; one that is there is replaced when the new one is complete. Nothing is put
-    between rows: give rows that end in the end-of-sequence token. Whatever fails or is killed, the file is the old one,
-    the new one, or one without a header, which is not read. Its path is returned. `tokens`: rows (sequences of ids, or
-    dictionaries with `input_ids`), or ids; taken one at a time. `directory`: of the data set; made where it is not
-    there. `dtype`: of the numbers: "uint16" for vocabularies up to 65,536 tokens, "uint32" for others. `split`: "train"
-    or "val": the name of the file. `vocab_size`: ids must be below it; None: below what `dtype` holds. `tokenizer`: a
-    name for the header. `ConfigError`: no such `dtype` or `split`, or the vocabulary does not fit into `dtype`.
-    `DataError`: there are no tokens, or one is no id of the vocabulary. `DiskError`: the file could not be written;
-    what was there before is untouched."""
+    """Write a packed file and its header, and return its path; one that is there is replaced when the new one is
+    complete. Whatever fails or is killed, the file is the old one, the new one, or one without a header, which is not
+    read. `tokens` are taken one at a time; nothing is put between rows, so they should end in the end-of-sequence
+    token. "uint16" is for vocabularies up to 65,536 tokens. `ConfigError`: no such `dtype` or `split`, or the
+    vocabulary does not fit into `dtype`. `DataError`: there are no tokens, or one is no id of the vocabulary.
+    `DiskError`: the file could not be written; what was there before is untouched."""
     _check_names(dtype, split, vocab_size)
     file = Path(directory).expanduser() / f"{split}.bin"
     try:
@@ -231,15 +233,6 @@ def _checked(fields: dict[str, Any], file: Path) -> PackedHeader:
         detail = error.errors()[0]
         wanted = detail["msg"].removeprefix("Input should be ").replace("'", "")
         raise _damaged(file, f"{detail['loc'][0]} is {detail['input']!r}, not {wanted}") from error
-
-
-def _mapped(file: Path, header: PackedHeader) -> npt.NDArray[Any]:
-    try:
-        mapped = np.memmap(file, dtype=np.dtype(header.dtype).newbyteorder("<"), mode="r", shape=(header.num_tokens,))
-    except OSError as error:
-        what = f"{file.name} cannot be opened: {error.strerror or error}"
-        raise DataError(what, where=str(file), how="check its permissions") from error
-    return cast("npt.NDArray[Any]", mapped)
 
 
 def _damaged(file: Path, what: str) -> DataError:

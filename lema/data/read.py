@@ -103,12 +103,10 @@ def table_of(
     settings: Mapping[str, Any],
     cache: Path | None,
 ) -> Table:
-    """Return data as tokens: those of large files from the cache, all others gathered in memory. `data`: files, or
-    rows. `gather`: tokenises rows. `tokenizer`: what it does so with. `settings`: what else decides the tokens.
-    `cache`: a folder; None: there is none. `DataError`, `DiskError`: as `lema.data.cache.cached`."""
+    """Return data as tokens: those of large files from the folder `cache`, all others gathered in memory. `settings`
+    are what else decides the tokens. `DataError`, `DiskError`: as `lema.data.cache.cached`."""
     notes: tuple[str, ...] = ()
-    listed = isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data) and len(data)
-    if cache is not None and (isinstance(data, (str, Path)) or listed):
+    if cache is not None and (isinstance(data, (str, Path)) or (_lists_files(data) and data)):
         files = find_files(data)  # type: ignore[arg-type] # they are paths
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
         with suppress(NotImplementedError):
@@ -139,8 +137,7 @@ def mixed(config: LemaConfig, rows: Any) -> Any:
 
 
 def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:
-    """Whether any of the files holds something other than token ids; looks at the first row of each. `DataError`: as
-    `prepare_data`, for the first rows."""
+    """Whether any of the files holds other than token ids, by the first row of each. `DataError`: as `prepare_data`."""
     forms = forms or Forms()
     firsts = (forms.renamed(next(read_rows(file))) for file in find_files(data))
     return any(detect(first, forms)[0] != "input_ids" for first in firsts)
@@ -194,6 +191,8 @@ def _paths(items: Iterable[Any]) -> Iterator[str | Path]:
 def _describe(data: Data) -> str:
     if isinstance(data, (str, Path)):
         return str(data)
-    if isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data):
-        return ", ".join(map(str, data)) or "data"
-    return "rows"
+    return ", ".join(map(str, data)) or "data" if _lists_files(data) else "rows"
+
+
+def _lists_files(data: Data) -> bool:
+    return isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data)

@@ -109,8 +109,7 @@ def _flag(row: Row, message: dict[str, Any], at: str) -> bool | None:
 
 
 def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
-    """Calls in the form that templates are written for: each a function with a name and an object of arguments. OpenAI
-    writes the arguments as a text that holds JSON; a template that writes values as JSON would quote it again."""
+    """Calls in the form that templates are written for: each a function with a name and an object of arguments."""
     if not isinstance(calls, (list, tuple)):
         raise row.broken(f"'tool_calls' should be a list, not {type(calls).__name__}", at=at)
     made, how = [], 'write {"function": {"name": "...", "arguments": {...}}}'

@@ -89,9 +89,8 @@ class Template:
 
 
 def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]:
-    """Yield what `render` makes of messages, in one after the other of the forms in which templates take them. Tool
-    calls have their arguments as objects, which is what templates are told to expect. Some join them to text as they
-    are: those take JSON, and a text, perhaps an empty one, beside each call. Models of images take blocks of text.
+    """Yield what `render` makes of messages, in one after the other of the forms in which templates take them: as they
+    are, with arguments of tool calls as JSON and a text, perhaps an empty one, beside each call, and in blocks of text.
     `DataError`: the template takes none of the forms; it is what is said of the first."""
     forms, refused, taken = [messages], list[DataError](), 0
     if any(message.get("tool_calls") for message in messages):
