@@ -75,22 +75,18 @@ def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, to
     size = len(tensors["input_ids"])
     step = rows or size
     parts = [{name: value[at : at + step] for name, value in tensors.items()} for at in range(0, size, step)]
-    for mask in tensors.keys() & {"attention_mask", "mismatched_attention_mask"}:
-        for part in parts:
-            _cut(part, mask.removesuffix("attention_mask"))
+    for prefix, part in ((prefix, part) for prefix in ("", "mismatched_") for part in parts):
+        if (mask := part.get(f"{prefix}attention_mask")) is None:
+            continue
+        labels = part.get(f"{prefix}labels")
+        said = mask != 0 if labels is None else (mask != 0) | (labels != IGNORED)
+        columns, width = np.flatnonzero(said.any(dim=0).cpu().numpy()), mask.shape[1]
+        end = int(columns[-1]) + 1 if columns.size else width
+        # By their names as well as their widths, because two kinds of rows may be equally wide.
+        for name in [name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)]:
+            if part[name].dim() == 2 and part[name].shape[1] == width:
+                part[name] = part[name][:, :end]
     return parts
-
-
-def _cut(part: dict[str, torch.Tensor], prefix: str) -> None:
-    """Leave out the columns at the end of a micro-batch that say nothing, of what has names of this prefix."""
-    mask, labels = part[f"{prefix}attention_mask"], part.get(f"{prefix}labels")
-    said = mask != 0 if labels is None else (mask != 0) | (labels != IGNORED)
-    columns, width = np.flatnonzero(said.any(dim=0).cpu().numpy()), mask.shape[1]
-    end = int(columns[-1]) + 1 if columns.size else width
-    # By their names as well as their widths, because two kinds of rows may be equally wide.
-    for name in [name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)]:
-        if part[name].dim() == 2 and part[name].shape[1] == width:
-            part[name] = part[name][:, :end]
 
 
 def share_of(rows: Sequence[int], rank: int, size: int, micro_batch_size: int | None = None) -> list[int]:

@@ -1,9 +1,7 @@
 """Tokens kept in files, so that data are tokenised once: later starts, and every resume, open what the first one wrote.
 
-An entry is a folder named by a digest of all that decides the tokens: the data files, the tokenizer with its chat
-template, the settings, and the programs. It appears whole or not at all, and holds the table of rows, which is mapped,
-the tokens, and a list of the rows that were cut or dropped. Several processes write it, and the order of rows is that
-of the data.
+An entry appears whole or not at all; docs/data.md says what it is named by and what it holds. Several processes write
+it, and the order of rows is that of the data.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -196,14 +196,12 @@ class TokenDataset(Sequence[TokenRow]):
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
         """The length of each row in tokens, int32 `[rows]`; no token is read for it."""
-        found: npt.NDArray[np.int32] = self._table.rows["length"][self._rows]
-        return found
+        return cast("npt.NDArray[np.int32]", self._table.rows["length"][self._rows])
 
     @property
     def marks(self) -> npt.NDArray[np.int32]:
         """What the reader of each row had to say of it, int32 `[rows]`."""
-        found: npt.NDArray[np.int32] = self._table.rows["mark"][self._rows] & (LABELLED - 1)
-        return found
+        return cast("npt.NDArray[np.int32]", self._table.rows["mark"][self._rows] & (LABELLED - 1))
 
     def num_tokens(self, index: int) -> int:
         """The length of row `index` in tokens."""
@@ -234,9 +232,8 @@ class TokenDataset(Sequence[TokenRow]):
         names = np.array([sets[source] for source in self._table.sources])[self._table.rows["source"][self._rows]]
         own = {name: self._rows[names == name] for name in sorted(rates)}
         if empty := [name for name, rows in own.items() if not len(rows)]:
-            raise DataError(
-                f"the data set {empty[0]!r} has no rows", where="mixture", how="give it some, or leave it out"
-            )
+            what, how = f"the data set {empty[0]!r} has no rows", "give it some, or leave it out"
+            raise DataError(what, where="mixture", how=how)
         total = max(math.ceil(len(rows) / rates[name] - 1e-9) for name, rows in own.items())
         parts, said = [], []
         for number, (name, rows) in enumerate(own.items()):

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from lema.config.problems import nearest
 from lema.data.batches import Batch, collate, share_of
 from lema.data.dataset import TokenDataset
@@ -100,10 +102,10 @@ class Mixture:
             what = "there is nothing to validate on: the mixture has no rows held out"
             raise ConfigError(what, where="eval_data", how="give the rows to validate on, of every data set")
         mine = share_of(_span(0, count), rank, size, micro_batch_size)
-        draws = []
-        for name, taken in map(self._own.slot, mine):  # not shuffled, so that a small batch has all rates too
-            draws.append(Draw(name, *shuffled_row(len(self._held_out[name]), taken, "held out", name)))
-        return self._batch(draws, self._held_out, size)
+        taken = map(self._own.slot, mine)  # not shuffled, so that a small batch has all rates too
+        rows = self._held_out
+        draws = [Draw(name, *shuffled_row(len(rows[name]), count, "held out", name)) for name, count in taken]
+        return self._batch(draws, rows, size)
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
         """How many of `count` samples from `start` on each data set gives, in the order of `samplings`. Those that a
@@ -151,26 +153,21 @@ def _found(samplings: Sequence[Sampling], sources: Mapping[str, Source], block: 
             near = nearest(name, sources) or sorted(sources)[:3]
             how = f"did you mean {' or '.join(near)}?" if near else "give its rows"
             raise ConfigError(f"there is no data set {name!r}", where="train_data", how=how)
-        _check(sampling, sources[name], block)
-        found[name] = sources[name]
+        found[name] = source = sources[name]
+        packed = isinstance(source, PackedTokens)
+        if packed != (sampling.style is Style.PMD):
+            given, fit = ("packed", Style.PMD) if packed else ("rows", Style.PADDED)
+            what = f"the data set {name!r} has the style {sampling.style}, and its tokens are {given}"
+            raise ConfigError(what, where=name, how=f"use style: {fit}, or the other form of the data")
+        if not len(source):
+            raise DataError(f"the data set {name!r} is empty", where=name, how="give at least one row")
+        if isinstance(source, PackedTokens) and source.block_size != block:
+            what = f"the data set {name!r} is cut into blocks of {source.block_size:,} tokens, not of {block:,}"
+            raise DataError(what, where=str(source.path), how="open it with the block of the mixture")
+        if isinstance(source, TokenDataset) and (longer := np.flatnonzero(source.lengths > block)).size:
+            row = int(longer[0])
+            raise _too_long(name, source.origin(row), source.num_tokens(row), block)
     return found
-
-
-def _check(sampling: Sampling, source: Source, block: int) -> None:
-    name, packed = sampling.full_name, isinstance(source, PackedTokens)
-    if packed != (sampling.style is Style.PMD):
-        given, fit = ("packed", Style.PMD) if packed else ("rows", Style.PADDED)
-        what = f"the data set {name!r} has the style {sampling.style}, and its tokens are {given}"
-        raise ConfigError(what, where=name, how=f"use style: {fit}, or the other form of the data")
-    if not len(source):
-        raise DataError(f"the data set {name!r} is empty", where=name, how="give at least one row")
-    if isinstance(source, PackedTokens) and source.block_size != block:
-        what = f"the data set {name!r} is cut into blocks of {source.block_size:,} tokens, not of {block:,}"
-        raise DataError(what, where=str(source.path), how="open it with the block of the mixture")
-    if isinstance(source, TokenDataset):
-        for row in range(len(source)):
-            if (length := source.num_tokens(row)) > block:
-                raise _too_long(name, source.origin(row), length, block)
 
 
 def _too_long(name: str, where: str, length: int, block: int) -> DataError:

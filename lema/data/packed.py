@@ -118,7 +118,13 @@ def write_packed(
     token. "uint16" is for vocabularies up to 65,536 tokens. `ConfigError`: no such `dtype` or `split`, or the
     vocabulary does not fit into `dtype`. `DataError`: there are no tokens, or one is no id of the vocabulary.
     `DiskError`: the file could not be written; what was there before is untouched."""
-    _check_names(dtype, split, vocab_size)
+    if dtype not in LIMITS:
+        raise ConfigError(f"tokens cannot be packed as {dtype!r}", where="dtype", how=f"use {' or '.join(LIMITS)}")
+    if split not in SPLITS:
+        raise ConfigError(f"{split!r} is no part of a data set", where="split", how=f"use {' or '.join(SPLITS)}")
+    if vocab_size is not None and not 0 < vocab_size <= LIMITS[dtype]:
+        what = f"a vocabulary of {vocab_size:,} tokens does not fit into {dtype}, which holds {LIMITS[dtype]:,}"
+        raise ConfigError(what, where="dtype", how="use uint32" if vocab_size > 0 else "give the size, or None")
     file = Path(directory).expanduser() / f"{split}.bin"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -139,16 +145,6 @@ def write_packed(
         what = f"{file.name} could not be written: {error.strerror or error}"
         raise DiskError(what, where=str(file), how="free space, or choose another place that may be written") from error
     return file
-
-
-def _check_names(dtype: str, split: str, vocab_size: int | None) -> None:
-    if dtype not in LIMITS:
-        raise ConfigError(f"tokens cannot be packed as {dtype!r}", where="dtype", how=f"use {' or '.join(LIMITS)}")
-    if split not in SPLITS:
-        raise ConfigError(f"{split!r} is no part of a data set", where="split", how=f"use {' or '.join(SPLITS)}")
-    if vocab_size is not None and not 0 < vocab_size <= LIMITS[dtype]:
-        what = f"a vocabulary of {vocab_size:,} tokens does not fit into {dtype}, which holds {LIMITS[dtype]:,}"
-        raise ConfigError(what, where="dtype", how="use uint32" if vocab_size > 0 else "give the size, or None")
 
 
 def _write_tokens(tokens: Iterable[Item], out: BinaryIO, dtype: str, vocab_size: int | None) -> tuple[int, str]:
@@ -215,24 +211,20 @@ def _read_header(file: Path) -> PackedHeader:
     if (version := fields.pop("version", None)) != VERSION:
         what = f"{beside.name} is of version {version!r}; this program reads version {VERSION}"
         raise DataError(what, where=str(beside), how="use the program that wrote it, or pack the tokens again")
-    header = _checked(fields, beside)
+    names = PackedHeader.__dataclass_fields__.keys()
+    if unknown := sorted(fields.keys() - names):
+        raise _damaged(beside, f"it has the unknown keys {', '.join(unknown)}")
+    try:
+        header = TypeAdapter(PackedHeader).validate_python({name: fields.get(name) for name in names})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        wanted = detail["msg"].removeprefix("Input should be ").replace("'", "")
+        raise _damaged(beside, f"{detail['loc'][0]} is {detail['input']!r}, not {wanted}") from error
     size, needed_bytes = file.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
     if size != needed_bytes:
         what = f"it has {size:,} bytes, and its header says {header.num_tokens:,} tokens of {header.dtype}"
         raise _damaged(file, f"{what}, which are {needed_bytes:,}")
     return header
-
-
-def _checked(fields: dict[str, Any], file: Path) -> PackedHeader:
-    names = PackedHeader.__dataclass_fields__.keys()
-    if unknown := sorted(fields.keys() - names):
-        raise _damaged(file, f"it has the unknown keys {', '.join(unknown)}")
-    try:
-        return TypeAdapter(PackedHeader).validate_python({name: fields.get(name) for name in names})
-    except ValidationError as error:
-        detail = error.errors()[0]
-        wanted = detail["msg"].removeprefix("Input should be ").replace("'", "")
-        raise _damaged(file, f"{detail['loc'][0]} is {detail['input']!r}, not {wanted}") from error
 
 
 def _damaged(file: Path, what: str) -> DataError:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from lema.data.batches import Batch, collate
-from lema.data.chat.messages import Chat, read_tools
+from lema.data.chat.messages import read_messages, read_tools
 from lema.data.chat.template import guarded, open_template
 from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, TokenDataset, held_out
@@ -268,9 +268,7 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
     """Return a column that holds text or messages, checked as those of other rows are."""
     value: Any = row.values[column]
     if not isinstance(value, str):
-        found = parse(Row({"messages": value}, row.source, row.line), ("messages",), chat_template=True)
-        assert isinstance(found, Chat), "messages are a chat"
-        return found.messages
+        return read_messages(Row({"messages": value}, row.source, row.line), "messages", {}).messages
     if not (may_be_empty and not value):
         parse(Row({"text": value}, row.source, row.line), ("text",), chat_template=False)
     return str(value)
