@@ -132,17 +132,12 @@ def collate(
 
 class Batches:
     """The batches of a run, each reached directly by its step. Steps count from 0 over all epochs. Each epoch visits
-    every row once; its last batch is smaller where the rows do not divide evenly. `DataError`: the data set is empty,
-    or `batch_size` is below 1.
+    every row once, in an order that it decides with `seed` alone, or in that of the data; its last batch is smaller
+    where the rows do not divide evenly. Process `rank` of `size` gets its share of each batch: see `dealt`.
+    `DataError`: the data set is empty, or `batch_size` is below 1.
 
     Args:
         dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
-        batch_size: rows per batch.
-        seed: decides the order, with the epoch and nothing else.
-        shuffle: whether to shuffle at all; if not, every epoch has the order of the data.
-        pad_token_id: fills up rows that are shorter than the longest of their batch.
-        rank: of this process, which gets only its share of each batch: see `dealt`.
-        size: how many processes there are.
         micro_batch_size: rows computed at once; None: a process's whole share of a batch.
         apart: put together rows of one batch only, so that its micro-batches are the same in whatever step it is.
         tokens: of a batch, in place of `batch_size`: it takes the next rows until one more would pass that, and one at

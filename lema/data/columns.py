@@ -197,9 +197,7 @@ def _instruction(row: Row, chat_template: bool) -> Example:
     if chat_template:
         question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
         return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": output}])
-    if extra.strip():
-        return Text(_ALPACA_INPUT.format(instruction=instruction, input=extra), output)
-    return Text(_ALPACA.format(instruction=instruction), output)
+    return Text((_ALPACA_INPUT if extra.strip() else _ALPACA).format(instruction=instruction, input=extra), output)
 
 
 DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at

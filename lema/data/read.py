@@ -48,7 +48,6 @@ def prepare_data(
         data: files, directories or globs of them, or `hub:` and a data set's name (`lema.data.files`); or rows as
             dictionaries, such as a `datasets.Dataset` or an `IterableDataset`, which is read to its end.
         tokenizer: the model's tokenizer; None will do when the rows are token ids already.
-        max_length: the most tokens a row may have.
         overlong: what becomes of a longer row: "truncate" it at the end, "drop" it, or raise an "error".
         vocab_size: how many tokens the model knows; ids beyond it are an error. None: not checked.
         forms: which columns are meant, which chat template, and what is trained on; None: as above.
