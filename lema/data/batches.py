@@ -21,11 +21,9 @@ OF_ROWS = frozenset({"example"})  # what has one value or several for each row, 
 
 
 class Batch(TypedDict):
-    """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`.
-
-    `attention_mask` is absent when no row is padded. Packs have `position_ids` instead, which are 0 where one of their
-    rows begins, and at padding.
-    """
+    """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`. `attention_mask` is absent
+    when no row is padded. Packs have `position_ids` instead, which are 0 where one of their rows begins, and at
+    padding."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -41,20 +39,11 @@ def dealt(
     batches: int = 1,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Return the micro-batches of process `rank` of `size`, as places in the `lengths` of a step's rows.
-
-    Rows are put together by length, the longest first, so that the fewest tokens pad the others; rows of one length
-    stay in order. Micro-batches are dealt out in turn. So what they are follows from the lengths alone, whatever the
-    number of processes. The last processes get none where there are too few.
-
-    Args:
-        lengths: of the rows, in tokens.
-        at_once: rows of a micro-batch; None: as many as make one for each process and batch, which then do depend on
-            the number of processes.
-        batches: how many batches the rows are.
-        tokens: of a micro-batch, at most, unless it is of one row: its rows times its longest. It is given in place of
-            `at_once`, and no more than a quarter of a micro-batch is padding.
-    """
+    """Return the micro-batches of process `rank` of `size`, as places in the `lengths` of a step's rows. Rows are put
+    together by length, the longest first; those of one length stay in order. Micro-batches of `at_once` rows are dealt
+    out in turn, whatever the number of processes; the last get none where there are too few. None: as many rows as make
+    one for each process and each of the `batches` that the rows are. With `tokens` in place of `at_once`, the rows of a
+    micro-batch times its longest are so many at most, unless it is one row, and no more than a quarter is padding."""
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     if tokens is not None:
         return _within(order, lengths, tokens)[rank::size]
@@ -81,38 +70,29 @@ def _within(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[l
 
 def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, torch.Tensor]]:
     """Cut a batch into micro-batches of at most `rows` rows, each as wide as its longest; None: one micro-batch.
-
-    Columns at the end that no row of the micro-batch attends to or learns are left out.
-    """
+    Columns at the end that no row of the micro-batch attends to or learns are left out."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     size = len(tensors["input_ids"])
     step = rows or size
     parts = [{name: value[at : at + step] for name, value in tensors.items()} for at in range(0, size, step)]
-    for mask in tensors.keys() & {"attention_mask", "mismatched_attention_mask"}:
-        for part in parts:
-            _cut(part, mask.removesuffix("attention_mask"))
+    for prefix, part in ((prefix, part) for prefix in ("", "mismatched_") for part in parts):
+        if (mask := part.get(f"{prefix}attention_mask")) is None:
+            continue
+        labels = part.get(f"{prefix}labels")
+        said = mask != 0 if labels is None else (mask != 0) | (labels != IGNORED)
+        columns, width = np.flatnonzero(said.any(dim=0).cpu().numpy()), mask.shape[1]
+        end = int(columns[-1]) + 1 if columns.size else width
+        # By their names as well as their widths, because two kinds of rows may be equally wide.
+        for name in [name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)]:
+            if part[name].dim() == 2 and part[name].shape[1] == width:
+                part[name] = part[name][:, :end]
     return parts
 
 
-def _cut(part: dict[str, torch.Tensor], prefix: str) -> None:
-    """Leave out the columns at the end of a micro-batch that say nothing, of what has names of this prefix."""
-    mask, labels = part[f"{prefix}attention_mask"], part.get(f"{prefix}labels")
-    said = mask != 0 if labels is None else (mask != 0) | (labels != IGNORED)
-    columns, width = np.flatnonzero(said.any(dim=0).cpu().numpy()), mask.shape[1]
-    end = int(columns[-1]) + 1 if columns.size else width
-    # By their names as well as their widths, because two kinds of rows may be equally wide.
-    for name in [name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)]:
-        if part[name].dim() == 2 and part[name].shape[1] == width:
-            part[name] = part[name][:, :end]
-
-
 def share_of(rows: Sequence[int], rank: int, size: int, micro_batch_size: int | None = None) -> list[int]:
-    """Return the rows of a batch that process `rank` of `size` works on.
-
-    Rows are dealt out a micro-batch at a time, as evenly as that goes, so that the micro-batches are the same for any
-    number of processes; None: a process computes all its rows at once. Where there are fewer micro-batches than
-    processes, the last processes get none.
-    """
+    """Return the rows of a batch that process `rank` of `size` works on. Rows are dealt out a micro-batch at a time, as
+    evenly as that goes, so that the micro-batches are the same for any number of processes; None: a process computes
+    all its rows at once. Where there are fewer micro-batches than processes, the last processes get none."""
     together = micro_batch_size or 1
     few, more = divmod(-(-len(rows) // together), size)
     first = rank * few + min(rank, more)
@@ -123,13 +103,8 @@ def collate(
     rows: Sequence[TokenRow], pad_token_id: int = 0, *, untrained: bool = False, length: int | None = None
 ) -> Batch:
     """Rows side by side, padded on the right to the longest of them, or to `length`; `untrained`: none of them need
-    train anything.
-
-    Padding carries label -100 and attention 0, so which token stands there changes nothing.
-
-    Raises:
-        DataError: no rows, a row without tokens, labels of another length, or no token to learn in the whole batch.
-    """
+    train anything. Padding carries label -100 and attention 0, so which token stands there changes nothing.
+    `DataError`: no rows, a row without tokens, labels of another length, or no token to learn in the whole batch."""
     lengths = [len(row["input_ids"]) for row in rows]
     if not rows or min(lengths) == 0:
         raise DataError("a batch needs rows, and a row needs tokens", where="collate")
@@ -156,19 +131,13 @@ def collate(
 
 
 class Batches:
-    """The batches of a run, each reached directly by its step.
-
-    Steps count from 0 over all epochs. Each epoch visits every row once; its last batch is smaller where the rows do
-    not divide evenly.
+    """The batches of a run, each reached directly by its step. Steps count from 0 over all epochs. Each epoch visits
+    every row once, in an order that it decides with `seed` alone, or in that of the data; its last batch is smaller
+    where the rows do not divide evenly. Process `rank` of `size` gets its share of each batch: see `dealt`.
+    `DataError`: the data set is empty, or `batch_size` is below 1.
 
     Args:
         dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
-        batch_size: rows per batch.
-        seed: decides the order, with the epoch and nothing else.
-        shuffle: whether to shuffle at all; if not, every epoch has the order of the data.
-        pad_token_id: fills up rows that are shorter than the longest of their batch.
-        rank: of this process, which gets only its share of each batch: see `dealt`.
-        size: how many processes there are.
         micro_batch_size: rows computed at once; None: a process's whole share of a batch.
         apart: put together rows of one batch only, so that its micro-batches are the same in whatever step it is.
         tokens: of a batch, in place of `batch_size`: it takes the next rows until one more would pass that, and one at
@@ -176,9 +145,6 @@ class Batches:
         micro_batch_tokens: computed at once, in place of `micro_batch_size`: see `dealt`.
         multiple: rows count as so many tokens, or a multiple of it, because they are made that long.
         per_step: batches of a step, whose rows are to be about equally long; 0: in any order.
-
-    Raises:
-        DataError: the data set is empty, or `batch_size` is below 1.
     """
 
     def __init__(
@@ -273,9 +239,7 @@ class Batches:
 
     def micro_batches(self, steps: Sequence[int]) -> list[dict[str, torch.Tensor]]:
         """This process's rows of some batches, as what is computed at once: `groups`, each as wide as its longest row.
-
-        Examples of several rows are cut further where not even one may be computed at once.
-        """
+        Examples of several rows are cut further where not even one may be computed at once."""
         if (batch_of := getattr(self.dataset, "batch_of", None)) is None:
             groups = self.groups(steps)
             read = [[self._held[row] if row in self._held else self.dataset[row] for row in group] for group in groups]

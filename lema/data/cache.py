@@ -1,9 +1,7 @@
 """Tokens kept in files, so that data are tokenised once: later starts, and every resume, open what the first one wrote.
 
-An entry is a folder named by a digest of all that decides the tokens: the data files, the tokenizer with its chat
-template, the settings, and the programs. It appears whole or not at all, and holds the table of rows, which is mapped,
-the tokens, and a list of the rows that were cut or dropped. Several processes write it, and the order of rows is that
-of the data.
+An entry appears whole or not at all; docs/data.md says what it is named by and what it holds. Several processes write
+it, and the order of rows is that of the data.
 """
 
 import contextlib
@@ -66,12 +64,8 @@ def folder_of(setting: bool | str) -> Path | None:
 
 
 def key_of(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None", settings: Mapping[str, Any]) -> str:
-    """Return a digest of all that decides the tokens.
-
-    Raises:
-        DataError: a file cannot be read.
-        NotImplementedError: the tokenizer cannot be saved, so nothing says which one it is.
-    """
+    """Return a digest of all that decides the tokens. `DataError`: a file cannot be read. `NotImplementedError`: the
+    tokenizer cannot be saved, so nothing says which one it is."""
     programs = {name: version(name) for name in PROGRAMS}
     about = {"version": VERSION, "programs": programs, "files": [_identity(file) for file in files], **settings}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
@@ -93,14 +87,9 @@ def _identity(file: Path) -> list[Any]:
 
 
 def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: Path) -> Table:
-    """Return the rows of files as tokens: those that are kept, or else newly made, and then kept.
-
-    Of several processes that ask for the same at once, one makes them and the others wait.
-
-    Raises:
-        DataError: as `gather`; or the files have changed while they were read.
-        DiskError: the tokens could not be written.
-    """
+    """Return the rows of files as tokens: those that are kept, or else newly made, and then kept. Of several processes
+    that ask for the same at once, one makes them and the others wait. `DataError`: as `gather`; or the files have
+    changed while they were read. `DiskError`: the tokens could not be written."""
     name = key()
     place = root / name
     try:
@@ -131,11 +120,9 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
 
 
 class Entry:
-    """The tokens of an entry, read where they are asked for, and what else is kept of it.
-
-    Reading leaves no page in the process, where those of a mapped file would stay until memory is short. The entry is
-    locked against removal for as long as this lives.
-    """
+    """The tokens of an entry, read where they are asked for, and what else is kept of it. Reading leaves no page in the
+    process, where those of a mapped file would stay until memory is short. The entry is locked against removal for as
+    long as this lives."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.file = place, place / "tokens" / TOKENS
@@ -233,10 +220,8 @@ def _write(folder: Path, files: Sequence[Path], gather: Gather) -> int:
 
 
 def _each(files: Sequence[Path], gather: Gather, processes: int) -> Iterator[tuple[Path, int, Columns]]:
-    """Yield the rows of one piece after another, in the order of the data, and how much of its file is behind it.
-
-    What is wrong with a row is raised when all rows before it have been yielded.
-    """
+    """Yield the rows of one piece after another, in the order of the data, and how much of its file is behind it. What
+    is wrong with a row is raised when all rows before it have been yielded."""
     todo = ((first, piece) for file in files for first in [next(read_rows(file))] for piece in pieces_of(file))
     if processes == 1:
         yield from ((piece.path, piece.end, gather(piece.rows(), first)) for first, piece in todo)

@@ -1,7 +1,4 @@
-"""The kind of a row, told by the names of its columns: token ids, a chat, a prompt with its completion, or text.
-
-`parse` reads a row of a known kind, and `longest_row` says how many tokens a row may have.
-"""
+"""The kind of a row, told by the names of its columns: token ids, a chat, a prompt with its completion, or text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,13 +95,15 @@ def num_trained(labels: npt.NDArray[np.int32]) -> int:
 
 def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
     """The kind of a row, by the columns which are present and not null, and first of all by those the settings name.
-
-    Raises:
-        DataError: no kind fits; the message lists the columns found and those understood.
-    """
+    `DataError`: no kind fits; the message lists the columns found and those understood."""
     present = {name for name, value in row.values.items() if value is not None}
     named = {name for name in forms.columns if any(name in kind for kind in KINDS)}
-    refuse_preferences(row, present)
+    if present.issuperset(("chosen", "rejected")):
+        how = "set objective: dpo, or rename 'chosen' to learn it alone"
+        raise row.broken("the row prefers 'chosen' to 'rejected', and objective: sft compares nothing", how=how)
+    if present.issuperset(("completion", "label")):
+        how = "set objective: kto, or remove the column and the rows whose completions are not to be learnt"
+        raise row.broken("'label' says which completions are good, and objective: sft would learn all", how=how)
     for kind in KINDS:
         if present.issuperset(kind) and named.issubset(kind):
             return kind
@@ -121,35 +120,15 @@ def unused(row: Row, kind: Kind) -> list[str]:
 
 
 def left_out(row: Row) -> bool:
-    """Whether the row says by `train: false` or `weight: 0` that it is not to be trained on.
-
-    Raises:
-        DataError: one of them is anything but true or false, 1 or 0.
-    """
+    """Whether the row says by `train: false` or `weight: 0` that it is not to be trained on. `DataError`: one of them
+    is anything but true or false, 1 or 0."""
     said = [flag_of(row, row.values[name], f"'{name}'") for name in _FLAGS if row.values.get(name) is not None]
     return not all(said)
 
 
-def refuse_preferences(row: Row, present: set[str]) -> None:
-    """Refuse a row that shows what is not to be learnt: the objective `sft` would learn that too.
-
-    Raises:
-        DataError: the row, whose columns are `present`, is an example of a preference.
-    """
-    if present.issuperset(("chosen", "rejected")):
-        how = "set objective: dpo, or rename 'chosen' to learn it alone"
-        raise row.broken("the row prefers 'chosen' to 'rejected', and objective: sft compares nothing", how=how)
-    if present.issuperset(("completion", "label")):
-        how = "set objective: kto, or remove the column and the rows whose completions are not to be learnt"
-        raise row.broken("'label' says which completions are good, and objective: sft would learn all", how=how)
-
-
 def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS) -> Example:
-    """Read a row of the kind that `detect` found; with a `chat_template` instruction data become chats.
-
-    Raises:
-        DataError: a value is missing, of the wrong type, or empty; names file, line and column.
-    """
+    """Read a row of the kind that `detect` found; with a `chat_template` instruction data become chats. `DataError`: a
+    value is missing, of the wrong type, or empty; names file, line and column."""
     fields = {name: forms.columns[name] for name in MESSAGE_FIELDS if name in forms.columns}
     match kind[0]:
         case "input_ids":
@@ -218,9 +197,7 @@ def _instruction(row: Row, chat_template: bool) -> Example:
     if chat_template:
         question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
         return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": output}])
-    if extra.strip():
-        return Text(_ALPACA_INPUT.format(instruction=instruction, input=extra), output)
-    return Text(_ALPACA.format(instruction=instruction), output)
+    return Text((_ALPACA_INPUT if extra.strip() else _ALPACA).format(instruction=instruction, input=extra), output)
 
 
 DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
@@ -228,10 +205,7 @@ DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 def longest_row(wanted: int | None, positions: int | None) -> int:
     """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer.
-
-    Raises:
-        ConfigError: the model takes fewer than asked for.
-    """
+    `ConfigError`: the model takes fewer than asked for."""
     if positions is None:
         return wanted or DEFAULT_LENGTH
     if wanted is not None and wanted > positions:

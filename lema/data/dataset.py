@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -143,11 +143,9 @@ class Columns:
 
 
 class TokenDataset(Sequence[TokenRow]):
-    """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt.
-
-    Labels stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the
-    table in their order, or all. `notes` are what a user should know of the data, a line each.
-    """
+    """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt. Labels
+    stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the table
+    in their order, or all. `notes` are what a user should know of the data, a line each."""
 
     def __init__(self, table: Table, rows: npt.NDArray[np.int64] | None = None, *, part: bool = False) -> None:
         self._table, self._rows = table, np.arange(len(table.rows)) if rows is None else rows
@@ -198,14 +196,12 @@ class TokenDataset(Sequence[TokenRow]):
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
         """The length of each row in tokens, int32 `[rows]`; no token is read for it."""
-        found: npt.NDArray[np.int32] = self._table.rows["length"][self._rows]
-        return found
+        return cast("npt.NDArray[np.int32]", self._table.rows["length"][self._rows])
 
     @property
     def marks(self) -> npt.NDArray[np.int32]:
         """What the reader of each row had to say of it, int32 `[rows]`."""
-        found: npt.NDArray[np.int32] = self._table.rows["mark"][self._rows] & (LABELLED - 1)
-        return found
+        return cast("npt.NDArray[np.int32]", self._table.rows["mark"][self._rows] & (LABELLED - 1))
 
     def num_tokens(self, index: int) -> int:
         """The length of row `index` in tokens."""
@@ -230,25 +226,14 @@ class TokenDataset(Sequence[TokenRow]):
         return TokenDataset(self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True)
 
     def mixed(self, sets: Mapping[str, str], rates: Mapping[str, float], seed: int) -> "TokenDataset":
-        """The rows of several data sets as often as makes up their rates, in an order that the seed draws.
-
-        Each row is there once at least. What a data set lacks for its rate is made up by giving all its rows again, and
-        at last some of them, drawn by the seed.
-
-        Args:
-            sets: the name of the data set that each file belongs to.
-            rates: the share of each data set; they sum to 1.
-            seed: decides all that is drawn.
-
-        Raises:
-            DataError: a data set has no rows.
-        """
+        """The rows of several data sets as often as makes up their rates, in an order that the seed draws. Each row is
+        there once at least. What a data set lacks for its rate is made up by giving all its rows again, and at last
+        some of them. `sets` has the data set of each file, `rates` sum to 1. `DataError`: a data set has no rows."""
         names = np.array([sets[source] for source in self._table.sources])[self._table.rows["source"][self._rows]]
         own = {name: self._rows[names == name] for name in sorted(rates)}
         if empty := [name for name, rows in own.items() if not len(rows)]:
-            raise DataError(
-                f"the data set {empty[0]!r} has no rows", where="mixture", how="give it some, or leave it out"
-            )
+            what, how = f"the data set {empty[0]!r} has no rows", "give it some, or leave it out"
+            raise DataError(what, where="mixture", how=how)
         total = max(math.ceil(len(rows) / rates[name] - 1e-9) for name, rows in own.items())
         parts, said = [], []
         for number, (name, rows) in enumerate(own.items()):
@@ -262,23 +247,16 @@ class TokenDataset(Sequence[TokenRow]):
         return found
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
-        """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data.
-
-        The same seed draws the same rows from the same data, on every machine. `eval_split` is a fraction between 0 and
-        1, or a number of rows.
-
-        Raises:
-            DataError: one of the two would be empty.
-        """
+        """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data. The same
+        seed draws the same rows from the same data, on every machine. `eval_split` is a fraction between 0 and 1, or a
+        number of rows. `DataError`: one of the two would be empty."""
         chosen = held_out(len(self), eval_split, seed)
         train = TokenDataset(self._table, self._rows[~chosen], part=self._part)
         return train, self.select(np.flatnonzero(chosen))
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels in order: whether a run resumes on the data it began with.
-
-        Where the tokens are kept in files, so is this.
-        """
+        """A digest of all tokens and labels in order: whether a run resumes on the data it began with. Where the tokens
+        are kept in files, so is this."""
         which = f"fingerprint-{hashlib.blake2b(self._rows.tobytes(), digest_size=8).hexdigest()}"
         keeper = self._table.keeper
         if keeper is not None and (known := keeper.get(which)) is not None:
@@ -293,11 +271,8 @@ class TokenDataset(Sequence[TokenRow]):
 
 
 def held_out(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.bool_]:
-    """Say of each of `total` rows whether it is held back to evaluate on; see `TokenDataset.split`.
-
-    Raises:
-        DataError: none would be, or all.
-    """
+    """Say of each of `total` rows whether it is held back to evaluate on; see `TokenDataset.split`. `DataError`: none
+    would be, or all."""
     wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
     if not 0 < wanted < total:
         what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"
@@ -309,11 +284,9 @@ def held_out(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.b
 
 
 def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
-    """A permutation of `range(count)` that depends on nothing but `(count, seed, stream)`.
-
-    NumPy promises that bit generators and seed sequences give the same bits in every release, and promises no such
-    thing of `Generator.permutation` (NEP 19); so the order is that of raw 64-bit draws.
-    """
+    """A permutation of `range(count)` that depends on nothing but `(count, seed, stream)`. NumPy promises that bit
+    generators and seed sequences give the same bits in every release, and promises no such thing of
+    `Generator.permutation` (NEP 19); so the order is that of raw 64-bit draws."""
     keys: Any = np.random.PCG64(np.random.SeedSequence([seed % 2**64, stream])).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64)
 
@@ -330,10 +303,8 @@ def grouped_by_length(
     order: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], per_step: int
 ) -> npt.NDArray[np.int64]:
     """An order in which the rows of a step, about so many, are about equally long; the longest row of all is the first.
-
     Rows stay in the part of the order where they were, of up to 50 steps, as by `transformers`' function
-    `get_length_grouped_indices`, whose `batch_size` is `per_step`.
-    """
+    `get_length_grouped_indices`, whose `batch_size` is `per_step`."""
     part = per_step * max(1, min(len(order) // (4 * per_step), 50))
     found = np.lexsort((-lengths[order], np.arange(len(order)) // part))  # stable, so that equals stay in order
     longest = int(lengths[order[found[::part]]].argmax()) * part

@@ -1,7 +1,4 @@
-"""Rows out of data files and of data sets of the hub, each row knowing the file and line it came from.
-
-Files whose rows are lines are read in pieces of whole lines, which other processes can make rows of.
-"""
+"""Rows out of data files and of data sets of the hub, each row knowing the file and line it came from."""
 
 import csv
 import glob
@@ -43,24 +40,15 @@ class Row:
 
 
 def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
-    """The data files that files, directories and globs stand for, in a fixed order.
-
-    A directory gives the data files directly inside it, sorted by name; a glob its matches, sorted. Of data sets by
-    name, these are the files of all of them.
-
-    Raises:
-        DataError: a path does not exist, matches nothing, or is of a kind which cannot be read.
-    """
+    """The data files that files, directories and globs stand for, in a fixed order. A directory gives the data files
+    directly inside it, sorted by name; a glob its matches, sorted. Of data sets by name, these are the files of all of
+    them. `DataError`: a path does not exist, matches nothing, or is of a kind which cannot be read."""
     if isinstance(paths, Mapping):
         return [file for files in paths.values() for file in find_files(files)]
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not given:
         raise DataError("no data files were given", how="set train_data to a file, a directory or a glob")
-    return [file for path in given for file in _files_of(path)]
-
-
-def _files_of(path: str | Path) -> list[Path]:
-    return hub_files(path) if isinstance(path, str) and path.startswith(HUB) else _expand(Path(path).expanduser())
+    return [file for path in given for file in _expand(path)]
 
 
 def _kind(path: Path) -> str:
@@ -69,7 +57,10 @@ def _kind(path: Path) -> str:
     return inner if kind in _COMPRESSED and inner in _OF_LINES else kind
 
 
-def _expand(path: Path) -> list[Path]:
+def _expand(given: str | Path) -> list[Path]:
+    if isinstance(given, str) and given.startswith(HUB):
+        return hub_files(given)
+    path = Path(given).expanduser()
     if path.is_dir():
         found = sorted(p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith("."))
         if not found:
@@ -97,13 +88,9 @@ def load_rows(paths: str | Path | Iterable[str | Path]) -> list[Row]:
 
 
 def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
-    """The rows of the files, one after another, in the order of the files and their lines.
-
-    Blank lines of .jsonl, .csv and .txt files are no rows. A leading UTF-8 byte-order mark is taken off.
-
-    Raises:
-        DataError: a file is missing, empty, damaged or not UTF-8, or a row is malformed; names file and line.
-    """
+    """The rows of the files, one after another, in the order of the files and their lines. Blank lines of .jsonl, .csv
+    and .txt files are no rows. A leading UTF-8 byte-order mark is taken off. `DataError`: a file is missing, empty,
+    damaged or not UTF-8, or a row is malformed; names file and line."""
     for path in find_files(paths):
         empty = True
         for piece in pieces_of(path):
@@ -127,11 +114,7 @@ class Piece:
     end: int  # bytes of the file that have been read up to here
 
     def rows(self) -> Iterator[Row]:
-        """Read the rows.
-
-        Raises:
-            DataError: one is malformed.
-        """
+        """Read the rows, if they are not read yet."""
         if isinstance(self.content, list):
             yield from self.content
             return
@@ -141,11 +124,8 @@ class Piece:
 
 
 def pieces_of(path: Path) -> Iterator[Piece]:
-    """Read a file in pieces.
-
-    Raises:
-        DataError: the file cannot be read, or, where its rows are not lines, one of them is malformed.
-    """
+    """Read a file in pieces. `DataError`: the file cannot be read, or, where its rows are not lines, one of them is
+    malformed."""
     if path.exists() and not path.is_file():
         how = "write what comes out of it to a file; the data are read more than once"
         raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
@@ -288,9 +268,8 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            raise _error(
-                f"not CSV: {error}", path, line, "quote cells which hold commas, quotes or newlines"
-            ) from error
+            how = "quote cells which hold commas, quotes or newlines"
+            raise _error(f"not CSV: {error}", path, line, how) from error
         if cells is None:
             return
         if not cells:
@@ -313,39 +292,32 @@ def _txt(_: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[
             yield number, {"text": text.rstrip("\r\n")}
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow.parquet
-
-    def batches() -> Iterator[Any]:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=1024)
-
-    return _columnar(path, batches())
-
-
-def _arrow(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Either form of Arrow's files: what `datasets` writes is a stream, what others do can be read in any order."""
+def _batches(path: Path) -> Iterator[Any]:
+    """Batches of a parquet file, or of either form of Arrow's: what `datasets` writes is a stream."""
     import pyarrow.ipc
 
-    def batches() -> Iterator[Any]:
-        with pyarrow.memory_map(str(path)) as file:
-            if file.read(6) == b"ARROW1":
-                opened = pyarrow.ipc.open_file(file)
-                yield from map(opened.get_batch, range(opened.num_record_batches))
-            else:
-                file.seek(0)
-                yield from pyarrow.ipc.open_stream(file)
+    if _kind(path) == ".parquet":
+        import pyarrow.parquet
 
-    return _columnar(path, (batch.slice(at, 1024) for batch in batches() for at in range(0, len(batch), 1024)))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=1024)
+        return
+    with pyarrow.memory_map(str(path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            opened = pyarrow.ipc.open_file(mapped)
+            yield from map(opened.get_batch, range(opened.num_record_batches))
+        else:
+            mapped.seek(0)
+            yield from pyarrow.ipc.open_stream(mapped)
 
 
-def _columnar(path: Path, batches: Iterator[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
 
     number = 0
     try:
-        for batch in batches:
-            for values in batch.to_pylist():
+        for batch in _batches(path):
+            for values in (row for at in range(0, len(batch), 1024) for row in batch.slice(at, 1024).to_pylist()):
                 number += 1
                 yield number, values
     except (pyarrow.ArrowException, OSError) as error:
@@ -358,10 +330,7 @@ HUB = "hub:"
 
 def hub_files(given: str) -> list[Path]:
     """The Arrow files in which `datasets` keeps a data set of the hub, or of a directory; it downloads what it lacks.
-
-    Raises:
-        DataError: the data set cannot be had.
-    """
+    `DataError`: the data set cannot be had."""
     path, _, query = given.removeprefix(HUB).partition("?")
     options = {"split": "train", **dict(parse_qsl(query))}
     try:
@@ -382,11 +351,7 @@ def hub_files(given: str) -> list[Path]:
 
 _Values = Iterator[tuple[int, dict[str, Any]]]
 _OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {".jsonl": _jsonl, ".txt": _txt}
-_OF_FILES: dict[str, Callable[[Path], _Values]] = {
-    ".json": _json,
-    ".csv": _csv,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-}
+_OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv}
+_OF_FILES |= dict.fromkeys((".parquet", ".arrow"), _columnar)
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _READERS = _OF_LINES.keys() | _OF_FILES.keys()

@@ -1,7 +1,4 @@
-"""What the settings say of the form of the data, and values of rows in the forms that they may have.
-
-Settings say which columns are meant, which chat template, and what is trained on.
-"""
+"""What the settings say of the form of the data, and values of rows in the forms that they may have."""
 
 import copy
 import json
@@ -36,11 +33,7 @@ class Forms:
     train_on: TrainOn = "assistant"
 
     def renamed(self, row: Row) -> Row:
-        """Return the row with the columns under our names.
-
-        Raises:
-            DataError: the row lacks a column that was named.
-        """
+        """Return the row with the columns under our names. `DataError`: the row lacks a column that was named."""
         wanted = {ours: theirs for ours, theirs in self.columns.items() if ours not in MESSAGE_FIELDS}
         if not wanted:
             return row
@@ -54,10 +47,7 @@ class Forms:
 
     def with_template(self, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
         """Return the tokenizer with the chat template of the settings; a copy, since the tokenizer is the caller's.
-
-        Raises:
-            DataError: the setting is neither a Jinja text, nor a template of the tokenizer's, nor a file.
-        """
+        `DataError`: the setting is neither a Jinja text, nor a template of the tokenizer's, nor a file."""
         given, own = self.chat_template, tokenizer.chat_template
         if given is None:
             return tokenizer

@@ -34,10 +34,8 @@ STEEPNESS = 10.0  # of the sigmoid: a tenth of the fade before its middle, the w
 
 
 def _sigmoid(x: float) -> float:
-    def bent(place: float) -> float:
-        return 1.0 / (1.0 + math.exp(STEEPNESS * (place - 0.5)))
-
-    return (bent(x) - bent(1.0)) / (bent(0.0) - bent(1.0))
+    bent, first, last = (1.0 / (1.0 + math.exp(STEEPNESS * (place - 0.5))) for place in (x, 0.0, 1.0))
+    return (bent - last) / (first - last)
 
 
 SHAPES: Mapping[str, Callable[[float], float]] = {
@@ -57,11 +55,8 @@ def _tables(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Fade:
-    """The first samples of a stage, over which its mixture comes in for the one before.
-
-    Raises:
-        ConfigError: `before` is no mixture, there are no samples, or there is no such shape.
-    """
+    """The first samples of a stage, over which its mixture comes in for the one before. `ConfigError`: `before` is no
+    mixture, there are no samples, or there is no such shape."""
 
     before: tuple[Sampling, ...]  # the data sets of the mixture before
     samples: int  # over which
@@ -76,10 +71,8 @@ class Fade:
             raise ConfigError(f"there is no fade {self.shape!r}", where="shape", how=how)
 
     def given(self, count: int) -> int:
-        """Return how many of the first `count` slots are the mixture's before: the sum of weights, halves up.
-
-        It is the integral of the weight from 0 to `count`, exactly, so no slot is given twice and none is left out.
-        """
+        """Return how many of the first `count` slots are the mixture's before: the sum of weights, halves up. It is the
+        integral of the weight from 0 to `count`, exactly, so no slot is given twice and none is left out."""
         weights, sums = _tables(self.shape)
         count = min(count, self.samples)
         piece, rest = divmod(count * PIECES, self.samples)
@@ -115,21 +108,14 @@ _Tree: TypeAlias = _Node | str
 
 
 class Interleaving:
-    """Data sets that take turns, each as often as its rate says.
+    """Data sets that take turns, each as often as its rate says; rates are decimals, divided by their sum.
 
     Of the first n slots a data set has its rate of n, give or take less than 2 (with two data sets: at most 1/2), for
-    every n: rates are exact in the long run, however small. Samples are the slots, shuffled in windows of 1024; so the
-    same holds for samples up to the end of any window. The order in which data sets are listed changes nothing.
-
-    Under a fade a data set has, of the first n slots, the sum of its rates at each of them, give or take less than 5
-    (with two data sets in both mixtures: at most 2), during the fade and ever after. The samples of a fade are
-    shuffled in windows of their own, a sixteenth of the fade at most; windows of 1024 begin where it ends.
-
-    Args:
-        rates: of each data set by name; they are taken for what they are as decimals, and divided by their sum.
-        key: numbers and words that decide how slots are shuffled.
-        fade: from the mixture before; None: the rates hold from the first sample on.
-    """
+    every n. Samples are the slots, shuffled by `key` in windows of 1024; so the same holds for samples up to the end of
+    any window. The order in which data sets are listed changes nothing. Under a fade a data set has, of the first n
+    slots, the sum of its rates at each of them, give or take less than 5 (with two data sets in both mixtures: at most
+    2), during the fade and ever after. The samples of a fade are shuffled in windows of their own, a sixteenth of the
+    fade at most; windows of 1024 begin where it ends."""
 
     def __init__(self, rates: Mapping[str, float], *key: int | str, fade: Fade | None = None) -> None:
         self._tree, self._names, self._key = _tree(rates), list(rates), key
@@ -197,12 +183,10 @@ def _slots(tree: _Tree, slots: int) -> Counter[str]:
 
 
 def _tree(rates: Mapping[str, float]) -> _Tree:
-    """Huffman's tree over the rates.
-
-    A node rounds by 1/2 at most, and what comes to it too much or too little is passed on by its share. In this tree
-    a node has at most 2/3 of the node above it (its own two parts are no larger than its sibling), so what a node gets
-    is off by at most 1/2 + 1/3 + 2/9 + ... = 3/2, and what a data set gets by less than 2.
-    """
+    """Huffman's tree over the rates. A node rounds by 1/2 at most, and what comes to it too much or too little is
+    passed on by its share. In this tree a node has at most 2/3 of the node above it (its own two parts are no larger
+    than its sibling), so what a node gets is off by at most 1/2 + 1/3 + 2/9 + ... = 3/2, and what a data set gets by
+    less than 2."""
     # Names break ties: they are compared before trees would be, and no two are alike.
     heap: list[tuple[Fraction, str, _Tree]] = [(Fraction(str(rate)), name, name) for name, rate in rates.items()]
     heapq.heapify(heap)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from lema.config.problems import nearest
 from lema.data.batches import Batch, collate, share_of
 from lema.data.dataset import TokenDataset
@@ -38,27 +40,14 @@ class Draw(NamedTuple):
 
 
 class Mixture:
-    """The samples of one stage of training.
+    """The samples of one stage of training, at rates that hold as `Interleaving` says. Each epoch of a data set gives
+    every row once, in an order that seed and stage decide.
 
-    Up to the end of any window of 1024 samples, a data set has given its rate of them, give or take less than 2; drawn
-    at random it would be off by the square root of their number. Each epoch of a data set gives every row once. While
-    the mixture before fades, rates are between its own and those here: see `Interleaving` for how exactly they hold.
-
-    Args:
-        sources: their rows, by `Sampling.full_name`; others may be among them.
-        seed: decides the order, with the stage and nothing else.
-        block: tokens of a sample, padding counted.
-        stage: which of the run it is. Stages order the same data differently.
-        held_out: the rows of the same data sets to validate on, by the same names.
-        pad_token_id: stands after the last token of a row that is shorter than a block.
-        fade: how the mixture of the stage before goes over into this one; None: it ended with its stage.
-        starts: where the stages before left data sets, by name, for this one to go on there. One that is not in it
-            begins in an order of its own.
-
-    Raises:
-        ConfigError: the rates make no mixture, a data set is unknown, or its style is another than its source's.
-        DataError: a data set is empty, has a row longer than a block, or is cut into blocks of another length.
-    """
+    `sources` and `held_out` are rows by `Sampling.full_name`; others may be among them. A sample has `block` tokens,
+    padding counted. `fade` is how the mixture of the stage before goes over into this one; `starts` is where the stages
+    before left data sets, by name, for this one to go on there. One that is not in it begins in an order of its own.
+    `ConfigError`: the rates make no mixture, a data set is unknown, or its style is another than its source's.
+    `DataError`: a data set is empty, has a row longer than a block, or is cut into blocks of another length."""
 
     def __init__(
         self,
@@ -95,44 +84,32 @@ class Mixture:
     def rows(
         self, start: int, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None
     ) -> list[Draw]:
-        """The rows that one process works on, of the global batch of `count` samples from `start` on.
-
-        The shares of all processes (`lema.data.batches.share_of`), one after the other, are the global batch: its order
-        is the same for any number of processes and any micro-batch.
-        """
+        """The rows that one process works on, of the global batch of `count` samples from `start` on. The shares of all
+        processes (`lema.data.batches.share_of`), one after the other, are the global batch: its order is the same for
+        any number of processes and any micro-batch."""
         return [self.sample(index) for index in share_of(_span(start, count), rank, size, micro_batch_size)]
 
     def collated(self, draws: list[Draw], size: int = 1) -> Batch | None:
-        """The tokens of what `rows` gave one of `size` processes, `[rows, block]`; None: it gave no row.
-
-        Raises:
-            DataError: a row is longer than a block, or holds a token that is not in the vocabulary.
-        """
+        """The tokens of what `rows` gave one of `size` processes, `[rows, block]`; None: it gave no row. `DataError`: a
+        row is longer than a block, or holds a token that is not in the vocabulary."""
         return self._batch(draws, self._sources, size)
 
     def validation(self, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None) -> Batch | None:
-        """The first `count` samples of the rows held out, shared among processes as `rows` does.
-
-        They are the same whatever the seed, the stage and a fade, so losses compare between runs. Where a data set
-        holds fewer rows than its rate asks for, its rows come again.
-
-        Raises:
-            ConfigError: no rows were held out.
-        """
+        """The first `count` samples of the rows held out, shared among processes as `rows` does. They are the same
+        whatever the seed, the stage and a fade, so losses compare between runs. Where a data set holds fewer rows than
+        its rate asks for, its rows come again. `ConfigError`: no rows were held out."""
         if self._held_out is None:
             what = "there is nothing to validate on: the mixture has no rows held out"
             raise ConfigError(what, where="eval_data", how="give the rows to validate on, of every data set")
         mine = share_of(_span(0, count), rank, size, micro_batch_size)
-        draws = []
-        for name, taken in map(self._own.slot, mine):  # not shuffled, so that a small batch has all rates too
-            draws.append(Draw(name, *shuffled_row(len(self._held_out[name]), taken, "held out", name)))
-        return self._batch(draws, self._held_out, size)
+        taken = map(self._own.slot, mine)  # not shuffled, so that a small batch has all rates too
+        rows = self._held_out
+        draws = [Draw(name, *shuffled_row(len(rows[name]), count, "held out", name)) for name, count in taken]
+        return self._batch(draws, rows, size)
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
-        """How many of `count` samples from `start` on each data set gives, in the order of `samplings`.
-
-        Those that a fade has besides come after them.
-        """
+        """How many of `count` samples from `start` on each data set gives, in the order of `samplings`. Those that a
+        fade has besides come after them."""
         before, after = self._turns.counts(start), self._turns.counts(start + count)
         return {name: after[name] - before[name] for name in after}
 
@@ -176,26 +153,21 @@ def _found(samplings: Sequence[Sampling], sources: Mapping[str, Source], block: 
             near = nearest(name, sources) or sorted(sources)[:3]
             how = f"did you mean {' or '.join(near)}?" if near else "give its rows"
             raise ConfigError(f"there is no data set {name!r}", where="train_data", how=how)
-        _check(sampling, sources[name], block)
-        found[name] = sources[name]
+        found[name] = source = sources[name]
+        packed = isinstance(source, PackedTokens)
+        if packed != (sampling.style is Style.PMD):
+            given, fit = ("packed", Style.PMD) if packed else ("rows", Style.PADDED)
+            what = f"the data set {name!r} has the style {sampling.style}, and its tokens are {given}"
+            raise ConfigError(what, where=name, how=f"use style: {fit}, or the other form of the data")
+        if not len(source):
+            raise DataError(f"the data set {name!r} is empty", where=name, how="give at least one row")
+        if isinstance(source, PackedTokens) and source.block_size != block:
+            what = f"the data set {name!r} is cut into blocks of {source.block_size:,} tokens, not of {block:,}"
+            raise DataError(what, where=str(source.path), how="open it with the block of the mixture")
+        if isinstance(source, TokenDataset) and (longer := np.flatnonzero(source.lengths > block)).size:
+            row = int(longer[0])
+            raise _too_long(name, source.origin(row), source.num_tokens(row), block)
     return found
-
-
-def _check(sampling: Sampling, source: Source, block: int) -> None:
-    name, packed = sampling.full_name, isinstance(source, PackedTokens)
-    if packed != (sampling.style is Style.PMD):
-        given, fit = ("packed", Style.PMD) if packed else ("rows", Style.PADDED)
-        what = f"the data set {name!r} has the style {sampling.style}, and its tokens are {given}"
-        raise ConfigError(what, where=name, how=f"use style: {fit}, or the other form of the data")
-    if not len(source):
-        raise DataError(f"the data set {name!r} is empty", where=name, how="give at least one row")
-    if isinstance(source, PackedTokens) and source.block_size != block:
-        what = f"the data set {name!r} is cut into blocks of {source.block_size:,} tokens, not of {block:,}"
-        raise DataError(what, where=str(source.path), how="open it with the block of the mixture")
-    if isinstance(source, TokenDataset):
-        for row in range(len(source)):
-            if (length := source.num_tokens(row)) > block:
-                raise _too_long(name, source.origin(row), length, block)
 
 
 def _too_long(name: str, where: str, length: int, block: int) -> DataError:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, cast
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,15 +47,9 @@ class PackedHeader:
 
 class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
     """The whole blocks of a packed file, as a sequence of rows with `input_ids` and `labels`, which are the same.
-
-    Args:
-        path: a `.bin` file with its header beside it, or the directory of `train.bin`.
-        block: tokens in a block.
-        vocab_size: how many tokens the model knows; None: not known, and ids are compared with the header alone.
-
-    Raises:
-        DataError: the file or its header is missing or damaged, or it is shorter than one block.
-    """
+    `path`: a `.bin` file with its header beside it, or the directory of `train.bin`. `block`: tokens in a block.
+    `vocab_size`: how many tokens the model knows; None: not known, and ids are compared with the header alone.
+    `DataError`: the file or its header is missing or damaged, or it is shorter than one block."""
 
     def __init__(self, path: str | Path, block: int, vocab_size: int | None = None) -> None:
         if block < 2:
@@ -68,7 +62,12 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
             what = f"{self.path.name} has {self.header.num_tokens:,} tokens, fewer than one block of {block:,}"
             raise DataError(what, where=str(self.path), how="use shorter blocks, or pack more tokens")
         self._limit = min(size for size in (LIMITS[self.header.dtype], self.header.vocab_size, vocab_size) if size)
-        self._tokens = _mapped(self.path, self.header)
+        try:
+            kind, shape = np.dtype(self.header.dtype).newbyteorder("<"), (self.header.num_tokens,)
+            self._tokens: npt.NDArray[Any] = np.memmap(self.path, dtype=kind, mode="r", shape=shape)
+        except OSError as error:
+            what = f"{self.path.name} cannot be opened: {error.strerror or error}"
+            raise DataError(what, where=str(self.path), how="check its permissions") from error
 
     def __len__(self) -> int:
         return self.header.num_tokens // self.block_size
@@ -80,12 +79,8 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
         return {"input_ids": tokens, "labels": tokens}
 
     def block(self, index: int) -> npt.NDArray[np.int64]:
-        """Read one block, int64 `[block]`, and nothing else of the file.
-
-        Raises:
-            DataError: a token is not in the vocabulary.
-            IndexError: there is no such block.
-        """
+        """Read one block, int64 `[block]`, and nothing else of the file. `DataError`: a token is not in the vocabulary.
+        `IndexError`: there is no such block."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
         first = index * self.block_size
@@ -98,11 +93,8 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
         return tokens
 
     def verify(self) -> None:
-        """Read the whole file, and compare it with the digest in its header, if there is one.
-
-        Raises:
-            DataError: it is another.
-        """
+        """Read the whole file, and compare it with the digest in its header, if there is one. `DataError`: it is
+        another."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             while piece := file.read(READ_BYTES):
@@ -120,25 +112,19 @@ def write_packed(
     vocab_size: int | None = None,
     tokenizer: str | None = None,
 ) -> Path:
-    """Write a packed file and its header; one that is there is replaced when the new one is complete.
-
-    Nothing is put between rows: give rows that end in the end-of-sequence token. Whatever fails or is killed, the file
-    is the old one, the new one, or one without a header, which is not read. Its path is returned.
-
-    Args:
-        tokens: rows (sequences of ids, or dictionaries with `input_ids`), or ids; taken one at a time.
-        directory: of the data set; made where it is not there.
-        dtype: of the numbers: "uint16" for vocabularies up to 65,536 tokens, "uint32" for others.
-        split: "train" or "val": the name of the file.
-        vocab_size: ids must be below it; None: below what `dtype` holds.
-        tokenizer: a name for the header.
-
-    Raises:
-        ConfigError: no such `dtype` or `split`, or the vocabulary does not fit into `dtype`.
-        DataError: there are no tokens, or one is no id of the vocabulary.
-        DiskError: the file could not be written; what was there before is untouched.
-    """
-    _check_names(dtype, split, vocab_size)
+    """Write a packed file and its header, and return its path; one that is there is replaced when the new one is
+    complete. Whatever fails or is killed, the file is the old one, the new one, or one without a header, which is not
+    read. `tokens` are taken one at a time; nothing is put between rows, so they should end in the end-of-sequence
+    token. "uint16" is for vocabularies up to 65,536 tokens. `ConfigError`: no such `dtype` or `split`, or the
+    vocabulary does not fit into `dtype`. `DataError`: there are no tokens, or one is no id of the vocabulary.
+    `DiskError`: the file could not be written; what was there before is untouched."""
+    if dtype not in LIMITS:
+        raise ConfigError(f"tokens cannot be packed as {dtype!r}", where="dtype", how=f"use {' or '.join(LIMITS)}")
+    if split not in SPLITS:
+        raise ConfigError(f"{split!r} is no part of a data set", where="split", how=f"use {' or '.join(SPLITS)}")
+    if vocab_size is not None and not 0 < vocab_size <= LIMITS[dtype]:
+        what = f"a vocabulary of {vocab_size:,} tokens does not fit into {dtype}, which holds {LIMITS[dtype]:,}"
+        raise ConfigError(what, where="dtype", how="use uint32" if vocab_size > 0 else "give the size, or None")
     file = Path(directory).expanduser() / f"{split}.bin"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -159,16 +145,6 @@ def write_packed(
         what = f"{file.name} could not be written: {error.strerror or error}"
         raise DiskError(what, where=str(file), how="free space, or choose another place that may be written") from error
     return file
-
-
-def _check_names(dtype: str, split: str, vocab_size: int | None) -> None:
-    if dtype not in LIMITS:
-        raise ConfigError(f"tokens cannot be packed as {dtype!r}", where="dtype", how=f"use {' or '.join(LIMITS)}")
-    if split not in SPLITS:
-        raise ConfigError(f"{split!r} is no part of a data set", where="split", how=f"use {' or '.join(SPLITS)}")
-    if vocab_size is not None and not 0 < vocab_size <= LIMITS[dtype]:
-        what = f"a vocabulary of {vocab_size:,} tokens does not fit into {dtype}, which holds {LIMITS[dtype]:,}"
-        raise ConfigError(what, where="dtype", how="use uint32" if vocab_size > 0 else "give the size, or None")
 
 
 def _write_tokens(tokens: Iterable[Item], out: BinaryIO, dtype: str, vocab_size: int | None) -> tuple[int, str]:
@@ -235,33 +211,20 @@ def _read_header(file: Path) -> PackedHeader:
     if (version := fields.pop("version", None)) != VERSION:
         what = f"{beside.name} is of version {version!r}; this program reads version {VERSION}"
         raise DataError(what, where=str(beside), how="use the program that wrote it, or pack the tokens again")
-    header = _checked(fields, beside)
+    names = PackedHeader.__dataclass_fields__.keys()
+    if unknown := sorted(fields.keys() - names):
+        raise _damaged(beside, f"it has the unknown keys {', '.join(unknown)}")
+    try:
+        header = TypeAdapter(PackedHeader).validate_python({name: fields.get(name) for name in names})
+    except ValidationError as error:
+        detail = error.errors()[0]
+        wanted = detail["msg"].removeprefix("Input should be ").replace("'", "")
+        raise _damaged(beside, f"{detail['loc'][0]} is {detail['input']!r}, not {wanted}") from error
     size, needed_bytes = file.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
     if size != needed_bytes:
         what = f"it has {size:,} bytes, and its header says {header.num_tokens:,} tokens of {header.dtype}"
         raise _damaged(file, f"{what}, which are {needed_bytes:,}")
     return header
-
-
-def _checked(fields: dict[str, Any], file: Path) -> PackedHeader:
-    names = PackedHeader.__dataclass_fields__.keys()
-    if unknown := sorted(fields.keys() - names):
-        raise _damaged(file, f"it has the unknown keys {', '.join(unknown)}")
-    try:
-        return TypeAdapter(PackedHeader).validate_python({name: fields.get(name) for name in names})
-    except ValidationError as error:
-        detail = error.errors()[0]
-        wanted = detail["msg"].removeprefix("Input should be ").replace("'", "")
-        raise _damaged(file, f"{detail['loc'][0]} is {detail['input']!r}, not {wanted}") from error
-
-
-def _mapped(file: Path, header: PackedHeader) -> npt.NDArray[Any]:
-    try:
-        mapped = np.memmap(file, dtype=np.dtype(header.dtype).newbyteorder("<"), mode="r", shape=(header.num_tokens,))
-    except OSError as error:
-        what = f"{file.name} cannot be opened: {error.strerror or error}"
-        raise DataError(what, where=str(file), how="check its permissions") from error
-    return cast("npt.NDArray[Any]", mapped)
 
 
 def _damaged(file: Path, what: str) -> DataError:

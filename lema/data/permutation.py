@@ -17,10 +17,8 @@ MASK = 2**64 - 1
 
 
 class Permutation:
-    """A permutation of `range(count)`, called with a place and returning the number there.
-
-    The order depends on `count`, 1 or more, and the numbers and words of the key, and on nothing else.
-    """
+    """A permutation of `range(count)`, called with a place and returning the number there. The order depends on
+    `count`, 1 or more, and the numbers and words of the key, and on nothing else."""
 
     def __init__(self, count: int, *key: int | str) -> None:
         if count < 1:
@@ -65,8 +63,6 @@ permutation = lru_cache(maxsize=256)(Permutation)
 
 def shuffled_row(count: int, index: int, *key: int | str) -> tuple[int, int]:
     """Return epoch and row of the `index`-th row drawn from `count` rows, each epoch of which has an order of its own.
-
-    Every row comes once in an epoch: in `count` draws from a multiple of `count` on.
-    """
+    Every row comes once in an epoch: in `count` draws from a multiple of `count` on."""
     epoch, place = divmod(index, count)
     return epoch, permutation(count, *key, epoch)(place)

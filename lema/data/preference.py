@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 
 from lema.data.batches import Batch, collate
-from lema.data.chat.messages import Chat, read_tools
+from lema.data.chat.messages import read_messages, read_tools
 from lema.data.chat.template import guarded, open_template
 from lema.data.columns import IGNORED, left_out, parse
-from lema.data.dataset import Columns, Counts, TokenDataset, held_out
+from lema.data.dataset import Columns, TokenDataset, held_out
 from lema.data.files import Row
 from lema.data.forms import Forms, num_alike
 from lema.data.read import Overlong, table_of
@@ -56,20 +56,17 @@ TokenRow = dict[str, list[int]]
 
 
 class PreferenceDataset(Sequence[list[TokenRow]]):
-    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row.
-
-    Args:
-        rows: of all examples, one after the other; labels are -100 in the prompts.
-        labels: whether each example is desirable; None: examples are pairs.
-        max_length: rows are cut at this many tokens.
-    """
+    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row. `rows`: of all examples, one after
+    the other; labels are -100 in the prompts. `labels`: whether each example is desirable; None: examples are pairs.
+    `max_length`: rows are cut at this many tokens."""
 
     def __init__(self, rows: TokenDataset, labels: npt.NDArray[np.int64] | None, max_length: int) -> None:
-        self._rows, self._labels, self._max_length = rows, labels, max_length
+        self.rows, self._labels, self._max_length = rows, labels, max_length
+        self.counts, self.notes = rows.counts, rows.notes
         self.rows_each = 2 if labels is None else 1
 
     def __len__(self) -> int:
-        return len(self._rows) // self.rows_each
+        return len(self.rows) // self.rows_each
 
     @overload
     def __getitem__(self, index: int) -> list[TokenRow]: ...
@@ -78,36 +75,21 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     def __getitem__(self, index: int | slice) -> list[TokenRow] | list[list[TokenRow]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return [self._cut(self._rows[index * self.rows_each + one]) for one in range(self.rows_each)]
+        return [self._cut(self.rows[index * self.rows_each + one]) for one in range(self.rows_each)]
 
     def _cut(self, row: TokenRow) -> TokenRow:
         return {name: values[: self._max_length] for name, values in row.items()}
 
     @property
-    def rows(self) -> TokenDataset:
-        """The rows of all examples, one after the other."""
-        return self._rows
-
-    @property
     def lengths(self) -> npt.NDArray[np.int32]:
         """The length of each example's longest row in tokens, int32 `[examples]`; no token is read for it."""
-        found: npt.NDArray[np.int32] = self._rows.lengths.reshape(-1, self.rows_each).max(axis=1)
+        found: npt.NDArray[np.int32] = self.rows.lengths.reshape(-1, self.rows_each).max(axis=1)
         return np.minimum(found, self._max_length)
-
-    @property
-    def counts(self) -> Counts:
-        """What the rows of all examples hold."""
-        return self._rows.counts
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know of the data, a line each."""
-        return self._rows.notes
 
     def fingerprint(self) -> str:
         """A digest of all examples in order: whether a run resumes on the data it began with."""
         labels = None if self._labels is None else self._labels.tolist()
-        about = json.dumps([self._rows.fingerprint(), labels, self._max_length])
+        about = json.dumps([self.rows.fingerprint(), labels, self._max_length])
         return hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
 
     def select(self, examples: Sequence[int] | npt.NDArray[np.int64]) -> PreferenceDataset:
@@ -115,7 +97,7 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         places = np.asarray(examples, dtype=np.int64)
         rows = (places[:, None] * self.rows_each + np.arange(self.rows_each)).reshape(-1)
         labels = None if self._labels is None else self._labels[places]
-        return PreferenceDataset(self._rows.select(rows), labels, self._max_length)
+        return PreferenceDataset(self.rows.select(rows), labels, self._max_length)
 
     def split(self, eval_split: float | int, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
         """Examples to train on and examples to evaluate on, drawn as `TokenDataset.split` draws rows."""
@@ -125,18 +107,14 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     def num_tokens(self, index: int) -> int:
         """The length of the longest row of example `index`, in tokens."""
         rows = range(index * self.rows_each, (index + 1) * self.rows_each)
-        return min(self._max_length, max(map(self._rows.num_tokens, rows)))
+        return min(self._max_length, max(map(self.rows.num_tokens, rows)))
 
     def batch_of(
         self, examples: Sequence[int], mine: Sequence[int], pad_token_id: int = 0, number: int = 0, count: int = 1
     ) -> Batch:
-        """Return the rows of `mine`, which this process has of a batch of `examples`, those of a pair side by side.
-
-        The batch is that of this `number` among the `count` of its step.
-
-        Each row of labelled examples also comes with the completion of the one before it in the batch, the first with
-        that of the last: `mismatched_input_ids` and so on.
-        """
+        """Return the rows of `mine`, which this process has of a batch of `examples`, the `number`-th of `count` in its
+        step. Each row of labelled examples also comes with the completion of the one before it in the batch, the first
+        with that of the last: `mismatched_input_ids` and so on."""
         rows = [row for place in mine for row in self[place]]
         batch = collate(rows, pad_token_id, untrained=True)
         about = torch.zeros((len(rows), len(Of)), dtype=torch.long)
@@ -161,7 +139,7 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
 
     def _mismatched(self, example: int, other: int) -> TokenRow:
         """The prompt of one example with the completion of another."""
-        own, given = self._rows[example], self._rows[other]
+        own, given = self.rows[example], self.rows[other]
         start, begins = _start(own["labels"]), _start(given["labels"])
         completion = given["input_ids"][begins:]
         labels = [IGNORED] * start + completion
@@ -179,20 +157,9 @@ def prepare_preferences(
     forms: Forms | None = None,
     cache: Path | None = None,
 ) -> PreferenceDataset:
-    """Read and tokenise examples.
-
-    Args:
-        data: as `prepare_data` takes it. Rows have `chosen` and `rejected`, with a `prompt` or without; or `prompt`,
-            `completion` and `label`. Each is text, or a list of messages.
-        labelled: whether examples are rows with a label, which a pair is then made two of.
-        overlong: what becomes of a longer row: "truncate" it at the end, "drop" its example, or raise an "error". An
-            example of which no token of a completion would be left is dropped and counted.
-        forms: how rows are to be read: names of columns and the chat template; None: as they are.
-        cache: as of `prepare_data`.
-
-    Raises:
-        DataError: no rows, a malformed row (named by file and line), or none left.
-    """
+    """Read and tokenise examples, given and cached as `prepare_data` takes them; with `labelled` they are rows with a
+    label, which a pair is made two of. "drop" leaves out the example of a longer row; so is one of which no token of a
+    completion would be left. `DataError`: no rows, a malformed row (named by file and line), or none left."""
     forms = forms or Forms()
     tokenizer = forms.with_template(tokenizer)
 
@@ -301,9 +268,7 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
     """Return a column that holds text or messages, checked as those of other rows are."""
     value: Any = row.values[column]
     if not isinstance(value, str):
-        found = parse(Row({"messages": value}, row.source, row.line), ("messages",), chat_template=True)
-        assert isinstance(found, Chat), "messages are a chat"
-        return found.messages
+        return read_messages(Row({"messages": value}, row.source, row.line), "messages", {}).messages
     if not (may_be_empty and not value):
         parse(Row({"text": value}, row.source, row.line), ("text",), chat_template=False)
     return str(value)

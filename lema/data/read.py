@@ -38,25 +38,20 @@ def prepare_data(
     forms: Forms | None = None,
     cache: Path | None = None,
 ) -> TokenDataset:
-    """Read, recognise and tokenise training data.
-
-    The columns of a file say what its rows are: `input_ids` (+ `labels`), `messages` or `conversations`, `prompt` +
-    `completion`, `instruction` (+ `input`) + `output`, or `text`. All rows of a file are of one kind. A row which loses
-    everything it had to learn when it is cut is dropped and counted; one that says not to be trained on is left out.
+    """Read, recognise and tokenise training data. The columns of a file say what its rows are: `input_ids` (+
+    `labels`), `messages` or `conversations`, `prompt` + `completion`, `instruction` (+ `input`) + `output`, or `text`.
+    All rows of a file are of one kind. A row which loses everything it had to learn when it is cut is dropped and
+    counted; one that says not to be trained on is left out. `DataError`: no rows, a malformed row (named by file and
+    line), a row with nothing to learn, or none left. `DiskError`: the tokens could not be written to `cache`.
 
     Args:
         data: files, directories or globs of them, or `hub:` and a data set's name (`lema.data.files`); or rows as
             dictionaries, such as a `datasets.Dataset` or an `IterableDataset`, which is read to its end.
         tokenizer: the model's tokenizer; None will do when the rows are token ids already.
-        max_length: the most tokens a row may have.
         overlong: what becomes of a longer row: "truncate" it at the end, "drop" it, or raise an "error".
         vocab_size: how many tokens the model knows; ids beyond it are an error. None: not checked.
         forms: which columns are meant, which chat template, and what is trained on; None: as above.
         cache: a folder in which the tokens of large files are kept for later calls; None: they are not.
-
-    Raises:
-        DataError: no rows, a malformed row (named by file and line), a row with nothing to learn, or none left.
-        DiskError: the tokens could not be written to `cache`.
     """
     if max_length < 2:
         what = f"rows of {max_length} tokens have nothing to predict"
@@ -107,21 +102,10 @@ def table_of(
     settings: Mapping[str, Any],
     cache: Path | None,
 ) -> Table:
-    """Return data as tokens: those of large files from the cache, all others gathered in memory.
-
-    Args:
-        data: files, or rows.
-        gather: tokenises rows.
-        tokenizer: what it does so with.
-        settings: what else decides the tokens.
-        cache: a folder; None: there is none.
-
-    Raises:
-        DataError, DiskError: as `lema.data.cache.cached`.
-    """
+    """Return data as tokens: those of large files from the folder `cache`, all others gathered in memory. `settings`
+    are what else decides the tokens. `DataError`, `DiskError`: as `lema.data.cache.cached`."""
     notes: tuple[str, ...] = ()
-    listed = isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data) and len(data)
-    if cache is not None and (isinstance(data, (str, Path)) or listed):
+    if cache is not None and (isinstance(data, (str, Path)) or (_lists_files(data) and data)):
         files = find_files(data)  # type: ignore[arg-type] # they are paths
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
         with suppress(NotImplementedError):
@@ -138,11 +122,7 @@ def table_of(
 
 def mixed(config: LemaConfig, rows: Any) -> Any:
     """Return the rows of `train_data` in the shares that `mixture` gives its data sets; as they are where it is None.
-
-    Raises:
-        ConfigError: the shares do not sum to 1, or a file is in two data sets.
-        DataError: a data set has no rows.
-    """
+    `ConfigError`: the shares do not sum to 1, or a file is in two data sets. `DataError`: a data set has no rows."""
     if config.mixture is None:
         return rows
     check_rates([Sampling(name, rate) for name, rate in config.mixture.items()], "mixture")
@@ -156,11 +136,7 @@ def mixed(config: LemaConfig, rows: Any) -> Any:
 
 
 def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:
-    """Whether any of the files holds something other than token ids; looks at the first row of each.
-
-    Raises:
-        DataError: as `prepare_data`, for the first rows.
-    """
+    """Whether any of the files holds other than token ids, by the first row of each. `DataError`: as `prepare_data`."""
     forms = forms or Forms()
     firsts = (forms.renamed(next(read_rows(file))) for file in find_files(data))
     return any(detect(first, forms)[0] != "input_ids" for first in firsts)
@@ -182,11 +158,7 @@ def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading, given: Row 
 
 
 def rows_of(data: Data) -> Iterator[Row]:
-    """Yield the rows of files, or those given.
-
-    Raises:
-        DataError: there are none, or something else was given.
-    """
+    """Yield the rows of files, or those given. `DataError`: there are none, or something else was given."""
     if isinstance(data, (str, Path)):
         yield from read_rows(data)
         return
@@ -218,6 +190,8 @@ def _paths(items: Iterable[Any]) -> Iterator[str | Path]:
 def _describe(data: Data) -> str:
     if isinstance(data, (str, Path)):
         return str(data)
-    if isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data):
-        return ", ".join(map(str, data)) or "data"
-    return "rows"
+    return ", ".join(map(str, data)) or "data" if _lists_files(data) else "rows"
+
+
+def _lists_files(data: Data) -> bool:
+    return isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data)

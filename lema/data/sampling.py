@@ -41,10 +41,7 @@ def _style(value: Any) -> Style:
 @dataclass(frozen=True)
 class Sampling:
     """One data set of a mixture. Pydantic takes a dictionary for it, and refuses names it does not know.
-
-    Raises:
-        SamplingError: a value is none of these.
-    """
+    `SamplingError`: a value is none of these."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -80,10 +77,7 @@ def rates_of(samplings: Sequence[Sampling]) -> dict[str, float]:
 
 def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:
     """Check that the data sets of one stage make a mixture; messages name the key or the stage by `where`.
-
-    Raises:
-        ConfigError: there are none, one is given twice, or the rates do not sum to 1 within 1e-6.
-    """
+    `ConfigError`: there are none, one is given twice, or the rates do not sum to 1 within 1e-6."""
     if not samplings:
         raise ConfigError("a mixture has no data sets", where=where, how="give one at least, with rate: 1.0")
     names = [sampling.full_name for sampling in samplings]

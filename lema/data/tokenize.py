@@ -21,7 +21,7 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Ints", "Reading", "check_tokenizer", "tokenize_rows"]
+__all__ = ["Ints", "Reading", "tokenize_rows"]
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 NOTHING = np.empty(0, np.int32)
@@ -36,7 +36,6 @@ class Reading:
     forms: Forms = field(default_factory=Forms)
     vocab_size: int | None = None  # tokens that the model knows; None: ids are not checked
     remarks: Remarks = field(default_factory=Remarks)
-    checked: set[Kind] = field(default_factory=set)  # kinds of rows that the tokenizer has the tokens for
 
     @cached_property
     def chats(self) -> Chats:
@@ -57,22 +56,13 @@ class _Draft:
 
 
 def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:
-    """Token ids and labels of rows; a label is the token's own id where it is learnt and -100 elsewhere.
-
-    Text and completions end in the end-of-sequence token, once, and it is learnt: else the model never learns to
-    stop. Tokens that the tokenizer puts in front stand there once, also where the text already begins with them.
-    A row that says not to be trained on, of itself or of all its messages, has no tokens. Rows have the kinds that
-    `lema.data.columns.detect` found, and are tokenised several at a time.
-
-    Raises:
-        DataError: a row is malformed, has nothing to learn, or holds ids outside the vocabulary. All rows before it
-            have been yielded.
-    """
+    """Yield token ids and labels of rows, none of a row that says not to be trained on. Text and completions end in the
+    end-of-sequence token, once, and it is learnt: else the model never learns to stop. Tokens that the tokenizer puts
+    in front stand there once, also where the text already begins with them. `DataError`: a row is malformed, has
+    nothing to learn, or holds ids outside the vocabulary. All rows before it have been yielded."""
     for drafts in _drafts(rows, reading):
-        texts, tokenizer = (
-            [draft for draft in drafts if draft.spans],
-            cast("PreTrainedTokenizerBase", reading.tokenizer),
-        )
+        texts = [draft for draft in drafts if draft.spans]
+        tokenizer = cast("PreTrainedTokenizerBase", reading.tokenizer)
         pairs = [draft.text for draft in texts], [draft.spans for draft in texts]
         encoded = iter(tokenize_spans(*pairs, tokenizer, whole=texts[0].whole) if texts else ())
         for draft in drafts:
@@ -116,9 +106,10 @@ def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list
 
 def _draft(row: Row, kind: Kind, reading: Reading) -> _Draft:
     tokenizer = reading.tokenizer
-    if tokenizer is not None and kind not in reading.checked:
-        check_tokenizer(tokenizer, kind)
-        reading.checked.add(kind)
+    if tokenizer is not None and kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
+        what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
+        how = "set eos_token in its tokenizer_config.json"
+        raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
     has_template = tokenizer is not None and bool(tokenizer.chat_template)
     example = parse(row, kind, chat_template=has_template, forms=reading.forms)
     if isinstance(example, Tokens):
@@ -139,18 +130,6 @@ def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> 
     while last > first and ids[last - 1] == eos:
         last -= 1
     return np.append(ids[first:last], np.int32(eos)), np.append(learnt[first:last], True)
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, kind: Kind) -> None:
-    """Text and completions need an end-of-sequence token.
-
-    Raises:
-        DataError: the tokenizer has none.
-    """
-    if kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
-        what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
-        how = "set eos_token in its tokenizer_config.json"
-        raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
 
 
 def _check_range(row: Row, columns: Mapping[str, Sequence[int] | Ints], vocab_size: int | None) -> None:

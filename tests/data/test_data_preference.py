@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lema.data import prepare_data
+from lema.data.dataset import first_rows
 from lema.data.preference import EXAMPLE, Of, PreferenceDataset, prepare_preferences
 from lema.errors import DataError
 
@@ -113,6 +115,18 @@ def test_a_pair_is_two_labelled_rows_that_do_not_lie_side_by_side(tokenizer: Pre
     data = read([PAIR, PAIR | {"prompt": "The mill"}], tokenizer, labelled=True)
     batch: Any = data.batch_of([0, 1, 2, 3], [0, 1, 2, 3])
     assert batch[EXAMPLE][:, Of.LABEL].tolist() == [1, 1, 0, 0]
+
+
+def test_the_first_examples_of_kept_tokens_keep_what_is_said_of_the_data(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lema.data.cache.SMALL", 0)
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(PAIR | {"prompt": f"The {number}"}) + "\n" for number in range(3)))
+    data = prepare_preferences(file, tokenizer, labelled=False, max_length=100, cache=tmp_path / "kept")
+    first = first_rows(data, 2)
+    assert first.notes == data.notes and data.notes
+    assert list(first) == data[:2]
 
 
 def test_held_back_examples_and_fingerprints(tokenizer: PreTrainedTokenizerFast) -> None:

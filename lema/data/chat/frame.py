@@ -41,10 +41,8 @@ class Frame:
 
 
 def shape_of(template: Template, messages: Sequence[dict[str, Any]]) -> tuple[Hashable, list[str]] | None:
-    """Return what of a chat a template can go by, and the words of its messages, without the blanks around them.
-
-    None is of a chat that has more than a role and one stretch of words in each message.
-    """
+    """Return what of a chat a template can go by, and the words of its messages, without the blanks around them. None
+    is of a chat that has more than a role and one stretch of words in each message."""
     words, around = [], []
     for message in messages:
         text = message["content"]

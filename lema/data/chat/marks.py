@@ -6,7 +6,6 @@ looked at each time: without its marks the rendering must be the other one, lett
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +42,7 @@ class Marked:
 
 def mark_messages(messages: list[dict[str, Any]]) -> Marked:
     """Mark the words of each message: its text, its reasoning, and the names of the tools that it calls.
-
-    Raises:
-        OverflowError: there are more words to mark than marks.
-    """
+    `OverflowError`: there are more words to mark than marks."""
     marked = Marked()
     for number, message in enumerate(messages):
         changed, before = dict(message), len(marked.pieces)
@@ -61,15 +57,14 @@ def mark_messages(messages: list[dict[str, Any]]) -> Marked:
                 {**block, "text": _mark(marked, block["text"], number, "content")} for block in content
             ]
         if message.get("tool_calls"):
-            changed["tool_calls"] = [_mark_call(marked, call, number) for call in message["tool_calls"]]
+            functions = [(call, call["function"]) for call in message["tool_calls"]]
+            changed["tool_calls"] = [
+                {**call, "function": {**function, "name": _mark(marked, function["name"], number, "call")}}
+                for call, function in functions
+            ]
         marked.messages.append(changed)
         marked.of.append(list(range(before, len(marked.pieces))))
     return marked
-
-
-def _mark_call(marked: Marked, call: Mapping[str, Any], number: int) -> dict[str, Any]:
-    function = call["function"]
-    return {**call, "function": {**function, "name": _mark(marked, function["name"], number, "call")}}
 
 
 def _mark(marked: Marked, text: str, message: int, part: str) -> str:

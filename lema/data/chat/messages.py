@@ -56,11 +56,8 @@ class Chat:
 
 
 def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
-    """The messages of a column; `fields` names those that are not called `role` and `content`.
-
-    Raises:
-        DataError: a message is malformed; names file, line and message.
-    """
+    """The messages of a column; `fields` names those that are not called `role` and `content`. `DataError`: a message
+    is malformed; names file, line and message."""
     role_key, content_key = fields.get("role", "role"), fields.get("content", "content")
     how = f'write {{"{role_key}": "user", "{content_key}": "..."}}'
     messages, flags = [], []
@@ -112,10 +109,7 @@ def _flag(row: Row, message: dict[str, Any], at: str) -> bool | None:
 
 
 def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
-    """Calls in the form that templates are written for: each a function with a name and an object of arguments.
-
-    OpenAI writes the arguments as a text that holds JSON; a template that writes values as JSON would quote it again.
-    """
+    """Calls in the form that templates are written for: each a function with a name and an object of arguments."""
     if not isinstance(calls, (list, tuple)):
         raise row.broken(f"'tool_calls' should be a list, not {type(calls).__name__}", at=at)
     made, how = [], 'write {"function": {"name": "...", "arguments": {...}}}'

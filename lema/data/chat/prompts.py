@@ -26,10 +26,7 @@ RESULTS = frozenset({"index", "completion", "finish_reason", "prompt_tokens", "c
 
 def read_prompts(path: Path) -> list[Row]:
     """Return the rows of a file, or of standard input where the path is `-`: its lines, or the JSON object on each.
-
-    Raises:
-        DataError: there are none, or one is malformed; names file and line.
-    """
+    `DataError`: there are none, or one is malformed; names file and line."""
     if str(path) != "-":
         return load_rows(path)
     rows = [Row(values, STDIN, number) for number, values in _piped(sys.stdin.read())]
@@ -61,14 +58,9 @@ def written(row: Row) -> dict[str, Any]:
 
 
 def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> list[int]:
-    """Return the token ids that a row's text begins with.
-
-    A row has `messages`, or a `prompt` that is text or messages. Messages, and with `chat` text, as the user's, go
-    through the tokenizer's template as far as the assistant's turn.
-
-    Raises:
-        DataError: the row has neither, it is malformed, or the template does not take it.
-    """
+    """Return the token ids that a row's text begins with. A row has `messages`, or a `prompt` that is text or messages.
+    Messages, and with `chat` text, as the user's, go through the tokenizer's template as far as the assistant's turn.
+    `DataError`: the row has neither, it is malformed, or the template does not take it."""
     values = written(row)
     column = next((name for name in ("messages", "prompt") if values.get(name) is not None), None)
     if column is None:
@@ -92,11 +84,8 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
 
 
 def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, positions: int | None) -> None:
-    """Refuse prompts that have no tokens, or more than the model's positions leave room for.
-
-    Raises:
-        DataError: it names the first.
-    """
+    """Refuse prompts that have no tokens, or more than the model's positions leave room for. `DataError`: it names the
+    first."""
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise row.broken("the prompt has no tokens", how="give a prompt of at least one character")

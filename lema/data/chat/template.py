@@ -33,10 +33,8 @@ T = TypeVar("T")
 
 @lru_cache(maxsize=16)
 def check_template(template: str) -> str:
-    """Name a part of a template that no chat needs and that could take all time or memory; empty: there is none.
-
-    The template is split into words and not compiled, because compiling it computes its constants.
-    """
+    """Name a part of a template that no chat needs and that could take all time or memory; empty: there is none. The
+    template is split into words and not compiled, because compiling it computes its constants."""
     try:
         for line, kind, word in jinja2.Environment(autoescape=True).lex(template):
             if kind == "operator" and word == "**":
@@ -50,10 +48,8 @@ def check_template(template: str) -> str:
 
 @lru_cache(maxsize=16)
 def literals_of(template: str) -> tuple[str, ...]:
-    """The texts that a template may look for in a message: its constants, but those that are one word, or blank.
-
-    Words such as `user` are names of roles and keys; they occur in many messages and are looked for in none.
-    """
+    """The texts that a template may look for in a message: its constants, but those that are one word, or blank. Words
+    such as `user` are names of roles and keys; they occur in many messages and are looked for in none."""
     try:
         words = list(jinja2.Environment(autoescape=True).lex(template))
     except jinja2.TemplateError:
@@ -76,11 +72,8 @@ class Template:
         return bool(_GENERATION.search(self.text))
 
     def render(self, messages: Messages, row: Row, *, prompt: bool = False) -> str:
-        """Render messages, followed by a generation prompt if there is to be one.
-
-        Raises:
-            DataError: the template does not take them, or takes too long.
-        """
+        """Render messages, followed by a generation prompt if there is to be one. `DataError`: the template does not
+        take them, or takes too long."""
         how: dict[str, Any] = {"tools": self.tools, "tokenize": False, "add_generation_prompt": prompt}
         return str(guarded(row, lambda: self.tokenizer.apply_chat_template(messages, **how)))
 
@@ -96,14 +89,9 @@ class Template:
 
 
 def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]:
-    """Yield what `render` makes of messages, in one after the other of the forms in which templates take them.
-
-    Tool calls have their arguments as objects, which is what templates are told to expect. Some join them to text as
-    they are: those take JSON, and a text, perhaps an empty one, beside each call. Models of images take blocks of text.
-
-    Raises:
-        DataError: the template takes none of the forms; it is what is said of the first.
-    """
+    """Yield what `render` makes of messages, in one after the other of the forms in which templates take them: as they
+    are, with arguments of tool calls as JSON and a text, perhaps an empty one, beside each call, and in blocks of text.
+    `DataError`: the template takes none of the forms; it is what is said of the first."""
     forms, refused, taken = [messages], list[DataError](), 0
     if any(message.get("tool_calls") for message in messages):
         forms.append([_written(message) for message in messages])
@@ -139,11 +127,8 @@ def _written(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None, row: Row) -> Template:
-    """The tokenizer's template.
-
-    Raises:
-        DataError: there is none, or it has a part that no chat needs and that could take all time or memory.
-    """
+    """The tokenizer's template. `DataError`: there is none, or it has a part that no chat needs and that could take all
+    time or memory."""
     if not tokenizer.chat_template:
         how = "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + completion"
         raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)

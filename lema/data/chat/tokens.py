@@ -35,15 +35,8 @@ class Chats:
     known: Known
 
     def render(self, chat: Chat, row: Row) -> tuple[str, list[Span]] | None:
-        """The rendered chat, and which stretches of it are learnt; None: the data say so of none.
-
-        A template with `{% generation %}` says itself which words are the assistant's. For any other, an answer goes
-        from the end of its generation prompt to the end of its turn, its end token included. That its words stand there
-        and no other message's is looked at. The template writes all special tokens; none are to be added.
-
-        Raises:
-            DataError: no template, it refuses the chat, no assistant message, or it does not write an answer.
-        """
+        """The rendered chat, with all its special tokens, and which stretches of it are learnt; None: the data say so
+        of none. `DataError`: no template, it refuses the chat, no assistant message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise row.broken("no message is the assistant's, so there is nothing to learn")
         template = open_template(self.tokenizer, chat.tools, row)
@@ -126,17 +119,10 @@ def check_roles(chat: Chat, template: Template, row: Row) -> None:
 def tokenize_spans(
     texts: Sequence[str], spans: Sequence[Sequence[Span]], tokenizer: "PreTrainedTokenizerBase", *, whole: bool
 ) -> list[tuple[Ids, Learnt]]:
-    """The token ids of each text, and for each token whether it lies in one of the text's spans.
-
-    A text is tokenised as a whole, as the model will meet it. A token across the start of a span lies in it (it holds
-    the first characters to learn); one across the end does not (it holds characters which come later).
-
-    Args:
-        texts: at most as many as there is memory for their tokens.
-        spans: of each text.
-        tokenizer: one written in Python knows no characters, and tokenises each text several times.
-        whole: whether the texts have their special tokens; else those are added that stand around a text.
-    """
+    """The token ids of each text, and for each token whether it lies in one of the text's spans. A text is tokenised as
+    a whole, as the model will meet it. A token across the start of a span lies in it (it holds the first characters to
+    learn); one across the end does not (it holds characters which come later). Texts that are `whole` have their
+    special tokens; else they are added. A tokenizer written in Python knows no characters: it reads texts again."""
     if not tokenizer.is_fast:
         return [_by_prefixes(text, own, tokenizer, whole) for text, own in zip(texts, spans, strict=True)]
     less: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}

@@ -32,11 +32,9 @@ _PLAIN_KEYS = {"role", "content", "reasoning_content", "thinking", "reasoning", 
 
 @dataclass
 class Known:
-    """What is known of a tokenizer's chat template from chats before, so that it is not rendered again for it.
-
-    `tails` holds what follows the last words of so many messages, with a generation prompt and without. It depends on
-    the roles of the messages, on which of a template's own texts occur in them, and on nothing else of their words.
-    """
+    """What is known of a tokenizer's chat template from chats before, so that it is not rendered again for it. `tails`
+    holds what follows the last words of so many messages, with a generation prompt and without. It depends on the roles
+    of the messages, on which of a template's own texts occur in them, and on nothing else of their words."""
 
     specials: re.Pattern[str]  # a special token
     tails: dict[Any, tuple[int, str, str]] = field(default_factory=dict)
@@ -74,10 +72,7 @@ class Rendered:
 
     def span(self, number: int) -> Span:
         """The answer that is message `number`, from the end of its generation prompt to the end of its turn.
-
-        Raises:
-            DataError: the answer, or a tool call in it, is not there, or is not where the template puts it alone.
-        """
+        `DataError`: the answer, or a tool call in it, is not there, or is not where the template puts it alone."""
         shown = self._shown(number)
         if self.said is None:
             start, end = self._start(number, shown), self._end(number)
@@ -262,10 +257,7 @@ def _common(one: str, other: str) -> int:
 
 def render_chat(template: Template, known: Known, messages: list[dict[str, Any]], row: Row) -> Rendered:
     """Render a chat in the first form that the template shows in whole, and find the words of its messages.
-
-    Raises:
-        DataError: the template refuses the chat, or writes another one where words are marked.
-    """
+    `DataError`: the template refuses the chat, or writes another one where words are marked."""
     found = list[Rendered]()
     for rendered in in_forms(messages, lambda form: _render(template, known, form, row)):
         if rendered.is_whole():
