@@ -101,6 +101,8 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
             raise DataError("the file holds no rows", where=str(path), how="take it out of the data, or fill it")
 
 
+MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
+TOO_LONG, SHORTER = "a row of more than 16 MiB", "cut it into rows; none is trained on beyond max_length tokens"
 PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
 
 
@@ -134,7 +136,9 @@ def pieces_of(path: Path) -> Iterator[Piece]:
             line = 1
             with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
                 while content := file.read(PIECE_BYTES):
-                    content += file.readline()
+                    content += file.readline(MAX_ROW)
+                    if len(content) > MAX_ROW and not content.endswith(b"\n"):
+                        raise _error(TOO_LONG, path, line + content.count(b"\n"), SHORTER)
                     yield Piece(path, line, content, raw.tell())
                     line += content.count(b"\n")
             return
@@ -260,7 +264,7 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     # The csv module's limit of 128 KiB per field is one setting for the whole process; a long document exceeds it.
-    csv.field_size_limit(max(csv.field_size_limit(), 2**31 - 1))
+    csv.field_size_limit(MAX_ROW)
     reader = csv.reader((text for _, text in _lines(path)), strict=True)
     header: list[str] | None = None
     while True:

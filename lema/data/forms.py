@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lema.config import LemaConfig
-from lema.data.files import Row
+from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
     """A text that any tokenizer takes."""
     if not isinstance(value, str):
         raise row.broken(f"{name} should be text, not {type(value).__name__}", at=at)
+    if len(value) > MAX_ROW:
+        raise row.broken(f"{name} is {TOO_LONG}", at=at, how=SHORTER)
     if "\0" in value:
         raise row.broken(f"{name} holds a NUL character", at=at, how="remove it; the text is probably damaged")
     if not value.isascii():

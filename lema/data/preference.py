@@ -25,6 +25,7 @@ from lema.data.files import Row
 from lema.data.forms import Forms, num_alike
 from lema.data.read import Overlong, table_of
 from lema.errors import DataError
+from lema.storage.modelfiles import tokenizer_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -298,7 +299,8 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_p
             raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
         if not is_prompt and not value.endswith(end):
             value += end
-        return list(tokenizer(value, verbose=False)["input_ids"])
+        with tokenizer_errors(tokenizer.name_or_path):
+            return list(tokenizer(value, verbose=False)["input_ids"])
     tools = open_template(tokenizer, read_tools(row), row).tools
     options: dict[str, Any] = {"return_dict": True, "add_generation_prompt": is_prompt, "tools": tools}
     made = guarded(row, lambda: tokenizer.apply_chat_template(value, tokenize=True, **options))

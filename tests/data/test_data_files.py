@@ -8,10 +8,12 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
+from faults.words import word_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
-from lema.data import load_rows
+from lema.data import load_rows, prepare_data
 from lema.data.files import find_files
 from lema.errors import DataError
 
@@ -215,3 +217,35 @@ def test_damage_is_read_or_named_but_never_a_traceback(tmp_path, suffix, where, 
         assert str(path) in error.where
     else:
         assert rows
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.json", "a.txt.gz"])
+def test_a_row_too_long_to_be_tokenised_is_refused_by_its_line(tmp_path, name):
+    """A tokenizer takes thirty times the memory of a text: of 200 MB, more than most machines have."""
+    words = "word " * (17 * 2**20 // 5)
+    row = words if ".txt" in name else json.dumps({"text": words})
+    text = f"text\nshort\n{words}\n" if name.endswith(".csv") else f"short\n{row}\n" if ".txt" in name else f"{row}\n"
+    file = tmp_path / name
+    file.write_bytes(compressed(text, "gzip") if name.endswith(".gz") else text.encode())
+    with pytest.raises(DataError, match=r"more than 16 MiB|field limit") as caught:
+        prepare_data(file, word_tokenizer(), max_length=8)
+    line = 3 if name.endswith(".csv") else 2 if ".txt" in name else 1
+    assert caught.value.where.startswith(f"{file}:{line}")
+
+
+def test_a_tokenizer_that_panics_is_an_error_that_names_it(tmp_path):
+    """It names a token before every text that it does not have; the library's panic is no `Exception`."""
+    tokenizer = word_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    first, text = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [],
+        "special_tokens": {},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="the tokenizer cannot read a text") as caught:
+        prepare_data([{"text": "a b"}], PreTrainedTokenizerFast.from_pretrained(tmp_path), max_length=8)
+    assert caught.value.where == str(tmp_path)

@@ -26,7 +26,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lema import LemaModel, LemaTrainer
 from lema.errors import MemoryLimitError, is_out_of_memory
 from lema.model import Split
-from lema.stream import LayerStream
 
 CheckpointOf = Callable[..., Checkpoint]
 
@@ -598,7 +597,7 @@ def test_where_processes_share_weights_nothing_is_begun_again(
 ) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
         trainer = model.get_trainer()
-        monkeypatch.setattr(LayerStream, "sharded", property(lambda _: True))
+        monkeypatch.setattr(model.memory, "sharded", True)
         for point in ("forward", "backward"):
             failing.short = at(point, model, slots=1)
             failing.failures.clear()
