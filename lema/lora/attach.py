@@ -138,6 +138,7 @@ def inject_lora_params(
     layers_name, _ = find_layers(model)
     config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
     check_saved_modules(model, config, layers_name)
+    _check_token_indices(model, config)
     asked = copy(config)  # because PEFT adds names of heads that the model may not have
     with torch.random.fork_rng(devices=()):
         peft_model = _attach(model, config)
@@ -151,6 +152,18 @@ def inject_lora_params(
             torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)
         make_real(model, config, device, layers_name, draw=seed is not None, read=read)
     return peft_model
+
+
+def _check_token_indices(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuse, with `ModelError`, tokens that are to train and that a vocabulary does not have."""
+    wanted = config.trainable_token_indices or {}
+    for name, indices in (wanted if isinstance(wanted, dict) else {"": wanted}).items():
+        tables = [one for place, one in model.named_modules() if place.endswith(name)]
+        for table in tables if name else (model.get_input_embeddings(),):
+            weight = getattr(table, "weight", None)
+            if isinstance(weight, Tensor) and indices and max(indices) >= len(weight):
+                what = f"token {max(indices)} is to train, and there are {len(weight)} tokens"
+                raise ModelError(what, where="lora_trainable_token_indices", how="number them from 0")
 
 
 def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:

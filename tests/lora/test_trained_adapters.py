@@ -178,6 +178,8 @@ def test_what_trains_outside_the_layers_is_in_the_budget(checkpoint_of: Checkpoi
         ({"modules_to_save": ["model"]}, "model holds whole decoder layers"),
         ({"modules_to_save": ["lp"]}, "mlp is to be trained whole, and a part of it is adapted"),
         ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, "cannot be tied to each other"),
+        ({"trainable_token_indices": [1, 10**6]}, "token 1000000 is to train, and there are"),
+        ({"trainable_token_indices": {"embed_tokens": [10**6]}}, "token 1000000 is to train, and there are"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_and_the_model_left_as_it_was(
