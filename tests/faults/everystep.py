@@ -75,7 +75,7 @@ def _case(made: ShortRun, straight: Path, step: int, options: dict[str, Any], *,
 def _stopped(made: ShortRun, step: int, options: dict[str, Any], *, in_pass: bool) -> int:
     from lema.train import LemaTrainer
 
-    method = "accumulate" if in_pass else "_step"
+    method = "accumulate" if in_pass else "_step_or_drop"
     original = getattr(LemaTrainer, method)
 
     def call(self: LemaTrainer, *arguments: Any, **keywords: Any) -> Any:
