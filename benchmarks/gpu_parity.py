@@ -55,6 +55,7 @@ def _lema(directory: Path, device: str, ids: Tensor, scratch: str) -> Found:
         str(directory),
         device=device,
         gradient_checkpointing=True,
+        device_memory=None,  # so that every layer streams
         micro_batch_size=1,
         lora_rank=RANK,
         lora_alpha=ALPHA,

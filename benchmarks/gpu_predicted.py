@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lema import LemaModel
+from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.optim import training_bytes
 from lema.model.skeleton import find_layers
 from lema.plan.cost import device_parts
@@ -17,7 +18,7 @@ def predicted_parts(model: LemaModel) -> dict[str, int]:
     name, stack = find_layers(model.skeleton)
     shape = step_shape(model.config, getattr(model.skeleton.config, "max_position_embeddings", None))
     layers = model.memory.layers
-    workload = measure(model.skeleton, layers, shape.micro_batch, model.config.loss_chunk_tokens)
+    workload = measure(model.skeleton, layers, shape.micro_batch, model.config.loss_chunk_tokens or CHUNK_TOKENS)
     trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
     demand = demand_of(
         layers,

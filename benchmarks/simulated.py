@@ -24,7 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lema.config import LemaConfig
+from lema.engine.head.loss import CHUNK_TOKENS
 from lema.plan import Allocation, Machine
+from lema.plan.allocate import DEPTHS
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.machine import PROFILES
 from lema.plan.planner import Planner, site_of
@@ -55,7 +57,7 @@ def _steps_of(directory: Path) -> list[dict[str, Any]]:
     config = LemaConfig(str(directory), device="cpu", gradient_checkpointing=True, micro_batch_size=1)
     blueprint = draw_up(config)
     works = {
-        length: measure(blueprint.model, blueprint.layers, MicroBatch(1, length), config.loss_chunk_tokens)
+        length: measure(blueprint.model, blueprint.layers, MicroBatch(1, length), CHUNK_TOKENS)
         for length in (LONG, SHORT)
     }
     found = []
@@ -85,7 +87,7 @@ def _step(
     shape = StepShape(MicroBatch(1, length), math.ceil(tokens / length))
     timings = by_arithmetic(work, blueprint.layers, machine, blueprint.model.dtype.itemsize)
     planner = Planner(config, blueprint, site_of(config, machine), work, timings, shape)
-    allocation = Allocation(config.prefetch_depth + 1, host_cached=held)
+    allocation = Allocation(DEPTHS[0] + 1, host_cached=held)
     step = planner.simulated(planner.demand(), allocation)
     spilled = step.device_peak > machine.device_memory
     if spilled:  # inputs of layers wait in host memory
@@ -96,7 +98,7 @@ def _step(
         "compute": step.compute,
         "link": step.link,
         "disk": step.disk,
-        "ratio": step.seconds / step.bound,
+        "ratio": step.seconds / max(step.compute, step.link, step.disk),
         "bottleneck": step.bottleneck,
         "stalled": step.stall_disk + step.stall_upload + step.stall_boundaries,
         "device_peak": step.device_peak,
