@@ -1,6 +1,5 @@
 """Data sets of the hub are read as the files that `datasets` keeps; data sets give rows in the shares that are set."""
 
-import importlib.util
 import sys
 from types import SimpleNamespace
 
@@ -64,17 +63,6 @@ def test_what_cannot_be_had_of_the_hub_is_named(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"lema\[datasets\]"):
         find_files("hub:org/rivers")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs datasets")
-def test_the_library_keeps_a_directory_as_files(write, tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = [{"text": f"the river {n}"} for n in range(2500)]
-    write("rivers/train.jsonl", rows)
-    found = load_rows(f"hub:{tmp_path / 'rivers'}?split=train")
-    assert [row.values for row in found] == rows and found[-1].origin.endswith(".arrow:2500")
 
 
 @pytest.fixture

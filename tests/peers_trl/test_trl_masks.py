@@ -5,6 +5,7 @@ all that is learnt here is learnt there where the text is the same; TRL learns b
 and what follows the end of a turn.
 """
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 
 from lema import LemaConfig
-from lema.data import Forms, Row
+from lema.data import Forms, Row, load_rows
 from lema.data.columns import detect
 from lema.data.tokenize import Reading
 from lema.errors import DataError
@@ -203,3 +204,16 @@ def test_a_dataset_of_the_library_is_read_as_a_list_of_rows() -> None:
     assert said[0].startswith("data: 2 rows")
     streamed = as_rows(Dataset.from_list(rows).to_iterable_dataset(), config, cast(ModelFiles, files), said.append)
     assert streamed.fingerprint() == found.fingerprint() == expected.fingerprint()
+
+
+def test_the_library_keeps_a_directory_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set that is named as one of the hub is read from the Arrow files in the library's cache."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"text": f"the river {n}"} for n in range(2500)]
+    (tmp_path / "rivers").mkdir()
+    (tmp_path / "rivers/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = load_rows(f"hub:{tmp_path / 'rivers'}?split=train")
+    assert [row.values for row in found] == rows
+    assert found[-1].origin.endswith(".arrow:2500")
