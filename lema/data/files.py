@@ -103,6 +103,7 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
 
 MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
 TOO_LONG, SHORTER = "a row of more than 16 MiB", "cut it into rows; none is trained on beyond max_length tokens"
+MAX_UNPACKED, ROW_BYTES = 1 << 30, 100  # that a file of columns may always come to; of a row, beside its values
 PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
 
 
@@ -304,7 +305,7 @@ def _batches(path: Path) -> Iterator[Any]:
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=1024)
+            yield from file.iter_batches(batch_size=64)  # each of which may hold long texts
         return
     with pyarrow.memory_map(str(path)) as mapped:
         if mapped.read(6) == b"ARROW1":
@@ -318,11 +319,16 @@ def _batches(path: Path) -> Iterator[Any]:
 def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
 
-    number = 0
+    number, left = 0, MAX_UNPACKED + 1000 * path.stat().st_size
     try:
         for batch in _batches(path):
+            left -= batch.nbytes
             for values in (row for at in range(0, len(batch), 1024) for row in batch.slice(at, 1024).to_pylist()):
                 number += 1
+                left -= ROW_BYTES + sum(len(one) for one in values.values() if isinstance(one, str))
+                if left < 0:
+                    how = "do not trust it; or write its rows to a new file"
+                    raise _error("the file unpacks to a thousand times its size, and more", path, number, how)
                 yield number, values
     except (pyarrow.ArrowException, OSError) as error:
         raise _error(f"not a whole {path.suffix[1:]} file: {error}", path, number + 1) from error

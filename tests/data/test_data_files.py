@@ -249,3 +249,13 @@ def test_a_tokenizer_that_panics_is_an_error_that_names_it(tmp_path):
     with pytest.raises(DataError, match="the tokenizer cannot read a text") as caught:
         prepare_data([{"text": "a b"}], PreTrainedTokenizerFast.from_pretrained(tmp_path), max_length=8)
     assert caught.value.where == str(tmp_path)
+
+
+@pytest.mark.parametrize("rows", [["a"] * 300_000, ["a" * 1_000_000] * 50], ids=["many rows", "long rows"])
+def test_a_file_of_columns_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, rows):
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(rows).dictionary_encode()}), file, compression="zstd")
+    assert file.stat().st_size < 5000
+    monkeypatch.setattr("lema.data.files.MAX_UNPACKED", 1 << 20)
+    with pytest.raises(DataError, match="unpacks to a thousand times its size"):
+        load_rows(file)
