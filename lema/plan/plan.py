@@ -308,6 +308,8 @@ def _largest_micro_batch(planner: Planner) -> int:
         planner.workload if rows == own.rows and planner.workload is not None else planner.work(replace(own, rows=rows))
         for rows in (1, 2)
     )
+    if one.pieces is None or two.pieces is None:  # the head was found to fit, and is whole since
+        one, two = replace(one, pieces=None), replace(two, pieces=None)
     at_once = max(1, (planner.config.loss_chunk_tokens or CHUNK_TOKENS) // own.length)
 
     def fits(rows: int) -> bool:
