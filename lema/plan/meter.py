@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -38,15 +39,9 @@ class Tally(TorchDispatchMode):
         self._steps: list[_Step] = []
         self._steps_to_saved = 0
         self._numbered: list[StorageWeakRef] = []  # whose numbers nothing else may get while they tell steps apart
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._left_out: dict[int, Tensor] = {}
-
-    @property
-    def live(self) -> int:
-        """Bytes made here and alive now."""
-        for key in [key for key, (storage, _) in self._alive.items() if storage.expired()]:
-            del self._alive[key]
-        return sum(nbytes for _, nbytes in self._alive.values())
+        self._seen: set[int] = set()
+        self.live = 0  # bytes made here and alive now
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
         """Count none of these."""
@@ -70,6 +65,9 @@ class Tally(TorchDispatchMode):
                 flops += step.flops
         return flops
 
+    def _gone(self, nbytes: int) -> None:
+        self.live -= nbytes
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = (_grouped if func is aten._grouped_mm.default else func)(*args, **kwargs)
@@ -82,9 +80,11 @@ class Tally(TorchDispatchMode):
         for tensor in made:
             if self.counts(tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._alive:
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
                     self._numbered.append(StorageWeakRef(storage))
-                    self._alive[storage._cdata] = self._numbered[-1], storage.nbytes()
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         product = func._overloadpacket in PRODUCTS or formula is None
         self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))
