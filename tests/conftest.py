@@ -70,6 +70,8 @@ LONGEST = (
     "train/full/test_full_training",
 )
 
+SLOW_CASES = 2  # of a slow test that has no `covered` of its own, in the session of `tox`
+
 
 def pytest_configure() -> None:
     pickles.watch()
@@ -88,12 +90,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest modules, and take a few cases of tests that have too many.
 
-    Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow.
+    Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow. Slow
+    tests that say nothing of their own have few cases as well, the others being exhaustive.
     """
     place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
     leave_out(items, "covered", pytest.mark.exhaustive)
     leave_out([item for item in items if item.get_closest_marker("exhaustive") is None], "sampled", pytest.mark.slow)
+    unsaid = [item for item in items if not any(map(item.get_closest_marker, ("covered", "whole", "exhaustive")))]
+    unsaid = [item for item in unsaid if item.get_closest_marker("slow") is not None]
+    for item in unsaid:
+        item.add_marker(pytest.mark.covered(SLOW_CASES))
+    leave_out(unsaid, "covered", pytest.mark.exhaustive)
 
 
 def leave_out(items: list[pytest.Item], marker: str, mark: pytest.MarkDecorator) -> None:

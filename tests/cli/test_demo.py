@@ -362,7 +362,7 @@ def test_the_resident_config_reads_each_layer_once(there: Finished, tmp_path: Pa
 # As a user runs it
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a process that trains for a minute; the others run the same in this one, over fewer steps
 def test_the_command_as_it_stands(tmp_path: Path) -> None:
     """It replaces what an earlier demo left, here a short one: a whole one takes most of a minute."""
     with contextlib.chdir(tmp_path):

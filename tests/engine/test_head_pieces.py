@@ -311,7 +311,7 @@ WHOLE = {
     "rwkv": "does not run on part of its vocabulary",
 }
 SOME = ("gemma3_text", "inkling2", "mamba", "gpt_neox", *WHOLE)
-OTHERS = (pytest.mark.slow, pytest.mark.covered(40))
+OTHERS = (pytest.mark.slow, pytest.mark.covered(12))
 
 
 @pytest.mark.parametrize("kind", [*SOME, *(pytest.param(kind, marks=OTHERS) for kind in STREAMED if kind not in SOME)])

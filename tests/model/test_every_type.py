@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.covered(60)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(model_type: str, tmp_path: Path) -> None:
     """In fp32: rows as they are, padded, several packed into one, and two micro-batches of different lengths."""
@@ -38,7 +39,7 @@ def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(model_t
     assert_equal(model_type, found)
 
 
-@pytest.mark.covered(60)
+@pytest.mark.covered(16)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_under_autocast_of_bf16_as_well(model_type: str, tmp_path: Path) -> None:
     assert_equal(model_type, compare_ways(model_type, tmp_path, torch.bfloat16))
@@ -75,12 +76,13 @@ UNTRIED = {
 }
 
 
+@pytest.mark.covered(6)
 @pytest.mark.parametrize("model_type", [kind for kind in MODEL_TYPES if kind not in STREAMED])
 def test_the_table_of_models_does_not_claim_what_does_not_stream(model_type: str) -> None:
     assert not survey(model_type).streams or model_type in UNTRIED
 
 
-@pytest.mark.covered(60)
+@pytest.mark.covered(12)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_the_table_of_models_refuses_nothing_that_streams(model_type: str) -> None:
     assert survey(model_type).streams in (True, None)

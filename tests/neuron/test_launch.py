@@ -55,6 +55,7 @@ def options(*settings: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.covered(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_command_without_a_device_trains_what_one_process_trains(config: Path, place: Path) -> None:
     count, arguments = emulated(config)

@@ -26,6 +26,7 @@ NAMES = [
 
 
 @pytest.mark.slow
+@pytest.mark.whole  # they run together, in a few processes
 @pytest.mark.parametrize(("count", "name"), NAMES)
 def test_ranks_compute_what_one_process_computes(ranks: Callable[[int], Any], count: int, name: str) -> None:
     for rank, measured in enumerate(ranks(count)[name]):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from clirun import lema
-from processes import run_processes
+from forked import run_program
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
 from smallrun import SENTENCES, adapter_of, logged, opened, settings, whole_model, write_model
@@ -112,13 +112,14 @@ def test_a_line_of_several_steps_has_their_means_also_of_a_run_that_was_stopped(
 
 
 @pytest.mark.slow
+@pytest.mark.covered(1)
 @pytest.mark.parametrize("objective", ["dpo", "orpo"])
 def test_two_processes_train_as_one_does(model: Path, objective: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"objective": objective, "adam_epsilon": 1e-2, "max_steps": 6, "micro_batch_size": 2}
     # The last batch of an epoch has one pair, so that one process has none.
     configs = [written(tmp_path / name, model, PAIRS[:13], **options) for name in ("one", "two")]
     assert lema("train", configs[0]) == 0
-    done = run_processes(["-m", "lema", "train", str(configs[1])], 2)
+    done = run_program(["-m", "lema", "train", str(configs[1])], 2, tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
     one, two = (load_file(tmp_path / name / "out/adapter_model.safetensors") for name in ("one", "two"))
     assert all(float((one[name] - two[name]).norm()) <= 1e-5 * float(one[name].norm()) for name in one)
@@ -132,7 +133,8 @@ def test_two_processes_train_as_one_does(model: Path, objective: str, tmp_path: 
 
 @pytest.mark.slow
 def test_a_share_of_a_batch_is_too_little_for_the_kl_term(model: Path, tmp_path: Path) -> None:
-    done = run_processes(["-m", "lema", "train", str(written(tmp_path, model, LABELLED, objective="kto"))], 2)
+    config = written(tmp_path, model, LABELLED, objective="kto")
+    done = run_program(["-m", "lema", "train", str(config)], 2, tmp_path)
     assert done.returncode != 0
     assert "kto estimates its KL term from a whole batch" in done.stderr
 
