@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked import run_program
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
-from processes import run_processes
 from recorder import Recorder
 from ruamel.yaml import YAML
 from safetensors.torch import load_file
@@ -191,7 +191,7 @@ def test_two_processes_take_the_steps_of_one(llama: Path, tmp_path: Path) -> Non
         if count == 1:
             assert run(app, ["train", str(config)]) == 0
         else:
-            done = run_processes(["-m", "lema", "train", str(config)], count)
+            done = run_program(["-m", "lema", "train", str(config)], count, tmp_path)
             assert done.returncode == 0, done.stderr[-4000:]
         of = LemaConfig.from_yaml(config)
         found.append((load_file(tmp_path / name / "adapter_model.safetensors"), logged(of), logged(of, "tokens")))
