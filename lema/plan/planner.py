@@ -93,7 +93,8 @@ class Planner:
         """Return the bytes and operations of one micro-batch, or raise a ModelError: they depend on values."""
         chunk = chunk_tokens or self.config.loss_chunk_tokens or CHUNK_TOKENS
         drawn = self.blueprint
-        return measure(drawn.model, drawn.layers, batch, chunk, drawn.names, drawn.parallel, drawn.head)
+        head = drawn.head if drawn.pieces else None  # which takes longest, and most heads fit whole
+        return measure(drawn.model, drawn.layers, batch, chunk, drawn.names, drawn.parallel, head)
 
     def computing(self, rows: int, chunk_tokens: int | None) -> Planner:
         """Return the planner with so many rows, and logits of so many tokens, at once."""
@@ -115,7 +116,8 @@ class Planner:
         if head.module is None:
             return self
         if pieces:
-            return replace(self, blueprint=replace(blueprint, pieces=head.pieces(blueprint.layers)))
+            cut = replace(self, blueprint=replace(blueprint, pieces=head.pieces(blueprint.layers)))
+            return cut if self.workload is None else replace(cut, workload=cut.work(self.shape.micro_batch))
         return replace(self, blueprint=replace(blueprint, outside_bytes=blueprint.outside_bytes + head.nbytes))
 
     def allocation(self, demand: Demand, **changes: Any) -> Allocation:
