@@ -16,8 +16,11 @@ import pytest
 from faults.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = (("kills", "instants", "power", "over", "nonfinite"), ("terms", "everystep", "damage", "fulldisk"))
-DEFAULT = {"kills", "fulldisk", "pickles"}  # rows of a default run; the others are slow
+GROUPS = (
+    ("kills", "instants", "power", "over", "nonfinite"),
+    ("terms", "everystep", "damage", "fulldisk", "bombs", "settings", "smallfiles"),
+)
+DEFAULT = {"kills", "fulldisk", "bombs", "settings", "pickles"}  # rows of a default run; the others are slow
 ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
 
 

@@ -50,7 +50,7 @@ class TinyModel:
 
     def adapter(self, place: Path) -> Path:
         """Copy the adapter for a case."""
-        return Path(shutil.copytree(self.place / "adapter", place / "adapter"))
+        return Path(shutil.copytree(self.place / "out", place / "adapter"))
 
     def config(self, place: Path, **settings: object) -> Path:
         """Write the settings of a run of one step for a case; its model is the case's, where it has one."""
@@ -93,13 +93,12 @@ def tiny_model() -> TinyModel:
 
 def _make(made: TinyModel) -> int:
     from safetensors import safe_open
-    from smallrun import SENTENCES, peft_adapter, write_model
+    from smallrun import SENTENCES, write_model
 
     from lema.cli.app import app
     from lema.cli.exitcodes import run
 
     write_model(made.place / "model", **SIZES)
-    peft_adapter(made.place / "model", made.place / "adapter")
     names = safe_open(made.place / "model" / "model.safetensors", "pt").keys()
     small = {
         "model.safetensors.index.json": {"weight_map": dict.fromkeys(names, "model.safetensors")},
@@ -109,18 +108,7 @@ def _make(made: TinyModel) -> int:
         (made.place / "model" / name).write_text(json.dumps(content), encoding="utf-8")
     rows = "".join(json.dumps({"text": text}) + "\n" for text in SENTENCES[:4])
     (made.place / "rows.jsonl").write_text(rows, encoding="utf-8")
-    place = made.fresh()
-    chat = made.place / "chat.jsonl"
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    chat.write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
-    commands = (
-        ("data", made.config(place, train_data=str(chat))),
-        ("train", made.config(place, output_dir=str(made.place / "out"))),
-        ("generate", made.place / "out", "-p", "a", "--max-new-tokens", "1"),
-        ("merge", made.place / "adapter", place / "merged"),
-    )
-    for words in commands:
-        with contextlib.redirect_stdout(io.StringIO()):
-            if code := run(app, [str(word) for word in words]):
-                return code
-    return 0
+    (made.place / "chat.jsonl").write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()):
+        return run(app, ["train", str(made.config(made.fresh(), output_dir=str(made.place / "out")))])

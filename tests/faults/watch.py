@@ -35,6 +35,7 @@ def watched(
     place: Path,
     report: Callable[[str], None] | None,
     growth: float | None = GROWTH,
+    seconds: float = SECONDS,
 ) -> list[str]:
     """Do `count` cases, each by its number; return what went wrong, a sentence for each case.
 
@@ -44,12 +45,13 @@ def watched(
         place: for files of the children.
         report: is told of each failure, and every 500 cases.
         growth: bytes that a case may take; None: as many as it asks for, below what the child has.
+        seconds: of the processor that a case may take.
     """
     marks, failures, start = Marks(), list[str](), 0
     told = place / "failures"
     while start < count:
         marks[AT] = start
-        child = forked.fork(lambda: _children(marks, start, count, case, told, growth), place / "child.log")  # noqa: B023
+        child = forked.fork(lambda: _children(marks, start, count, case, told, growth, seconds), place / "child.log")  # noqa: B023
         hung = _followed(child, marks, count, report)
         ended = child.wait()
         found = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.exists() else []
@@ -65,7 +67,13 @@ def watched(
 
 
 def _children(
-    marks: Marks, start: int, count: int, case: Callable[[int], str], told: Path, growth: float | None
+    marks: Marks,
+    start: int,
+    count: int,
+    case: Callable[[int], str],
+    told: Path,
+    growth: float | None,
+    seconds: float,
 ) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + DEADLY, hard))
@@ -74,10 +82,10 @@ def _children(
         before = _memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest it had is what it has
         try:
-            with patience(SECONDS):
+            with patience(seconds):
                 wrong = case(number)
         except TooLong:
-            wrong = f"took more than {SECONDS} s"
+            wrong = f"took more than {seconds} s"
         if growth is not None and (grown := _memory("VmHWM") - before) > growth:
             wrong = f"{wrong} took {grown >> 20} MiB".strip()
         if wrong:

@@ -28,6 +28,7 @@ from lema.errors import ConfigError, DataError, ModelError
 from lema.plan import Allocation
 from lema.plan.inference.room import RowPlan, TextPlan, plan_rows, plan_texts
 from lema.storage.atomic import replace_file
+from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["SAMPLES", "Completion", "Samples", "Scored", "batches_of", "completions", "plan_of", "scores", "texts_of"]
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
+WRONG_SETTINGS = (
+    *("text cannot be made with these settings of generation", "correct the file, or the options that were given"),
+    (TypeError, ValueError, AttributeError, LookupError, ArithmeticError),
+)
 MOST_AT_ONCE = 64  # texts of a batch that nobody has asked for a size of: results come as batches end
 
 
@@ -146,7 +151,9 @@ def completions(
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
         given = model.split, model.memory, model.directory, model.tokenizer, ids, max_new_tokens, options
-        made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
+        # Because `transformers` takes the types of its settings on trust, and fails on them wherever they are used.
+        with library_errors(model.directory / "generation_config.json", *WRONG_SETTINGS):
+            made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
         yield [
             Completion(
                 rows[place // several] * several + place % several,
