@@ -82,8 +82,8 @@ def _unreasonable(value: Any, depth: int = 32) -> Iterator[str]:
     """Yield what no setting can be, whichever it is: system calls and tensors fail on it later, in their own words."""
     if depth == 0:
         yield "must not be nested so deep"
-    elif isinstance(value, str) and "\0" in value:
-        yield "must not hold a NUL character"
+    elif isinstance(value, str) and ("\0" in value or value.encode(errors="ignore").decode() != value):
+        yield "must not hold a NUL character, or half of a character"
     elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
         yield "must lie between -1e18 and 1e18"
     elif isinstance(value, Mapping | list | tuple):

@@ -70,8 +70,7 @@ def library_errors(
     kinds: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> Iterator[None]:
     """Have any error of a tokenizer be a `DataError` that names its `place`: the files are from outside, and the
-    library that reads them raises plain `Exception`, and panics that are not even that. `kinds`: these errors alone,
-    where another library reads another file."""
+    library that reads them raises plain `Exception`, and panics that are not even that; or these `kinds` alone."""
     try:
         yield
     except kinds as error:

@@ -62,7 +62,7 @@ TEXTS = (
     "../x",
     ".",
     "/",
-    "~nobody/x",
+    "~nosuchuser/x",
     "é",
     "auto",
     "none",

@@ -24,6 +24,7 @@ __all__ = ["command", "refused", "watched"]
 SECONDS = 10.0  # of the processor, for a case
 GROWTH = 1.25 * 2**30  # bytes that a case may take: what a template may have, and what the process had besides
 DEADLY = 5 << 30  # bytes that a child may ask for beside what it has, so that the machine lives
+STANDSTILL = 300.0  # seconds of a wall clock, on a machine that does much else
 CODES = {0, 2, 3, 4, 5, 6, 75}
 MAX_LINES = 40  # of a message
 AT, FAILED = 0, 1  # marks: the case that is done, and how many failed
@@ -43,7 +44,7 @@ def watched(
         count: of cases.
         case: does one, and says what is wrong with how it ended; empty: nothing.
         place: for files of the children.
-        report: is told of each failure, and every 500 cases.
+        report: is told of each failure, and every 100 cases.
         growth: bytes that a case may take; None: as many as it asks for, below what the child has.
         seconds: of the processor that a case may take.
     """
@@ -97,17 +98,19 @@ def _children(
 
 def _followed(child: Child, marks: Marks, count: int, report: Callable[[str], None] | None) -> str:
     """Wait for a child; return why it had to be killed, if it had to."""
-    at, since, said = -1, 0.0, 0
+    at, since, begun, said = -1, 0.0, 0.0, 0
     while not child.ended():
         if marks[AT] != at:
-            at, since = marks[AT], _seconds(child.pid)
-        if report is not None and at - said >= 500:
+            at, since, begun = marks[AT], _seconds(child.pid), time.monotonic()
+        if report is not None and at - said >= 100:
             said = at
             report(f"{at:,} of {count:,}")
-        with contextlib.suppress(OSError):
-            if _seconds(child.pid) - since > 2 * SECONDS:  # in a library, where no signal is heard
-                child.send(signal.SIGKILL)
-                return f"took more than {2 * SECONDS} s of the processor in one call"
+        if _seconds(child.pid) - since > 2 * SECONDS:  # in a library, where no signal is heard
+            child.send(signal.SIGKILL)
+            return f"took more than {2 * SECONDS} s of the processor in one call"
+        if time.monotonic() - begun > STANDSTILL:
+            child.send(signal.SIGKILL)
+            return f"stood still for {STANDSTILL} s"
         time.sleep(0.02)
     return ""
 

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["SAMPLES", "Completion", "Samples", "Scored", "batches_of", "completions", "plan_of", "scores", "texts_of"]
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
-WRONG_SETTINGS = (
-    *("text cannot be made with these settings of generation", "correct the file, or the options that were given"),
-    (TypeError, ValueError, AttributeError, LookupError, ArithmeticError),
-)
+WRONG_SETTINGS = "text cannot be made with these settings of generation", "correct the file, or the options given"
+WRONG_VALUES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # of settings taken on trust
 MOST_AT_ONCE = 64  # texts of a batch that nobody has asked for a size of: results come as batches end
 
 
@@ -151,8 +149,7 @@ def completions(
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
         given = model.split, model.memory, model.directory, model.tokenizer, ids, max_new_tokens, options
-        # Because `transformers` takes the types of its settings on trust, and fails on them wherever they are used.
-        with library_errors(model.directory / "generation_config.json", *WRONG_SETTINGS):
+        with library_errors(model.directory / "generation_config.json", *WRONG_SETTINGS, WRONG_VALUES):
             made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
         yield [
             Completion(
