@@ -86,9 +86,10 @@ def _unreasonable(value: Any, depth: int = 32) -> Iterator[str]:
         yield "must not hold a NUL character, or half of a character"
     elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
         yield "must lie between -1e18 and 1e18"
-    elif isinstance(value, Mapping | list | tuple):
-        inner = value.values() if isinstance(value, Mapping) else value
-        yield from (what for one in inner for what in _unreasonable(one, depth - 1))
+    elif isinstance(value, Mapping):
+        yield from (what for one in value.values() for what in _unreasonable(one, depth - 1))
+    elif isinstance(value, list | tuple):
+        yield from (what for one in value for what in _unreasonable(one, depth - 1))
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:
