@@ -20,7 +20,7 @@ GROUPS = (
     ("kills", "instants", "power", "over", "nonfinite"),
     ("terms", "everystep", "damage", "fulldisk", "bombs", "settings", "smallfiles"),
 )
-DEFAULT = {"kills", "fulldisk", "bombs", "settings", "pickles"}  # rows of a default run; the others are slow
+DEFAULT = {"kills", "fulldisk", "pickles"}  # rows of a default run; the others are slow
 ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
 
 
