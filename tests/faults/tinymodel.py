@@ -87,7 +87,7 @@ def tiny_model() -> TinyModel:
     atexit.register(shutil.rmtree, made.place, ignore_errors=True)
     ended = forked.warm(lambda: _make(made), made.place / "log")
     if ended.code:
-        raise RuntimeError(f"the model could not be made: {ended.said}")
+        raise RuntimeError(f"the model could not be made ({ended.code}): {ended.said}")
     return made
 
 
