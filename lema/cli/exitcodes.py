@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
-from lema.errors import DiskError, LemaError, MemoryLimitError, is_out_of_memory
+from lema.errors import ConfigError, DiskError, LemaError, MemoryLimitError, is_out_of_memory
 
 __all__ = ["run"]
 
@@ -36,13 +36,13 @@ def _as_lema_error(error: Exception) -> LemaError:
         how = "free some space; what was saved before is untouched" if error.errno == errno.ENOSPC else ""
         return DiskError(str(error.strerror), where=str(error.filename or ""), how=how)
     if isinstance(error, OSError) and error.strerror:
-        return LemaError(str(error.strerror), where=str(error.filename or ""))
+        return ConfigError(str(error.strerror), where=str(error.filename or ""), how="give a path that can be used")
     if is_out_of_memory(error):
         said, *_ = str(error).splitlines() or [""]
         how = "lower prefetch_depth, micro_batch_size or max_length, or set device_memory"
         how += "; `lema plan` shows what takes how much"
         return MemoryLimitError(f"the device is out of memory: {said}", how=how)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's error is a RuntimeError
         how = "lower micro_batch_size, host_memory or prefetch_depth"
         return MemoryLimitError("the machine is out of memory", how=how)
     how = "this is no error lema knows; the same command with --debug shows where it arose"

@@ -78,16 +78,18 @@ class Settings(BaseModel):
 LARGEST = 10**18  # a number that 64 bits hold, and 32 bits of floating point with room to compute
 
 
-def _unreasonable(value: Any) -> Iterator[str]:
+def _unreasonable(value: Any, depth: int = 32) -> Iterator[str]:
     """Yield what no setting can be, whichever it is: system calls and tensors fail on it later, in their own words."""
-    if isinstance(value, str) and "\0" in value:
-        yield "must not hold a NUL character"
+    if depth == 0:
+        yield "must not be nested so deep"
+    elif isinstance(value, str) and ("\0" in value or value.encode(errors="ignore").decode() != value):
+        yield "must not hold a NUL character, or half of a character"
     elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
         yield "must lie between -1e18 and 1e18"
     elif isinstance(value, Mapping):
-        yield from (what for one in value.values() for what in _unreasonable(one))
+        yield from (what for one in value.values() for what in _unreasonable(one, depth - 1))
     elif isinstance(value, list | tuple):
-        yield from (what for one in value for what in _unreasonable(one))
+        yield from (what for one in value for what in _unreasonable(one, depth - 1))
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:

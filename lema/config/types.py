@@ -76,7 +76,10 @@ def _columns(value: dict[str, str]) -> dict[str, str]:
 
 
 def _path(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, PathLike) else value
+    path = os.fspath(value) if isinstance(value, PathLike) else value
+    if isinstance(path, str) and path.startswith("~") and os.path.expanduser(path) == path:  # noqa: PTH111 - it raises
+        raise ValueError(f"must not begin with the home of a user who is not here, {path!r}")
+    return path
 
 
 def _names(value: Any) -> Any:

@@ -103,7 +103,7 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
 
 MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
 TOO_LONG, SHORTER = "a row of more than 16 MiB", "cut it into rows; none is trained on beyond max_length tokens"
-MAX_UNPACKED, ROW_BYTES = 1 << 30, 100  # that a file of columns may always come to; of a row, beside its values
+MAX_UNPACKED, ROW_BYTES = 1 << 26, 100  # that a file of columns may always come to; of a row, beside its values
 PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
 
 

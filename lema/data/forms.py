@@ -59,7 +59,7 @@ class Forms:
         else:
             try:
                 changed.chat_template = Path(given).expanduser().read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RuntimeError) as error:  # that of a home that is not here
                 how = "give a .jinja file, or the template itself"
                 raise DataError(f"the chat template cannot be read: {error}", where="chat_template", how=how) from error
         return changed

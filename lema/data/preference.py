@@ -25,7 +25,7 @@ from lema.data.files import Row
 from lema.data.forms import Forms, num_alike
 from lema.data.read import Overlong, table_of
 from lema.errors import DataError
-from lema.storage.modelfiles import tokenizer_errors
+from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -299,7 +299,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_p
             raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
         if not is_prompt and not value.endswith(end):
             value += end
-        with tokenizer_errors(tokenizer.name_or_path):
+        with library_errors(tokenizer.name_or_path):
             return list(tokenizer(value, verbose=False)["input_ids"])
     tools = open_template(tokenizer, read_tools(row), row).tools
     options: dict[str, Any] = {"return_dict": True, "add_generation_prompt": is_prompt, "tools": tools}

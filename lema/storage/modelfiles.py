@@ -54,7 +54,7 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
 
     check_companions(directory)
     _check_growth(directory / "tokenizer.json")
-    with tokenizer_errors(directory, "the model has no tokenizer that can be loaded", how):
+    with library_errors(directory, "the model has no tokenizer that can be loaded", how):
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         what = f"the model has no tokenizer that can be loaded: {type(tokenizer).__name__} is none"
@@ -63,16 +63,17 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTok
 
 
 @contextmanager
-def tokenizer_errors(
+def library_errors(
     place: str | Path,
     what: str = "the tokenizer cannot read a text",
     how: str = "use the tokenizer that was published with the model",
+    kinds: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> Iterator[None]:
     """Have any error of a tokenizer be a `DataError` that names its `place`: the files are from outside, and the
-    library that reads them raises plain `Exception`, and panics that are not even that."""
+    library that reads them raises plain `Exception`, and panics that are not even that; or these `kinds` alone."""
     try:
         yield
-    except BaseException as error:
+    except kinds as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # somebody interrupts
         said = str(error) or type(error).__name__

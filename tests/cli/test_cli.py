@@ -116,7 +116,7 @@ def test_every_error_of_ours_is_a_message_and_its_exit_code(
     [
         (OSError(errno.ENOSPC, "No space left on device", "/out/x"), 6, "/out/x"),
         (OSError(errno.EROFS, "Read-only file system", "/out/x"), 6, "Read-only"),
-        (PermissionError(errno.EACCES, "Permission denied", "/out/x"), 1, "Permission denied"),
+        (PermissionError(errno.EACCES, "Permission denied", "/out/x"), 2, "Permission denied"),
         (MemoryError(), 4, "out of memory"),
         (RuntimeError("boom"), 1, "RuntimeError: boom"),
         (KeyboardInterrupt(), 130, ""),

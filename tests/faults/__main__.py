@@ -15,6 +15,7 @@ def main(arguments: list[str]) -> int:
     sys.path[:0] = [str(TESTS), str(TESTS / "support")]  # as pytest has it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import pickles
 
     from faults import forked

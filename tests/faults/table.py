@@ -45,6 +45,9 @@ ROWS = (
     Row("paths", "paths", 40, 40),
     Row("rows", "rows", 200, 40),
     Row("configkeys", "configkeys", 100_000, 40),
+    Row("bombs", "bombs", 10_000, 24),
+    Row("settings", "extremes", 8_000, 24, "settings"),
+    Row("smallfiles", "extremes", 4_000, 40, "files"),
 )
 
 

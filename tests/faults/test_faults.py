@@ -16,7 +16,10 @@ import pytest
 from faults.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = (("kills", "instants", "power", "over", "nonfinite"), ("terms", "everystep", "damage", "fulldisk"))
+GROUPS = (
+    ("kills", "instants", "power", "over", "nonfinite"),
+    ("terms", "everystep", "damage", "fulldisk", "bombs", "settings", "smallfiles"),
+)
 DEFAULT = {"kills", "fulldisk", "pickles"}  # rows of a default run; the others are slow
 ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
 

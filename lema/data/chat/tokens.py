@@ -14,7 +14,7 @@ from lema.data.chat.template import Template, open_template
 from lema.data.chat.turns import Known, Rendered, Span, keep, render_chat
 from lema.data.files import Row
 from lema.data.forms import Remarks, TrainOn, num_alike
-from lema.storage.modelfiles import tokenizer_errors
+from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,7 +127,7 @@ def tokenize_spans(
     if not tokenizer.is_fast:
         return [_by_prefixes(text, own, tokenizer, whole) for text, own in zip(texts, spans, strict=True)]
     less: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    with tokenizer_errors(tokenizer.name_or_path):
+    with library_errors(tokenizer.name_or_path):
         encoded = tokenizer(list(texts), add_special_tokens=not whole, **less).encodings
     assert encoded is not None
     found = zip(texts, encoded, spans, strict=True)

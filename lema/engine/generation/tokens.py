@@ -17,7 +17,7 @@ from lema.engine.generation.forward import KeyValues, streaming_forward
 from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError, DataError
 from lema.model import Split
-from lema.storage.modelfiles import load_generation_config, tokenizer_errors
+from lema.storage.modelfiles import library_errors, load_generation_config
 from lema.stream import LayerStream
 
 __all__ = ["checked", "complete", "encoded"]
@@ -78,7 +78,7 @@ def complete(
 
 def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of each prompt, special tokens added as the tokenizer does."""
-    with tokenizer_errors(tokenizer.name_or_path):
+    with library_errors(tokenizer.name_or_path):
         return [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
 
 

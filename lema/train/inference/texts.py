@@ -28,6 +28,7 @@ from lema.errors import ConfigError, DataError, ModelError
 from lema.plan import Allocation
 from lema.plan.inference.room import RowPlan, TextPlan, plan_rows, plan_texts
 from lema.storage.atomic import replace_file
+from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["SAMPLES", "Completion", "Samples", "Scored", "batches_of", "completions", "plan_of", "scores", "texts_of"]
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
+WRONG_SETTINGS = "text cannot be made with these settings of generation", "correct the file, or the options given"
+WRONG_VALUES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # of settings taken on trust
 MOST_AT_ONCE = 64  # texts of a batch that nobody has asked for a size of: results come as batches end
 
 
@@ -146,7 +149,8 @@ def completions(
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
         given = model.split, model.memory, model.directory, model.tokenizer, ids, max_new_tokens, options
-        made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
+        with library_errors(model.directory / "generation_config.json", *WRONG_SETTINGS, WRONG_VALUES):
+            made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
         yield [
             Completion(
                 rows[place // several] * several + place % several,

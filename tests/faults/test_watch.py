@@ -1,0 +1,49 @@
+"""What watches the cases of `tests/faults` sees each way in which one can go wrong, and goes on behind it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import ctypes, json, os, signal, sys
+from pathlib import Path
+from faults import watch
+
+def case(number):
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 2:
+        while True:
+            pass
+    if number == 3:
+        bytearray(64 << 20)
+    if number == 4:
+        return watch.command("config", "show", "nowhere.yaml", named=("elsewhere",))
+    if number == 5:
+        watch.app.command(name="fails")(lambda: 1 / 0)
+        return watch.command("fails")
+    if number == 6:
+        raise ValueError("of the case itself")
+    return ""
+
+print(json.dumps(watch.watched(8, case, Path(sys.argv[1]), None, growth=32 << 20, seconds=1.5)))
+"""
+
+
+def test_a_case_that_dies_hangs_grows_or_says_nothing_is_seen(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", CODE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    expected = (
+        "case 1: the process ended with -9",
+        "case 2: took more than 1.5 s",
+        "case 3: took 6",
+        "case 4: names nothing, exit 2",
+        "case 5: exit 1: error: ZeroDivisionError",
+        "case 6: the process ended with 99",
+    )
+    assert [one[: len(begin)] for one, begin in zip(found, expected, strict=True)] == list(expected)

@@ -1,0 +1,158 @@
+"""Cases in forked processes that are watched: none may be killed, take ten seconds or a gibibyte, or end with exit 1.
+
+A child does one case after the other, and says which it is at; where it dies or hangs, the next child goes on behind.
+"""
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from faults import forked
+from faults.forked import Child, Marks
+from faults.patience import TooLong, patience
+from lema.cli import exitcodes
+from lema.cli.app import app
+from lema.cli.arguments import config_of
+
+__all__ = ["command", "refused", "watched"]
+
+SECONDS = 10.0  # of the processor, for a case
+GROWTH = 1.25 * 2**30  # bytes that a case may take: what a template may have, and what the process had besides
+DEADLY = 5 << 30  # bytes that a child may ask for beside what it has, so that the machine lives
+STANDSTILL = 300.0  # seconds of a wall clock, on a machine that does much else
+CODES = {0, 2, 3, 4, 5, 6, 75}
+MAX_LINES = 40  # of a message
+AT, FAILED = 0, 1  # marks: the case that is done, and how many failed
+
+
+def watched(
+    count: int,
+    case: Callable[[int], str],
+    place: Path,
+    report: Callable[[str], None] | None,
+    growth: float | None = GROWTH,
+    seconds: float = SECONDS,
+) -> list[str]:
+    """Do `count` cases, each by its number; return what went wrong, a sentence for each case.
+
+    Args:
+        count: of cases.
+        case: does one, and says what is wrong with how it ended; empty: nothing.
+        place: for files of the children.
+        report: is told of each failure, and every 100 cases.
+        growth: bytes that a case may take; None: as many as it asks for, below what the child has.
+        seconds: of the processor that a case may take.
+    """
+    marks, failures, start = Marks(), list[str](), 0
+    told = place / "failures"
+    while start < count:
+        marks[AT] = start
+        child = forked.fork(lambda: _children(marks, start, count, case, told, growth, seconds), place / "child.log")  # noqa: B023
+        hung = _followed(child, marks, count, report)
+        ended = child.wait()
+        found = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.exists() else []
+        told.unlink(missing_ok=True)
+        if marks[AT] < count:
+            found.append(f"case {marks[AT]}: {hung or f'the process ended with {ended.code}: {ended.said[-300:]}'}")
+        for failure in found:
+            failures.append(failure)
+            if report is not None:
+                report(failure)
+        start = marks[AT] + 1
+    return failures
+
+
+def _children(
+    marks: Marks,
+    start: int,
+    count: int,
+    case: Callable[[int], str],
+    told: Path,
+    growth: float | None,
+    seconds: float,
+) -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + DEADLY, hard))
+    for number in range(start, count):
+        marks[AT] = number
+        before = _memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest it had is what it has
+        try:
+            with patience(seconds):
+                wrong = case(number)
+        except TooLong:
+            wrong = f"took more than {seconds} s"
+        if growth is not None and (grown := _memory("VmHWM") - before) > growth:
+            wrong = f"{wrong} took {grown >> 20} MiB".strip()
+        if wrong:
+            with told.open("a", encoding="utf-8", errors="replace") as out:
+                out.write(f"case {number}: {' / '.join(wrong.splitlines())}\n")
+    marks[AT] = count
+    return 0
+
+
+def _followed(child: Child, marks: Marks, count: int, report: Callable[[str], None] | None) -> str:
+    """Wait for a child; return why it had to be killed, if it had to."""
+    at, since, begun, said = -1, 0.0, 0.0, 0
+    while not child.ended():
+        if marks[AT] != at:
+            at, since, begun = marks[AT], _seconds(child.pid), time.monotonic()
+        if report is not None and at - said >= 100:
+            said = at
+            report(f"{at:,} of {count:,}")
+        if _seconds(child.pid) - since > 2 * SECONDS:  # in a library, where no signal is heard
+            child.send(signal.SIGKILL)
+            return f"took more than {2 * SECONDS} s of the processor in one call"
+        if time.monotonic() - begun > STANDSTILL:
+            child.send(signal.SIGKILL)
+            return f"stood still for {STANDSTILL} s"
+        time.sleep(0.02)
+    return ""
+
+
+def _seconds(pid: int) -> float:
+    """Seconds of the processor that a process has had."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _memory(name: str, pid: int | None = None) -> int:
+    """Bytes of memory that a process has, or had at most."""
+    status = Path(f"/proc/{pid or 'self'}/status").read_text(encoding="ascii", errors="replace")
+    found = [line.split()[1] for line in status.splitlines() if line.startswith(f"{name}:")]
+    return int(found[0]) << 10 if found else 0
+
+
+def command(*words: object, named: Sequence[str] = ()) -> str:
+    """Run a command of `lema`; say what is wrong with how it ended, where one of `named` must be in what is refused."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = exitcodes.run(app, [str(word) for word in words])
+    return _judged(code, err.getvalue(), named)
+
+
+def refused(config: Path, settings: list[str]) -> bool:
+    """Whether settings are refused for what they are, in words or not."""
+    try:
+        config_of(config, settings)
+    except Exception:  # noqa: BLE001 - the command says how
+        return True
+    return False
+
+
+def _judged(code: int, said: str, named: Sequence[str]) -> str:
+    told = said[said.rfind("error: ") :] if "error: " in said else said
+    if code not in CODES or "this is no error lema knows" in said or "Traceback" in said:
+        return f"exit {code}: {told[:600]}"
+    if code and named and not any(name in told for name in named):
+        return f"names nothing, exit {code}: {told[:600]}"
+    if len(told.splitlines()) > MAX_LINES or len(told) > 10_000:
+        return f"a message of {len(told.splitlines())} lines, {len(told)} characters"
+    return ""
