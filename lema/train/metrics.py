@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from io import FileIO
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -62,20 +63,35 @@ class MetricsLog:
         except DiskFull as error:
             warnings.warn(f"{error.what} ({error.where}); this line of step {row.get('step')} is lost", stacklevel=2)
 
+    @property
+    def size(self) -> int:
+        """How many bytes there are of it."""
+        return self._file.seek(0, os.SEEK_END)
+
+    def flush(self) -> None:
+        """Have every line on the disk, or raise `OSError`."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; twice is harmless."""
         self._file.close()
 
 
-def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
+def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool], size: float = math.inf) -> int:
     """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all,
-    and so does `DiskError`. `keep` says which rows stay; what is no JSON object does."""
+    and so does `DiskError`. Of the first `size` bytes `keep` says which rows stay, and none does after them; what is no
+    JSON object does."""
     file = Path(path)
     try:
         if not file.is_file():
             return 0
         lines = file.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if not isinstance(row := _row(line), dict) or keep(row)]
+        starts = accumulate(map(len, lines), initial=0)
+        kept = [
+            line
+            for line, start in zip(lines, starts, strict=False)
+            if not isinstance(row := _row(line), dict) or (start < size and keep(row))
+        ]
         if len(kept) < len(lines):
             with replacing(file) as out:
                 out.writelines(kept)
@@ -183,7 +199,7 @@ def _cut_torn_line(file: FileIO) -> None:
         file.truncate(position)
 
 
-NO_SUMS: Sequence[Any] = (0.0, 0, {})  # of a window that nothing was counted in
+NO_SUMS: Sequence[Any] = (0.0, 0, {}, 0, 0.0)  # of a window that nothing was counted in
 
 
 @dataclass
@@ -198,29 +214,23 @@ class Window:
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)  # by an objective: sums, and of how many
 
     @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return time.perf_counter() - self.began
+
+    @property
     def sums(self) -> list[Any]:
-        """What the means of the next line are made of, as JSON types."""
-        return [self.loss, self.trained_tokens, self.measured]
+        """What the means of its line are made of, as JSON types."""
+        return [self.loss, self.trained_tokens, self.measured, self.tokens, self.seconds]
 
     def go_on(self, sums: Sequence[Any]) -> None:
         """Take up the `sums` of a window that ended early."""
-        self.loss, self.trained_tokens = float(sums[0]), int(sums[1])
-        self.measured = {name: (one[0], one[1]) for name, one in sums[2].items()}
+        self.loss, self.trained_tokens, measured, self.tokens, seconds = (*sums, *NO_SUMS[len(sums) :])
+        self.measured = {name: (one[0], one[1]) for name, one in measured.items()}
+        self.began -= seconds
 
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
     """Return what streaming cost between two looks at its counters: bytes, layers, and seconds of waiting."""
     names = (one.name for one in fields(now) if one.name.startswith(("bytes_", "layers_", "seconds_blocked_")))
     return {name: getattr(now, name) - getattr(then, name) for name in names}
-
-
-def cut_back(metrics: Path, log_history: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Drop what was measured after the checkpoint of `step`, which knows `log_history`: it is measured again."""
-    known = [row for row in log_history if row.get("step") == step]
-
-    def keep(row: Mapping[str, Any]) -> bool:
-        if row.get("step", 0) != step or "event" in row:
-            return bool(row.get("step", 0) <= step)
-        return bool(known) and known.pop() is not None
-
-    cut_metrics(metrics, keep)
