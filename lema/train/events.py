@@ -197,7 +197,7 @@ class RunEvents:
         since the first `begin` (`whole`), and how many bytes of metrics.jsonl there are (`record`), in the process that
         writes it."""
         sums = {"window": self._window.sums, "whole": self._whole.sums}
-        return sums if self._metrics is None else sums | {"record": self._metrics.size}
+        return sums if self._metrics is None else sums | {"record": self._metrics.path.stat().st_size}
 
     def save_state(self, directory: Path) -> None:
         """Write what callbacks know of the run, and their own states, as `transformers` does: `trainer_state.json`. The
@@ -242,13 +242,13 @@ class RunEvents:
         if not window.trained_tokens:
             return
         assert self._steps is not None
-        model = self._steps.model
+        seconds, model = time.perf_counter() - window.began, self._steps.model
         self.log(
             {
                 "loss": window.loss / window.trained_tokens,
                 **means(window.measured),
                 **numbers,
-                "tokens_per_second": window.tokens / window.seconds,
+                "tokens_per_second": window.tokens / seconds,
                 **since(window.counters, model.counters),
                 "memory": model.backend.memory().used,
             }
@@ -260,7 +260,7 @@ class RunEvents:
         whole = self._whole
         if not whole.trained_tokens:
             return {}
-        seconds, loss = whole.seconds, whole.loss / whole.trained_tokens
+        seconds, loss = time.perf_counter() - whole.began, whole.loss / whole.trained_tokens
         return {"train_loss": loss, "train_runtime": seconds, "train_tokens_per_second": whole.tokens / seconds}
 
     def log(self, logs: Mapping[str, Any]) -> None:
@@ -272,10 +272,6 @@ class RunEvents:
     def event(self, name: str, **details: Any) -> None:
         """Write that something happened between two steps; no loss is in such a line."""
         self._write({"event": name, **details})
-
-    def resumed(self, **details: Any) -> None:
-        """Tell that a phase goes on, which is of this process, and not of the record."""
-        self._told({**self._at.row, "event": "phase_resumed", **details})
 
     def end(self) -> None:
         """Have callbacks know that no further step is taken in this run."""

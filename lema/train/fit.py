@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -142,7 +141,12 @@ class PlainRun:
         if self._config.push_to_hub:
             first_alone(self._replicas, partial(make_repository, self._config))
         shown = with_bar(callbacks, self._config)
-        first_alone(self._replicas, self._cut_record)
+        last = self.done if self.done or self.carried else -1  # of a run that begins, no line is there
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            return bool(row.get("step", -1) <= last)
+
+        first_alone(self._replicas, lambda: cut_metrics(self._output / METRICS_NAME, keep, self.carried.get("record")))
         events = RunEvents(self._config, self.num_steps, self._replicas, shown, **options)
         events.state.log_history = self._past.get("log_history", [])
         events.state.stateful_callbacks = self._past.get("stateful_callbacks", {})
@@ -155,14 +159,6 @@ class PlainRun:
         events.draw()
         best = {f"best_{name}": value for name, value in (self.best or {}).items() if name != "only"}
         return summary | loop.last_eval | (best if summary else {})
-
-    def _cut_record(self) -> None:
-        """Drop the lines of metrics that come after where the run is, or all of them where it begins."""
-
-        def keep(row: Mapping[str, Any]) -> bool:
-            return bool(row.get("step", -1) <= (self.done if self.done or self.saved is not None else -1))
-
-        cut_metrics(self._output / METRICS_NAME, keep, self.carried.get("record", math.inf))
 
     def leave(self, result: Mapping[str, Any], base: str, files: ModelFiles | None) -> None:
         """Leave the adapter, or the best, with card and tokenizer, and upload them; `base` is its fingerprint."""

@@ -109,11 +109,8 @@ class RunLoop:
             stack.callback(self._model.stream.cancel)  # what was announced for a step that never came
             stack.enter_context(watched(self._model, stage.steps.config))
             self._events.begin(stage.steps, stage.schedule, stage.position(stage.done), stage.carried)
-            if self._is_phase:
-                if stage.saved is None:
-                    self._events.event("phase_begin", trains=stage.trains)
-                else:
-                    self._events.resumed(trains=stage.trains)
+            if self._is_phase and stage.saved is None:
+                self._events.event("phase_begin", trains=stage.trains)
             why: str | None = None
             with nullcontext() if self._at_layer is None else self._model.interruptible(self._at_layer):
                 try:

@@ -13,7 +13,6 @@ elsewhere is linked into the new run's directory, so that the run is like any ot
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -137,7 +136,7 @@ class Places:
             index -= 1
         return index
 
-    def cut_record(self, index: int = 0, done: int = -1, size: float = math.inf) -> None:
+    def cut_record(self, index: int = 0, done: int = -1, size: int | None = None) -> None:
         """Drop the lines of metrics that come after so many steps of a phase (-1: all of the phase) or `size` bytes."""
 
         def keep(row: Mapping[str, Any]) -> bool:
@@ -283,7 +282,7 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
         say(f"there is no checkpoint in {places.directory}: the run begins at its beginning")
     elif point.checkpoint is not None:
         about, name = read_state(point.checkpoint)["extra"], places.plan.phases[point.index].name
-        where = (point.index, done := int(about["step"]), about.get("record", math.inf))
+        where = (point.index, done := int(about["step"]), about.get("record"))
         say(f"resuming from {point.checkpoint} (step {done} of {places.plan.steps(point.index).steps} of {name})")
     first_alone(replicas, lambda: places.cut_record(*where))
     return point

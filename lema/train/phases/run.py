@@ -139,6 +139,8 @@ class Phases:
             return None
         found = find_start(start, places)
         first_alone(replicas, lambda: begin_at(found, places))
+        if replicas.first:
+            self.say(f"phase {self.plan.phases[found.index].name} begins at {start}")
         return found
 
     def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
@@ -276,8 +278,6 @@ def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
     match row.get("event"):
         case "phase_begin":
             say(f"phase {row['phase']} begins: {row['trains']}")
-        case "phase_resumed":
-            say(f"phase {row['phase']} goes on after {row['step_in_phase']} of its steps: {row['trains']}")
         case "phase_end":
             loss = "" if row["final_eval_loss"] is None else f", loss on what was held out {row['final_eval_loss']:.4f}"
             say(f"phase {row['phase']} has ended after step {row['step']}{loss}")
