@@ -5,7 +5,6 @@ goes as the exception passes through, and cleaning up fails, as it never happens
 """
 
 import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +13,6 @@ from typing import Any
 import pytest
 from faults.diskseam import DiskSeam
 from phaseruns import Killed
-
-# What differs between two processes that do the same: times, and what it cost to read weights anew.
-OF_THE_PROCESS = ("tokens_per_second", "train_tokens_per_second", "train_runtime", "memory")
-COSTS = ("bytes_", "layers_", "seconds_")
-
-
-def of_record(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a line of metrics says of the run."""
-    return {name: one for name, one in row.items() if name not in OF_THE_PROCESS and not name.startswith(COSTS)}
-
-
-def record_of(output_dir: Path) -> list[dict[str, Any]]:
-    """Return every line of metrics.jsonl, as it is there, but for what is of the process."""
-    lines = (output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [of_record(json.loads(line)) for line in lines]
 
 
 def of_the_run(kind: str, path: Path) -> bool:

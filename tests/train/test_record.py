@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import killed, of_record, record_of
+from faults.shortrun import of_record, record_of
+from killed import killed
 from smallrun import run_fit, settings, token_rows, write_model
 
 from lema import LemaConfig

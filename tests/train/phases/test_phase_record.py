@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import killed, of_record, record_of
+from faults.shortrun import of_record, record_of
+from killed import killed
 from phaseruns import FULL, HELD, LORA, SOURCES, STEP, plan_of
 
 from lema import LemaConfig
