@@ -75,21 +75,23 @@ def straight(model: Path, way: str, tmp_path: Path, patch: pytest.MonkeyPatch) -
     return every, results[0], whole
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stride", [pytest.param(7, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("way", RUNS)
 def test_killed_at_any_change_of_the_disk_it_leaves_the_record_of_the_run(
-    model: Path, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, way: str, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every, expected, whole = straight(model, way, tmp_path, monkeypatch)
     assert len(every) >= FEWEST
     wrong = []
-    for at, change in enumerate(every):
+    for at in range(0, len(every), stride):
         out = tmp_path / f"cut-{at}"
         config = config_of(model, out, way)
         killed(out, monkeypatch, lambda config=config: go_on(config), at)
         found = go_on(config)
         if found != expected or told_of(out) != whole:
-            wrong.append(f"{at} of {len(every)}, {change}: {difference(found, expected, told_of(out), whole)}")
+            wrong.append(f"{at} of {len(every)}, {every[at]}: {difference(found, expected, told_of(out), whole)}")
     assert not wrong, "\n".join(wrong)
 
 
