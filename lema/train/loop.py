@@ -244,7 +244,8 @@ class RunLoop:
             stage.best["only"] = not due
         left: Pending | None = None
         if after == "step" and not self._is_phase and self._ends_epoch():
-            asked = {**events.asked(), "should_save": False, "should_training_stop": False}
+            not_again = ("should_save", "should_training_stop")  # a run may go on for longer, or with more patience
+            asked = {name: one for name, one in events.asked().items() if name not in not_again}
             left = {"after": "saved", "asked": asked, "numbers": dict(numbers)}
         if (due or (better and self._keeps_best)) and self._saves_now(why, before, left):
             events.fire("on_save")

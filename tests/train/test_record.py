@@ -17,10 +17,10 @@ ROWS, EVAL_ROWS = token_rows(8), token_rows(3, seed=2)
 RUNS: dict[str, dict[str, Any]] = {
     # Lines cover two steps, checkpoints fall between them, and evaluations come at the ends of epochs, after these.
     "epochs": {"num_train_epochs": 2.0, "save_steps": 1, "logging_steps": 2, "load_best_model_at_end": True},
-    # Evaluations fall between the checkpoints, and end the run.
+    # Evaluations end the run, in the midst of an epoch, before the checkpoint of their step.
     "intervals": {
-        "max_steps": 6,
-        "save_steps": 2,
+        "max_steps": 7,
+        "save_steps": 1,
         "eval_steps": 1,
         "eval_on_start": True,
         "save_total_limit": 2,
