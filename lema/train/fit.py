@@ -120,6 +120,8 @@ class PlainRun:
         self._past = past_log(path / TRAINER_STATE)
         if self._past.get("best_metric") is not None:
             self.best = {"step": self._past["best_global_step"], self._config.best_by[0]: self._past["best_metric"]}
+        keep, spared = self._config.save_total_limit, [self.best_checkpoint] if self.best_checkpoint else []
+        first_alone(self._replicas, lambda: forget_old_checkpoints(self._output, path, keep, spared))
         steps.take_settings({one.name for one in changed})
         say(f"resuming from {path} (step {self.done} of {self.num_steps})")
         if self.done >= self.num_steps:
