@@ -159,8 +159,8 @@ class RunEvents:
         """Whether any step was about to be taken."""
         return self._handler is not None
 
-    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, unlogged: Sequence[Any] = NO_SUMS) -> None:
-        """Begin to train something, or go on with it where `unlogged` was this; callbacks see module and optimizer."""
+    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, carried: Mapping[str, Any]) -> None:
+        """Begin to train something, or go on with it where `carried` was this; callbacks see module and optimizer."""
         self._steps = steps
         self.move(at)
         optimizer = steps.ready()
@@ -171,7 +171,8 @@ class RunEvents:
             self._go_on_with(self._handler.callbacks)
         self._handler.model, self._handler.optimizer, self._handler.lr_scheduler = steps.module, optimizer, schedule
         self._window, self._whole = self._opened(), self._opened()
-        self._window.go_on(unlogged)
+        self._window.go_on(carried.get("window", NO_SUMS))
+        self._whole.go_on(carried.get("whole", NO_SUMS))
 
     def _go_on_with(self, callbacks: Sequence[Any]) -> None:
         """Let callbacks be in the states that a checkpoint has of them; a run that one of them has ended stays so."""
@@ -191,12 +192,18 @@ class RunEvents:
         self.state.global_step, self.state.epoch = at.step, at.epoch  # type: ignore[assignment] # None is left out
 
     @property
-    def unlogged(self) -> list[Any]:
-        """The sums of the steps since the last line of metrics."""
-        return self._window.sums
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the measurements: the sums of the steps since the last line (`window`) and of all
+        since the first `begin` (`whole`), and how many bytes of metrics.jsonl there are (`record`), in the process that
+        writes it."""
+        sums = {"window": self._window.sums, "whole": self._whole.sums}
+        return sums if self._metrics is None else sums | {"record": self._metrics.path.stat().st_size}
 
     def save_state(self, directory: Path) -> None:
-        """Write what callbacks know of the run, and their own states, as `transformers` does: `trainer_state.json`."""
+        """Write what callbacks know of the run, and their own states, as `transformers` does: `trainer_state.json`. The
+        lines of metrics are on the disk then, because the checkpoint that this is part of goes on after them."""
+        if self._metrics is not None:
+            self._metrics.flush()
         states: Any = {}
         for one in () if self._handler is None else self._handler.callbacks:
             if isinstance(one, ExportableState):
@@ -249,16 +256,12 @@ class RunEvents:
         self._window = self._opened()
 
     def summary(self) -> dict[str, Any]:
-        """Return loss and speed over all steps since `begin`; nothing, where none was taken."""
+        """Return loss and speed over all steps, `carried` ones too; nothing, where none was taken."""
         whole = self._whole
         if not whole.trained_tokens:
             return {}
-        seconds = time.perf_counter() - whole.began
-        return {
-            "train_loss": whole.loss / whole.trained_tokens,
-            "train_runtime": seconds,
-            "train_tokens_per_second": whole.tokens / seconds,
-        }
+        seconds, loss = time.perf_counter() - whole.began, whole.loss / whole.trained_tokens
+        return {"train_loss": loss, "train_runtime": seconds, "train_tokens_per_second": whole.tokens / seconds}
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Write a line of metrics, and have callbacks see it."""
@@ -276,8 +279,8 @@ class RunEvents:
             self.fire("on_train_end")
 
     def draw(self) -> None:
-        """Draw the curve of the loss, if anything was trained; a picture is not worth a run, and is only warned of."""
-        if not self._replicas.first or self._handler is None:
+        """Draw the curve of the loss, if any was measured; a picture is not worth a run, and is only warned of."""
+        if not self._replicas.first:
             return
         try:
             plot_loss(self._directory / METRICS_NAME, self._directory / PICTURE)

@@ -40,7 +40,7 @@ from lema.train.checkpoint.resume import (
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents, with_bar
 from lema.train.loop import Drawn, Pending, RunLoop
-from lema.train.metrics import METRICS_NAME, NO_SUMS, cut_back
+from lema.train.metrics import METRICS_NAME, cut_metrics
 from lema.train.sampler import StepSampler
 from lema.train.steps import Steps
 
@@ -82,7 +82,7 @@ class PlainRun:
         self.best: dict[str, Any] | None = None
         self.eval_loss: float | None = None
         self.pending: Pending | None = None
-        self.unlogged: Sequence[Any] = NO_SUMS
+        self.carried: Mapping[str, Any] = {}
         self.saved: int | None = None
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
@@ -115,16 +115,17 @@ class PlainRun:
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
         changed = check_same_run(path, self._config, adapter, self._sampler.about)
         extra = restore(path)
-        self.done, self.pending = steps.global_step, extra.get("left")
-        self.unlogged = extra.get("window", NO_SUMS)  # a checkpoint that `train_step` wrote has none
+        self.done, self.pending, self.carried = steps.global_step, extra.get("left"), extra
         self.saved = None if weights_only else self.done
         self._past = past_log(path / TRAINER_STATE)
         if self._past.get("best_metric") is not None:
             self.best = {"step": self._past["best_global_step"], self._config.best_by[0]: self._past["best_metric"]}
-        if self._replicas.first and (self.done < self.num_steps or self.pending is not None):
-            cut_back(self._output / METRICS_NAME, self._past.get("log_history", ()), self.done)
+        keep, spared = self._config.save_total_limit, [self.best_checkpoint] if self.best_checkpoint else []
+        first_alone(self._replicas, lambda: forget_old_checkpoints(self._output, path, keep, spared))
         steps.take_settings({one.name for one in changed})
         say(f"resuming from {path} (step {self.done} of {self.num_steps})")
+        if self.done >= self.num_steps:
+            say("nothing was left to train: the run had taken its last step")
         if weights_only:
             say("of this checkpoint the weights are taken, and not the optimizer: its moments begin empty")
         say_changed(changed, say)
@@ -142,6 +143,12 @@ class PlainRun:
         if self._config.push_to_hub:
             first_alone(self._replicas, partial(make_repository, self._config))
         shown = with_bar(callbacks, self._config)
+        last = self.done if self.done or self.carried else -1  # of a run that begins, no line is there
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            return bool(row.get("step", -1) <= last)
+
+        first_alone(self._replicas, lambda: cut_metrics(self._output / METRICS_NAME, keep, self.carried.get("record")))
         events = RunEvents(self._config, self.num_steps, self._replicas, shown, **options)
         events.state.log_history = self._past.get("log_history", [])
         events.state.stateful_callbacks = self._past.get("stateful_callbacks", {})
@@ -235,5 +242,5 @@ class PlainRun:
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write `checkpoint-<step>`, and forget those that are too old."""
         position, data = self._sampler.position(self.done), self._sampler.about
-        extra = {"data": data, "position": position, "window": events.unlogged, "left": pending}
+        extra = {"data": data, "position": position, "left": pending, **events.carried}
         save_step(self.steps, extra, [events.save_state], self.best_checkpoint)

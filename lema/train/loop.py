@@ -27,10 +27,11 @@ from lema.train.steps import Steps
 __all__ = ["Drawn", "Pending", "RunLoop", "Stage"]
 
 Pending = Mapping[str, Any]
-"""What is still to be done after the last step, because a stop came while it was evaluated, as JSON types.
+"""What is still to be done after the last step, because a stop came while it was evaluated or its epoch goes on to be
+evaluated after the checkpoint, as JSON types.
 
-`after`: `step`, or `epoch` where what is due after the step has been done; `asked`: what callbacks had asked for;
-`numbers`: of the step, for its line of metrics.
+`after`: `step`, or `saved` where what is due after the step has been done, and `epoch` where callbacks know that the
+epoch has ended; `asked`: what callbacks had asked for; `numbers`: of the step, for its line of metrics.
 """
 
 
@@ -60,7 +61,7 @@ class Stage(Protocol):
     best: dict[str, Any] | None
     eval_loss: float | None  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
     pending: Pending | None  # what a checkpoint that is gone on from says was not done any more; None: nothing
-    unlogged: Sequence[Any]  # what `RunEvents.unlogged` was when that was written
+    carried: Mapping[str, Any]  # what `RunEvents.carried` was when that was written
     saved: int | None  # the last step whose checkpoint is on disk as it would be written now; None: there is none
 
     @property
@@ -100,14 +101,16 @@ class RunLoop:
     def run(self) -> None:
         """Take the steps; raise `Stopped`, with a checkpoint of the last step there, where somebody who was asked said
         so, or in a phase a callback; `DiskFull` where there is no room for the checkpoint that the stage ends with."""
-        stage = self._stage
+        stage, log = self._stage, self._events.state.log_history
         self._tell_best()
+        last = next((row for row in reversed(log) if "eval_loss" in row), {})
+        self.last_eval = {name: one for name, one in last.items() if name.startswith("eval_")}
         with ExitStack() as stack:
             stack.callback(self._model.stream.cancel)  # what was announced for a step that never came
             stack.enter_context(watched(self._model, stage.steps.config))
-            self._events.begin(stage.steps, stage.schedule, stage.position(stage.done), stage.unlogged)
-            if self._is_phase:
-                self._events.event("phase_resumed" if stage.done else "phase_begin", trains=stage.trains)
+            self._events.begin(stage.steps, stage.schedule, stage.position(stage.done), stage.carried)
+            if self._is_phase and stage.saved is None:
+                self._events.event("phase_begin", trains=stage.trains)
             why: str | None = None
             with nullcontext() if self._at_layer is None else self._model.interruptible(self._at_layer):
                 try:
@@ -171,6 +174,11 @@ class RunLoop:
         """Whether callbacks have ended a plain run before its last step."""
         return bool(self._events.control.should_training_stop) and not self._is_phase
 
+    def _ends_epoch(self) -> bool:
+        """Whether after this step of a plain run comes what is due after an epoch."""
+        stage = self._stage
+        return stage.done >= stage.num_steps or stage.position(stage.done).ends_epoch or self._leaves()
+
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step, all its rows in one layer-major pass; return its learning rate and norm."""
         stage, events = self._stage, self._events
@@ -203,6 +211,7 @@ class RunLoop:
         stage, events = self._stage, self._events
         if after == "step":
             self._act(numbers, after)
+        if after != "epoch":
             if self._is_phase:
                 return True
             if events.control.should_epoch_stop:
@@ -210,7 +219,7 @@ class RunLoop:
                 how = "set should_training_stop, or lower num_train_epochs"
                 raise ConfigError(what, where=f"step {stage.done}", how=how)
             events.agree()  # because evaluating or saving may have been the last
-            if not stage.position(stage.done).ends_epoch and not events.control.should_training_stop:
+            if not self._ends_epoch():
                 return True
             events.fire("on_epoch_end")
             events.agree()
@@ -233,7 +242,12 @@ class RunLoop:
         due, better = bool(ends or events.control.should_save or why), stage.best is not before
         if better and stage.best is not None:
             stage.best["only"] = not due
-        if (due or (better and self._keeps_best)) and self._saves_now(why, before):
+        left: Pending | None = None
+        if after == "step" and not self._is_phase and self._ends_epoch():
+            not_again = ("should_save", "should_training_stop")  # a run may go on for longer, or with more patience
+            asked = {name: one for name, one in events.asked().items() if name not in not_again}
+            left = {"after": "saved", "asked": asked, "numbers": dict(numbers)}
+        if (due or (better and self._keeps_best)) and self._saves_now(why, before, left):
             events.fire("on_save")
         if why:
             events.end()
@@ -269,11 +283,11 @@ class RunLoop:
             return None
         return why or ("a callback" if self._events.control.should_training_stop else None)
 
-    def _saves_now(self, why: str | None, best: dict[str, Any] | None) -> bool:
+    def _saves_now(self, why: str | None, best: dict[str, Any] | None, left: Pending | None) -> bool:
         """Write a checkpoint; return whether it is there: on a full disk a run that does not end goes on without."""
         stage, events = self._stage, self._events
         try:
-            self._save(None)
+            self._save(left)
         except DiskFull as error:
             if why:
                 stopped = self._stopped(why)

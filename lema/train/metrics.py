@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from io import FileIO
-from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -62,24 +62,28 @@ class MetricsLog:
         except DiskFull as error:
             warnings.warn(f"{error.what} ({error.where}); this line of step {row.get('step')} is lost", stacklevel=2)
 
+    def flush(self) -> None:
+        """Have every line on the disk, or raise `OSError`."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file; twice is harmless."""
         self._file.close()
 
 
-def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Drop the rows that a run which goes on from an earlier step measures again; return how many. A kill leaves all,
-    and so does `DiskError`. `keep` says which rows stay; what is no JSON object does."""
+def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool], size: int | None = None) -> None:
+    """Drop the rows that a run which goes on from an earlier step measures again. A kill leaves all, and so does
+    `DiskError`. Of the first `size` bytes (None: of all) `keep` says which rows stay; what is no JSON object does."""
     file = Path(path)
     try:
         if not file.is_file():
-            return 0
-        lines = file.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if not isinstance(row := _row(line), dict) or keep(row)]
-        if len(kept) < len(lines):
+            return
+        data = file.read_bytes()
+        lines = data[:size].splitlines(keepends=True)
+        kept = b"".join(line for line in lines if not isinstance(row := _row(line), dict) or keep(row))
+        if len(kept) < len(data):
             with replacing(file) as out:
-                out.writelines(kept)
-        return len(lines) - len(kept)
+                out.write(kept)
     except OSError as error:
         raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
 
@@ -90,7 +94,7 @@ def _row(line: bytes) -> Any:
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Return the rows that count, or `DataError`: what a resumed run measured again is given once, as measured last."""
+    """Return the rows, in order, but for one that is still being written; or raise `DataError`."""
     rows: list[dict[str, Any]] = []
     file = Path(path)
     try:
@@ -107,7 +111,6 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             raise DataError("a line of metrics is a JSON object", where=f"{file}:{number}")
         row = {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
-        _forget_repeated(rows, row)
         rows.append(row)
     return rows
 
@@ -155,21 +158,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _kinds(row: Mapping[str, Any]) -> set[Any]:
-    return {("event", row["event"], row.get("phase"))} if "event" in row else {"loss", "eval_loss"} & row.keys()
-
-
-def _forget_repeated(rows: list[dict[str, Any]], row: Mapping[str, Any]) -> None:
-    """Drop from the end of `rows` what `row`, coming after it, shows to have been undone by a resume."""
-    if (step := row.get("step")) is None:
-        return
-    while rows and rows[-1].get("step", step) > step:
-        rows.pop()
-    same = sum(1 for _ in takewhile(lambda one: one.get("step") == step, reversed(rows)))
-    again = (index for index in range(len(rows) - same, len(rows)) if _kinds(rows[index]) & _kinds(row))
-    del rows[next(again, len(rows)) :]
-
-
 def _cut_torn_line(file: FileIO) -> None:
     """Cut what follows the last newline; searches backwards, for the file may be long."""
     end, newline = file.seek(0, os.SEEK_END), -1
@@ -183,7 +171,7 @@ def _cut_torn_line(file: FileIO) -> None:
         file.truncate(position)
 
 
-NO_SUMS: Sequence[Any] = (0.0, 0, {})  # of a window that nothing was counted in
+NO_SUMS: Sequence[Any] = (0.0, 0, {}, 0, 0.0)  # of a window that nothing was counted in
 
 
 @dataclass
@@ -199,28 +187,17 @@ class Window:
 
     @property
     def sums(self) -> list[Any]:
-        """What the means of the next line are made of, as JSON types."""
-        return [self.loss, self.trained_tokens, self.measured]
+        """What the means of its line are made of, as JSON types."""
+        return [self.loss, self.trained_tokens, self.measured, self.tokens, time.perf_counter() - self.began]
 
     def go_on(self, sums: Sequence[Any]) -> None:
         """Take up the `sums` of a window that ended early."""
-        self.loss, self.trained_tokens = float(sums[0]), int(sums[1])
-        self.measured = {name: (one[0], one[1]) for name, one in sums[2].items()}
+        self.loss, self.trained_tokens, measured, self.tokens, seconds = (*sums, *NO_SUMS[len(sums) :])
+        self.measured = {name: (one[0], one[1]) for name, one in measured.items()}
+        self.began -= seconds
 
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
     """Return what streaming cost between two looks at its counters: bytes, layers, and seconds of waiting."""
     names = (one.name for one in fields(now) if one.name.startswith(("bytes_", "layers_", "seconds_blocked_")))
     return {name: getattr(now, name) - getattr(then, name) for name in names}
-
-
-def cut_back(metrics: Path, log_history: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Drop what was measured after the checkpoint of `step`, which knows `log_history`: it is measured again."""
-    known = [row for row in log_history if row.get("step") == step]
-
-    def keep(row: Mapping[str, Any]) -> bool:
-        if row.get("step", 0) != step or "event" in row:
-            return bool(row.get("step", 0) <= step)
-        return bool(known) and known.pop() is not None
-
-    cut_metrics(metrics, keep)

@@ -90,8 +90,6 @@ def train(
             trainer = model.get_trainer(callbacks=callbacks if replicas.first else ())
             how: dict[str, Any] = {"resume": resume, "weights_only": weights_only, "say": out, "stop": stop.why}
             result = trainer.fit(train_data, eval_data, **how)
-            if not result:
-                out("nothing was left to train: the run had come to its end")
         for line in _ended(result, trainer.global_step, config):
             out(line)
     return result

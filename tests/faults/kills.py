@@ -15,7 +15,7 @@ from faults.shortrun import ShortRun, checkpoint_steps, short_run
 __all__ = ["run"]
 
 FAULT = "kill -9 at a random instant of a run that saves every step"
-REQUIRED = "the run that goes on ends with the same bytes and the same loss curve"
+REQUIRED = "the run that goes on ends with the same bytes and the same record"
 EARLY = 0.1  # of the kills, those that may come before the first checkpoint
 AGAIN = 0.25  # of the kills, those after which the run that goes on is killed too
 LIMITS: dict[str, Any] = {"save_total_limit": 2}

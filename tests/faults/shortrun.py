@@ -16,12 +16,24 @@ from typing import Any
 
 from faults.forked import Ended, Marks, run, warm
 
-__all__ = ["STEPS", "ShortRun", "checkpoint_steps", "curve", "damaged", "last_lines", "leftovers", "short_run"]
+__all__ = [
+    "STEPS",
+    "ShortRun",
+    "checkpoint_steps",
+    "damaged",
+    "last_lines",
+    "leftovers",
+    "of_record",
+    "record_of",
+    "short_run",
+]
 
 STEPS = 6
 WEIGHTS = "adapter_model.safetensors"
 LOCK = ".lock"  # stays between runs
-MEASURED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+# What differs between two processes that do the same: times, and what it cost to read weights anew.
+OF_THE_PROCESS = ("tokens_per_second", "train_tokens_per_second", "train_runtime", "memory")
+COSTS = ("bytes_", "layers_", "seconds_")
 
 
 @dataclass(frozen=True)
@@ -124,15 +136,15 @@ class ShortRun:
         """Remove what a run left."""
         shutil.rmtree(self.out(name), ignore_errors=True)
 
-    def fault_of(self, name: str, ended: Ended, straight: Path, *, measured: bool = True) -> str:
+    def fault_of(self, name: str, ended: Ended, straight: Path) -> str:
         """Return what is wrong with a run that has come to its end, or nothing."""
         out = self.out(name)
         if ended.code:
             return f"it ended with {ended.code}: {last_lines(ended.said)}"
         if not same_adapter(out, straight):
             return "the adapter is another"
-        if measured and curve(out) != curve(straight):
-            return "the loss curve is another"
+        if record_of(out) != record_of(straight):
+            return "the record is another"
         if found := leftovers(out):
             return f"left behind: {', '.join(found)}"
         return ""
@@ -189,13 +201,15 @@ def same_adapter(one: Path, other: Path) -> bool:
     return file.is_file() and file.read_bytes() == (other / WEIGHTS).read_bytes()
 
 
-def curve(out: Path) -> list[tuple[Any, ...]]:
-    """Return what a run measured, by step, but for times."""
-    from lema.train.metrics import METRICS_NAME, read_metrics
+def of_record(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a line of metrics says of the run."""
+    return {name: one for name, one in row.items() if name not in OF_THE_PROCESS and not name.startswith(COSTS)}
 
-    rows = read_metrics(out / METRICS_NAME)
-    kept = [(row["step"], *((key, row[key]) for key in MEASURED if key in row)) for row in rows if "step" in row]
-    return [row for row in kept if len(row) > 1]
+
+def record_of(out: Path) -> list[dict[str, Any]]:
+    """Return every line of metrics.jsonl, as it is there, but for what is of the process."""
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [of_record(json.loads(line)) for line in lines]
 
 
 def leftovers(out: Path) -> list[str]:

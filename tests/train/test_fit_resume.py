@@ -112,10 +112,11 @@ def test_a_run_cannot_be_resumed_without_a_checkpoint(llama: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_resuming_a_finished_run_trains_nothing_and_says_so(llama: Path, tmp_path: Path) -> None:
-    config = settings(llama, tmp_path / "out", save_steps=1)
-    _, first = run_fit(config, token_rows(4))
-    result, again = run_fit(config, token_rows(4), resume=True)
-    assert result == {}
+    config, said = settings(llama, tmp_path / "out", save_steps=1), list[str]()
+    expected, first = run_fit(config, token_rows(4))
+    result, again = run_fit(config, token_rows(4), resume=True, say=said.append)
+    assert result["train_loss"] == expected["train_loss"] and result.keys() == expected.keys()
+    assert said[1:] == ["nothing was left to train: the run had taken its last step"]
     assert same(first, again)
     assert len(logged(config)) == 1
 

@@ -136,6 +136,21 @@ class Places:
             index -= 1
         return index
 
+    def cut_record(self, index: int = 0, done: int = -1, size: int | None = None) -> None:
+        """Drop the lines of metrics that come after so many steps of a phase (-1: all of the phase) or `size` bytes."""
+
+        def keep(row: Mapping[str, Any]) -> bool:
+            stage = row.get("stage", -1)
+            return bool(stage < index or (stage == index and row.get("step_in_phase", 0) <= done))
+
+        cut_metrics(self.directory / METRICS_NAME, keep, size)
+
+    def note(self, index: int, step: int, best: Mapping[str, Any] | None, keep: int | None) -> None:
+        """Say which checkpoints are the latest and the `best`, and forget all but the newest `keep` and that one."""
+        self.note_latest(index, step)
+        self.note_best(index, best)
+        self.forget_old(index, step, keep)
+
     def note_latest(self, index: int, step: int) -> None:
         """Say which checkpoint is the run's last, or raise `DiskError`."""
         steps = self.plan.boundaries()[index].first_step + step
@@ -262,19 +277,14 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
     """Return where a run goes on that is in its directory, all processes alike; cut the metrics of what comes after."""
     say = say if replicas.first else lambda _: None
     point = first_alone(replicas, lambda: find_point(places, say))
+    where: tuple[Any, ...] = () if point is None else (point.index,)
     if point is None:
         say(f"there is no checkpoint in {places.directory}: the run begins at its beginning")
-        return None
-    done = 0
-    if point.checkpoint is not None:
-        done, name = int(read_state(point.checkpoint)["extra"]["step"]), places.plan.phases[point.index].name
+    elif point.checkpoint is not None:
+        about, name = read_state(point.checkpoint)["extra"], places.plan.phases[point.index].name
+        where = (point.index, done := int(about["step"]), about.get("record"))
         say(f"resuming from {point.checkpoint} (step {done} of {places.plan.steps(point.index).steps} of {name})")
-
-    def keep(row: Mapping[str, Any]) -> bool:
-        stage, step = row.get("stage", 0), row.get("step_in_phase", 0)
-        return bool(stage < point.index or (stage == point.index and point.checkpoint and step <= done))
-
-    first_alone(replicas, lambda: cut_metrics(places.directory / METRICS_NAME, keep))
+    first_alone(replicas, lambda: places.cut_record(*where))
     return point
 
 

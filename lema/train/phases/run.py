@@ -30,6 +30,7 @@ from lema.errors import Stopped
 from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
+from lema.train.checkpoint.format import read_state
 from lema.train.checkpoint.resume import check_same_run, say_changed
 from lema.train.events import RunEvents
 from lema.train.full.training import FullTraining
@@ -133,10 +134,13 @@ class Phases:
             return go_on(replicas, places, self.say)
         if begun or start is None:
             places.check_new()
+        first_alone(replicas, places.cut_record)  # of a run that was killed before its first checkpoint
         if start is None:
             return None
         found = find_start(start, places)
         first_alone(replicas, lambda: begin_at(found, places))
+        if replicas.first:
+            self.say(f"phase {self.plan.phases[found.index].name} begins at {start}")
         return found
 
     def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
@@ -159,6 +163,10 @@ class Phases:
         if begin is not None and (below := begin.rebuilt) is not None:
             self._train(below, events, Start(below, places.end_of(below), {}, here=True))
             gc.collect()
+        if begin is not None and begin.ended:  # a kill may have come before its last checkpoint was noted
+            assert begin.checkpoint is not None
+            about, keep = read_state(begin.checkpoint)["extra"], self.config.save_total_limit
+            first_alone(self.backend.replicas, partial(places.note, first, about["step"], about["best"], keep))
         for index in range(first, len(self.plan.phases)):
             here = begin is not None and begin.here
             if (begin and index == first and begin.ended) if here else places.is_done(index):
@@ -194,7 +202,8 @@ class Phases:
             if run.done < run.num_steps or run.pending is not None:
                 file, step = places.directory / METRICS_NAME, run.position(run.done).step
                 if not events.begun and step and file.is_file():  # what an earlier process wrote
-                    events.state.log_history = [row for row in read_metrics(file) if row.get("step", 0) <= step]
+                    log = [row for row in read_metrics(file) if "event" not in row and row.get("step", 0) <= step]
+                    events.state.log_history = log
                 trainer.require_room(2 if config.save_steps and not run.done else 1)
                 RunLoop(run, events, at_layer=self.at_layer, after_step=self.stop).run()
             if places.leaves_model(index) and not places.model_of(index).exists():
@@ -269,8 +278,6 @@ def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
     match row.get("event"):
         case "phase_begin":
             say(f"phase {row['phase']} begins: {row['trains']}")
-        case "phase_resumed":
-            say(f"phase {row['phase']} goes on after {row['step_in_phase']} of its steps: {row['trains']}")
         case "phase_end":
             loss = "" if row["final_eval_loss"] is None else f", loss on what was held out {row['final_eval_loss']:.4f}"
             say(f"phase {row['phase']} has ended after step {row['step']}{loss}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from lema.train.events import Position, RunEvents
 from lema.train.full.checkpoint import save_delta, save_trained
 from lema.train.full.training import FullTraining
 from lema.train.loop import Drawn, Pending
-from lema.train.metrics import NO_SUMS
 from lema.train.model import LemaModel
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
@@ -166,7 +165,7 @@ class PhaseRun:
         self.done = 0
         self.best: dict[str, Any] | None = None
         self.pending: Pending | None = None
-        self.unlogged: Sequence[Any] = NO_SUMS
+        self.carried: Mapping[str, Any] = {}
         self.saved: int | None = None
         self.eval_loss: float | None = None
 
@@ -179,7 +178,8 @@ class PhaseRun:
         """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of another kind of training."""
         about = self.steps.restore(checkpoint)
         self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
-        self.pending, self.unlogged, self.saved = about["left"], about["unlogged"], self.done
+        self.pending, self.saved = about["left"], self.done
+        self.carried = {"window": about.get("window") or about["unlogged"]}  # what it was called before
         if checkpoint != self._places.checkpoint(self._index, self.done):  # of another run: this one has one of its own
             if self.best is not None and self.best["step"] != self.done:
                 self.best = None  # that checkpoint stayed behind
@@ -221,24 +221,18 @@ class PhaseRun:
             "step": self.done,
             "ended": self.done == self.num_steps and pending is None,
             "left": pending,
-            "unlogged": self.unlogged if events is None else events.unlogged,
             "base": str(base.absolute()) if base.exists() else str(base),
             "eval_loss": self.eval_loss,
             "best": self.best,
+            **(self.carried if events is None else events.carried),
         }
         directory = self._places.checkpoint(self._index, self.done)
         self.steps.save_checkpoint(directory, about, [] if events is None else [events.save_state])
         self._note()
 
     def _note(self) -> None:
-        """Say which checkpoints are the latest and the best, and forget those that are too old."""
-
-        def note() -> None:
-            self._places.note_latest(self._index, self.done)
-            self._places.note_best(self._index, self.best)
-            self._places.forget_old(self._index, self.done, self.steps.config.save_total_limit)
-
-        first_alone(self._replicas, note)
+        keep = self.steps.config.save_total_limit
+        first_alone(self._replicas, partial(self._places.note, self._index, self.done, self.best, keep))
 
     def leave_model(self, model: LemaModel) -> None:
         """Write what the next phase begins with, or `DiskError`: what was trained, or the base with the adapters."""
