@@ -119,7 +119,7 @@ def phase_report(
     notes |= {tied_note(phase, one.planner.blueprint.model) for phase, one in zip(plan.phases, needs, strict=True)}
     return PhaseReport(
         phases=tuple(entries),
-        warnings=(*map(str, plan.warnings(processes)), *sorted(notes - {""})),
+        warnings=(*map(str, plan.warnings()), *sorted(notes - {""})),
         machine=site.machine.name,
         device_memory=on_device,
         host_memory=in_host,
