@@ -126,7 +126,7 @@ class Mixture:
     def _described(self, samplings: Sequence[Sampling]) -> dict[str, tuple[float, str, int]]:
         return {one.full_name: (one.rate, one.style, len(self._sources[one.full_name])) for one in samplings}
 
-    def _share(self, draws: list[Draw], sources: Mapping[str, Source], *process: int | None) -> list[Draw]:
+    def _share(self, draws: list[Draw], sources: Mapping[str, Source], *process: Any) -> list[Draw]:
         lengths = [self._length(sources[draw.source], draw.row) for draw in draws]
         return [draws[place] for group in dealt(lengths, *process) for place in group]
 

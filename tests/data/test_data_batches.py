@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lema.data import Batches, collate, prepare_data
 from lema.errors import DataError

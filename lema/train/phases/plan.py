@@ -255,6 +255,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 # Leftover tokens above this part of a phase are told; below it they are the rounding of any round number.
 _NOTABLE = 0.01
 
+
 def _warning(key: str, what: str, how: str) -> Problem:
     return Problem(key, what, how, place=key)
 

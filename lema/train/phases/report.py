@@ -57,6 +57,7 @@ class PhaseEntry:
     rates: dict[str, float]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
     moved: Traffic  # bytes read, uploaded and downloaded in the whole phase
     memory: PhaseMemory
+    at_once: int  # rows that are computed at once
     hours: float | None  # it takes; None: not known
 
     @property
@@ -82,6 +83,15 @@ class PhaseReport:
     tokens: int
     hours: float | None  # of all phases, but for validation and what lies between phases; None: not known
     cost: float | None  # of these hours; None: not known
+
+    @property
+    def verdict(self) -> str:
+        """Say in one sentence what each phase takes of memory; what does not fit has no report."""
+        there, told = f"{human_bytes(self.device_memory)} of device memory", []
+        for one in self.phases:
+            taken = f"{human_bytes(one.memory.device)} and {human_bytes(one.memory.host)} of host memory"
+            told.append(f"phase {one.name} takes {taken}, {one.at_once} row{'s' * (one.at_once > 1)} at once")
+        return f"fits, in {there}: {'; '.join(told)}; {self.steps:,} steps in all"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
@@ -136,14 +146,13 @@ def phase_report(
 def _needs(config: LemaConfig, plan: PhasePlan, site: Site, processes: int, trusted: bool) -> list[StepNeeds]:
     """Return what a step of each phase needs; phases that train the same need the same."""
     known: dict[str, StepNeeds] = {}
-    rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length")}
     kinds = [repr([phase.trains, phase.trainable, phase.layers, phase.adapters]) for phase in plan.phases]
     for kind, phase in zip(kinds, plan.phases, strict=True):
         if kind in known:
             continue
         try:
             known[kind] = planner_of(
-                settings_of_phase(config, plan, phase, **rows, gradient_accumulation_steps=1),
+                settings_of_phase(config, plan, phase),
                 site=site,
                 chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
                 device_memory=phase.overrides.get("device_memory", config.device_memory),
@@ -177,6 +186,7 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         rates={"first": rates[0], "peak": max(rates), "last": rates[-1]},
         moved=needs.traffic(size.steps),
         memory=PhaseMemory(sum(needs.device.values()), host, needs.mapped, sum(disk.values()), parts),
+        at_once=needs.planner.shape.micro_batch.rows,
         hours=None if seconds is None else size.steps * seconds / 3600,
     )
 
