@@ -6,7 +6,7 @@ It is a table on a terminal and lines of tab-separated columns anywhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,13 @@ from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.config.printing import print_table
 from lema.config.units import human_bytes, human_count, human_duration
-from lema.data.mixture import Source
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
-from lema.train.phases.stage import chosen_by, mixture_of, settings_of_phase, tied_note
+from lema.train.phases.stage import chosen_by, settings_of_phase, tied_note
 
 __all__ = ["PhaseReport", "phase_report", "report_rows", "show_report"]
 
@@ -101,7 +100,6 @@ class PhaseReport:
 def phase_report(
     config: LemaConfig,
     plan: PhasePlan,
-    sources: Mapping[str, Source] | None = None,
     *,
     machine: Machine | None = None,
     backend: Backend | None = None,
@@ -112,14 +110,11 @@ def phase_report(
 ) -> PhaseReport:
     """Report on a run of phases before it starts. No weights are read but to time them.
 
-    The rows of `sources`, if given, are looked at before the first phase begins. It is planned for a `machine`; None:
-    for this one, with its `backend`, if that is open; to `measure` it takes seconds for each kind of phase, and
-    otherwise hours are not known. `processes` on it share each batch. Raises `MemoryLimitError`, which names the phase
-    that does not fit, or `ConfigError` of a phase or data sets.
+    It is planned for a `machine`; None: for this one, with its `backend`, if that is open; to `measure` it takes
+    seconds for each kind of phase, and otherwise hours are not known. `processes` on it share each batch. Raises
+    `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` of a phase.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
-    for index in range(len(plan.phases)) if sources is not None else ():
-        mixture_of(plan, index, sources or {})  # which refuses what does not fit
     needs = _needs(config, plan, site, processes, trust_remote_code)
     entries = [_entry(config, plan, index, one) for index, one in enumerate(needs)]
     on_device, in_host = site.limits(config.device_memory, config.host_memory)

@@ -76,6 +76,8 @@ def run_phases(
     `start` is, or a selection matches nothing, or another run writes there; `AdapterError` of a damaged checkpoint;
     `DiskFull` where there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
     """
+    for index in range(len(plan.phases)):
+        mixture_of(plan, index, sources)  # which refuses what does not fit, before the first phase begins
     with ExitStack() as stack:
         device = backend or stack.enter_context(closing(open_backend(config)))
         run = Phases(config, plan, sources, device, **options)
@@ -261,8 +263,6 @@ def train_phases(
         read = partial(read_sources, config, plan, say=say, files=files)
         sources, held_out = read(file.train_data, "train"), read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
-        for index in range(len(plan.phases)):
-            mixture_of(plan, index, sources)  # which refuses what does not fit
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             rows: dict[str, Any] = {"held_out": held_out, "eval_rows": file.eval_rows, "opened": files}
             asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}
