@@ -112,7 +112,7 @@ def train(
         if phased:
             from lema.train.phases.run import train_phases
 
-            train_phases(file, start=start, **shared)
+            train_phases(file, start=start, verbose=verbose, **shared)
         else:
             from lema.cli.tables import show_run
             from lema.train import train as train_model

@@ -13,7 +13,7 @@ from lema.data.columns import IGNORED
 from lema.data.dataset import grouped_by_length, lengths_of, shuffled
 from lema.errors import DataError
 
-__all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "share_of", "split_batch"]
+__all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "split_batch"]
 
 TokenRow = Mapping[str, Sequence[int]]
 Numbers = npt.NDArray[np.int64]
@@ -87,16 +87,6 @@ def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, to
             if part[name].dim() == 2 and part[name].shape[1] == width:
                 part[name] = part[name][:, :end]
     return parts
-
-
-def share_of(rows: Sequence[int], rank: int, size: int, micro_batch_size: int | None = None) -> list[int]:
-    """Return the rows of a batch that process `rank` of `size` works on. Rows are dealt out a micro-batch at a time, as
-    evenly as that goes, so that the micro-batches are the same for any number of processes; None: a process computes
-    all its rows at once. Where there are fewer micro-batches than processes, the last processes get none."""
-    together = micro_batch_size or 1
-    few, more = divmod(-(-len(rows) // together), size)
-    first = rank * few + min(rank, more)
-    return list(rows[first * together : (first + few + (rank < more)) * together])
 
 
 def collate(

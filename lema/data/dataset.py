@@ -145,7 +145,10 @@ class Columns:
 class TokenDataset(Sequence[TokenRow]):
     """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt. Labels
     stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the table
-    in their order, or all. `notes` are what a user should know of the data, a line each."""
+    in their order, or all. `notes` are what a user should know of the data, a line each; `shares` those that it was
+    `mixed` in."""
+
+    shares: Mapping[str, float] | None = None
 
     def __init__(self, table: Table, rows: npt.NDArray[np.int64] | None = None, *, part: bool = False) -> None:
         self._table, self._rows = table, np.arange(len(table.rows)) if rows is None else rows
@@ -223,7 +226,9 @@ class TokenDataset(Sequence[TokenRow]):
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> "TokenDataset":
         """The rows at these places, in this order; shares the tokens with this data set."""
-        return TokenDataset(self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True)
+        found = TokenDataset(self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True)
+        found.shares = self.shares
+        return found
 
     def mixed(self, sets: Mapping[str, str], rates: Mapping[str, float], seed: int) -> "TokenDataset":
         """The rows of several data sets as often as makes up their rates, in an order that the seed draws. Each row is
@@ -243,7 +248,7 @@ class TokenDataset(Sequence[TokenRow]):
             said.append(f"{name} {wanted:,} rows, each {wanted / len(rows):.3g} times")
         order = np.concatenate(parts)
         found = TokenDataset(self._table, order[shuffled(len(order), seed, stream=2**33 - 1)], part=self._part)
-        found.notes = (*self.notes, f"an epoch has of {'; of '.join(said)}")
+        found.notes, found.shares = (*self.notes, f"an epoch has of {'; of '.join(said)}"), dict(rates)
         return found
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:

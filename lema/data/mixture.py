@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from lema.config.problems import nearest
-from lema.data.batches import Batch, collate, share_of
+from lema.data.batches import Batch, collate, dealt
 from lema.data.dataset import TokenDataset
 from lema.data.interleave import WINDOW, Fade, Interleaving
 from lema.data.packed import PackedTokens
@@ -84,10 +84,11 @@ class Mixture:
     def rows(
         self, start: int, count: int, rank: int = 0, size: int = 1, micro_batch_size: int | None = None
     ) -> list[Draw]:
-        """The rows that one process works on, of the global batch of `count` samples from `start` on. The shares of all
-        processes (`lema.data.batches.share_of`), one after the other, are the global batch: its order is the same for
-        any number of processes and any micro-batch."""
-        return [self.sample(index) for index in share_of(_span(start, count), rank, size, micro_batch_size)]
+        """The rows that one process works on, of the global batch of `count` samples from `start` on, one micro-batch
+        after the other. These are put together by length and dealt out as `lema.data.batches.dealt` does: they are the
+        same for any number of processes. A row that does not know its length is read for it."""
+        drawn = [self.sample(index) for index in _span(start, count)]
+        return self._share(drawn, self._sources, rank, size, micro_batch_size)
 
     def collated(self, draws: list[Draw], size: int = 1) -> Batch | None:
         """The tokens of what `rows` gave one of `size` processes, `[rows, block]`; None: it gave no row. `DataError`: a
@@ -101,11 +102,10 @@ class Mixture:
         if self._held_out is None:
             what = "there is nothing to validate on: the mixture has no rows held out"
             raise ConfigError(what, where="eval_data", how="give the rows to validate on, of every data set")
-        mine = share_of(_span(0, count), rank, size, micro_batch_size)
-        taken = map(self._own.slot, mine)  # not shuffled, so that a small batch has all rates too
+        taken = map(self._own.slot, _span(0, count))  # not shuffled, so that a small batch has all rates too
         rows = self._held_out
         draws = [Draw(name, *shuffled_row(len(rows[name]), count, "held out", name)) for name, count in taken]
-        return self._batch(draws, rows, size)
+        return self._batch(self._share(draws, rows, rank, size, micro_batch_size), rows, size)
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
         """How many of `count` samples from `start` on each data set gives, in the order of `samplings`. Those that a
@@ -125,6 +125,15 @@ class Mixture:
 
     def _described(self, samplings: Sequence[Sampling]) -> dict[str, tuple[float, str, int]]:
         return {one.full_name: (one.rate, one.style, len(self._sources[one.full_name])) for one in samplings}
+
+    def _share(self, draws: list[Draw], sources: Mapping[str, Source], *process: Any) -> list[Draw]:
+        lengths = [self._length(sources[draw.source], draw.row) for draw in draws]
+        return [draws[place] for group in dealt(lengths, *process) for place in group]
+
+    def _length(self, source: Source, row: int) -> int:
+        if isinstance(source, PackedTokens):
+            return self.block
+        return source.num_tokens(row) if isinstance(source, TokenDataset) else len(source[row]["input_ids"])
 
     def _batch(self, draws: list[Draw], sources: Mapping[str, Source], size: int) -> Batch | None:
         if not draws:

@@ -1,10 +1,11 @@
 """The stack of layers as the model's own forward calls it: one differentiable function, for whoever calls the model.
 
 A trainer calls the model, or the part of it that holds the layers, and differentiates what it makes of the result. So
-the forward of the module that holds the layers is replaced. It cuts its rows into micro-batches, notes the calls of the
-layers for each (`Split.prelude`), takes all of them through one leased layer after the other by the visits that every
-step of LEMA is made of, and lets the model's own code go on from there (`Split.finish`). What comes before the layers
-and after them is the model's own, and so is the graph of what comes after them.
+the forward of the module that holds the layers is replaced. It cuts its rows into micro-batches, by length and each as
+wide as its longest row, notes the calls of the layers for each (`Split.prelude`), takes all of them through one leased
+layer after the other by the visits that every step of LEMA is made of, and lets the model's own code go on from there
+(`Split.finish`), with rows as they came. What comes before the layers and after them is the model's own, and so is the
+graph of what comes after them.
 
 Each forward with a graph is a step of its own, whose boundaries wait for its backward. So several may wait at once, and
 a forward without a graph may come between the two.
@@ -14,18 +15,20 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lema.config.units import human_bytes
+from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.streamed import StreamedModel
@@ -41,6 +44,14 @@ COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits"
 LEARNING_TOKENS = 8
 
 
+class Cut(NamedTuple):
+    """Which rows of a call a micro-batch has, and how many of their tokens."""
+
+    rows: list[int]
+    end: int
+    width: int  # as it was
+
+
 @dataclass(frozen=True)
 class StackCall:
     """One call of the module that holds the layers: its micro-batches before their first layer."""
@@ -50,10 +61,28 @@ class StackCall:
     inputs_differentiated: bool  # whether something that it was given has a graph
     # What trains in the layers as it is called, by `id`, and whether the model is in training mode.
     trained: tuple[bool, frozenset[int]]
+    cuts: tuple[Cut, ...]
 
     def joins(self, other: StackCall) -> bool:
         """Whether both can be run at once."""
         return (self.differentiated, self.trained) == (other.differentiated, other.trained)
+
+    def joined(self, made: Sequence[Tensor]) -> Tensor:
+        """Return what micro-batches have made, `[batch, sequence, hidden]`, as the rows of the call; zeros where they
+        were cut."""
+        if len(made) == 1:
+            return made[0]
+        whole = torch.cat([pad(one, (0, 0, 0, cut.width - cut.end)) for cut, one in zip(self.cuts, made, strict=True)])
+        rows = [row for cut in self.cuts for row in cut.rows]
+        return whole if rows == sorted(rows) else whole[sorted(range(len(rows)), key=rows.__getitem__)]
+
+    def check_unseen(self, gradient: Tensor) -> None:
+        """Refuse a loss that counts what was cut off, by its gradient `[batch, sequence, hidden]`."""
+        unseen = [gradient[cut.rows, cut.end :].abs().gt(0).any() for cut in self.cuts if cut.end < cut.width]
+        if unseen and bool(torch.stack(unseen).any()):
+            what = "the loss counts tokens at the end of rows that the attention mask hides, and they were not computed"
+            how = "give them the label -100, or leave micro_batch_size out, so that batches are computed whole"
+            raise ConfigError(what, where="labels", how=how)
 
 
 @dataclass(eq=False)
@@ -158,30 +187,31 @@ class LayerStack:
             with streamed.stream.lease(0) as first:
                 split.prelude(few, first.weights)
             streamed.backend.set_rng_state(state)
-        for part in self._parts(given):
+        cuts, part = self._cuts(given), given
+        for cut in cuts:
+            if len(cuts) > 1:
+                size = sum(len(one.rows) for one in cuts)
+                part = {name: tree_map(partial(_rows, name, cut, size), value) for name, value in given.items()}
             prelude = split.prelude(few, {}, differentiate=differentiate, run=partial(self._forward, **part))
             for one in prelude.calls:
                 one.autocast = ambient
             preludes.append(prelude)
-        return StackCall(tuple(preludes), differentiated, inputs, self._trained())
+        return StackCall(tuple(preludes), differentiated, inputs, self._trained(), cuts)
 
     def _ambient(self) -> torch.dtype | None:
         """Return the dtype of products where the model is called; None: nobody has set one."""
         kind = self.streamed.backend.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    def _parts(self, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of a call for each micro-batch."""
-        first = given.get("input_ids")
-        first = given["inputs_embeds"] if first is None else first
-        size = len(first)
-        rows = self.rows or size
-        if size <= rows:
-            yield dict(given)
-            return
-        for start in range(0, size, rows):
-            cut = slice(start, min(start + rows, size))
-            yield {name: tree_map(partial(_rows, name, cut, size), value) for name, value in given.items()}
+    def _cuts(self, given: Mapping[str, Any]) -> tuple[Cut, ...]:
+        """Return the micro-batches of a call, as its attention mask `[batch, sequence]` has the lengths of its rows."""
+        size, width = (given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]).shape[:2]
+        mask, lengths = given.get("attention_mask"), [width] * size
+        if self.rows is None or size <= self.rows:
+            return (Cut([*range(size)], width, width),)  # whole, because numbers are then those of the whole model
+        if isinstance(mask, Tensor) and mask.shape == (size, width) and given.get("cache_position") is None:
+            lengths = ((mask != 0) * torch.arange(1, width + 1, device=mask.device)).amax(dim=1).tolist()
+        return tuple(Cut(rows, lengths[rows[0]] or width, width) for rows in dealt(lengths, at_once=self.rows))
 
     def _trained(self) -> tuple[bool, frozenset[int]]:
         split, engine = self.streamed.split, self.streamed.engine
@@ -233,9 +263,9 @@ class LayerStack:
             graphs.expect(top)
         joined, states = [], iter(hidden)
         for call in calls:
-            own = [next(states) for _ in call.preludes]
-            joined.append(own[0] if len(own) == 1 else torch.cat(own))
+            joined.append(call.joined([next(states) for _ in call.preludes]))
             if step is not None:
+                joined[-1].register_hook(call.check_unseen)
                 joined[-1].register_hook(lambda _: self._begin_backward(step))
         return joined
 
@@ -290,14 +320,17 @@ class LayerStack:
         )
 
 
-def _rows(name: str, cut: slice, size: int, value: Any) -> Any:
+def _rows(name: str, cut: Cut, size: int, value: Any) -> Any:
     """Return the rows of a micro-batch of what is a tensor with `size` rows. `ConfigError`: it has neither one row nor
     one for each."""
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] == 1:
+    if not isinstance(value, Tensor) or value.dim() < 2:
         return value
-    if name == "position_ids" and value.dim() == 3:  # several kinds of positions for each token
-        return value if value.shape[1] == 1 else value[:, cut]
-    if len(value) != size:
+    across = int(name == "position_ids" and value.dim() == 3)  # before them several kinds of positions for each token
+    if value.shape[across + 1] == cut.width:
+        value = value.narrow(across + 1, 0, cut.end)
+    if value.shape[across] == 1:
+        return value
+    if value.shape[across] != size:
         what = f"{name} {list(value.shape)} has no row for each of the {size} of the batch"
         raise ConfigError(what, where=name, how="leave micro_batch_size out, so that batches are computed whole")
-    return value[cut]
+    return value.index_select(across, torch.tensor(cut.rows, device=value.device))

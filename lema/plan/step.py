@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lema.config import LemaConfig
 from lema.config.objective import OF_PAIRS
-from lema.data.batches import share_of
+from lema.data.batches import dealt
 from lema.engine.head.objectives import objective_of
 from lema.engine.padding import padding_of
 from lema.errors import ConfigError
@@ -94,7 +94,7 @@ def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, pa
     tokens = tokens_at_once(config, length)
     each = rows_each(config)
     at_once = None if config.micro_batch_size is None else max(1, config.micro_batch_size // each)
-    share = each * len(share_of(range(config.batch_size), 0, processes, at_once))
+    share = each * sum(map(len, dealt([1] * config.batch_size, 0, processes, at_once)))
     num_rows = share * config.gradient_accumulation_steps
     if tokens is None:
         return StepShape(micro_batch_of(config, min(config.micro_batch_size or share, share), length), num_rows)

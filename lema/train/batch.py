@@ -116,6 +116,8 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     if files is None:
         how = "tokenise them with lema.data.prepare_data, or take the trainer from LemaModel.get_trainer"
         raise DataError("the rows are no token ids, and this trainer knows no tokenizer", where="fit", how=how)
+    if isinstance(data, Mapping) and data == config.train_data:  # data sets by name, which the config knows
+        data = config.train_data
     read = read_data(config, files, data)
     read = mixed(config, read) if data is config.train_data else read
     for line in (f"data: {read.counts}", *read.notes):

@@ -67,6 +67,9 @@ class PlainRun:
         self.steps, config, self._replicas = steps, steps.config, steps.model.backend.replicas
         self._config, self._output = config, Path(config.output_dir)
         self._say: Say = say if self._replicas.first else lambda _: None
+        if config.mixture is not None and getattr(dataset, "shares", None) != config.mixture:
+            what = "it gives shares to the data sets that train_data names, and fit is given other rows"
+            raise ConfigError(what, where="mixture", how="call fit(config.train_data), or leave mixture out")
         rows = first_rows(dataset, config.max_train_samples)
         rows = packed(rows, steps.model, config, self._say)
         self._sampler = StepSampler(rows, config, self._replicas, steps.model.padding)

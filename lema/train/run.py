@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,12 +16,12 @@ from lema.config.printing import line_printer
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.dataset import first_rows
 from lema.data.read import mixed
-from lema.errors import AdapterError, ConfigError
+from lema.errors import ConfigError
 from lema.model.files import read_data
 from lema.plan.plan import verdict_of
 from lema.plan.planner import Planner, timed
 from lema.train.checkpoint.format import checkpoints
-from lema.train.checkpoint.resume import settings_then
+from lema.train.checkpoint.resume import as_begun
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
@@ -60,7 +60,8 @@ def train(
         LemaError: of the kind that says what is wrong; its `exit_code` is the command line's.
     """
     shown = console or Console(highlight=False)
-    out, config = line_printer(shown), _as_begun(config) if resume else config
+    out, newest = line_printer(shown), checkpoints(Path(config.output_dir))[-1:] if resume else []
+    config = as_begun(config, newest[0]) if newest else config
     with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
         replicas = model.backend.replicas
         shown.quiet = shown.quiet or not replicas.first
@@ -93,16 +94,6 @@ def train(
         for line in _ended(result, trainer.global_step, config):
             out(line)
     return result
-
-
-def _as_begun(config: LemaConfig) -> LemaConfig:
-    """Return the settings of a run that goes on: what the plan chose when it began, and changes last bits, stays."""
-    left_open = [name for name in ("micro_batch_size", "loss_chunk_tokens") if getattr(config, name) is None]
-    for newest in checkpoints(Path(config.output_dir))[-1:]:
-        with suppress(AdapterError):  # which the trainer tells
-            then = settings_then(newest)
-            return config.model_copy(update={name: then.get(name) for name in left_open})
-    return config
 
 
 def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterator[str]:

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lema.data import Batches, collate, prepare_data
-from lema.data.batches import share_of
 from lema.errors import DataError
 
 LENGTHS = [3, 5, 2, 7, 4, 4, 6, 2, 9, 3, 8]
@@ -104,18 +101,6 @@ def test_wrong_sizes_and_steps_are_refused(data):
         Batches([], 2)
     with pytest.raises(IndexError):
         Batches(data, 2).rows(-1)
-
-
-@given(rows=st.integers(1, 40), size=st.integers(1, 9), micro=st.none() | st.integers(1, 7))
-def test_processes_share_a_batch_micro_batch_by_micro_batch(rows: int, size: int, micro: int | None) -> None:
-    batch = list(range(100, 100 + rows))
-    shares = [share_of(batch, rank, size, micro) for rank in range(size)]
-    assert [row for share in shares for row in share] == batch  # each row once, in order
-    step = micro or 1
-    assert all(not share or (share[0] - 100) % step == 0 for share in shares)  # no micro-batch is cut
-    counts = [-(-len(share) // step) for share in shares]
-    assert max(counts) - min(counts) <= 1  # nobody waits for more than one
-    assert counts == sorted(counts, reverse=True)
 
 
 def test_a_process_reads_its_share_of_each_batch_and_may_have_none() -> None:

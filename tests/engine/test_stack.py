@@ -135,10 +135,51 @@ def test_rows_are_cut_within_the_layers(checkpoint_of: CheckpointOf, rows: int) 
         leases = model.memory.counters.leases
     assert max(seen) == rows and sum(seen[: -(-8 // rows)]) == 8
     assert leases == 2 * NUM_LAYERS + 1  # up and down once, and one to learn what a layer returns
-    torch.testing.assert_close(made, logits, rtol=1e-4, atol=1e-5)
+    attended = batch["attention_mask"].bool()
+    torch.testing.assert_close(made[attended], logits[attended], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
     for name, gradient in found.gradients.items():
         torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-3, atol=1e-6)
+
+
+def ragged() -> dict[str, Tensor]:
+    """Eight rows of eight lengths, in no order, one of which begins late."""
+    lengths = (4, 11, 7, 3, 12, 5, 9, 6)
+    ids = torch.randint(3, 60, (8, 14), generator=torch.Generator().manual_seed(5))
+    mask = (torch.arange(14) < torch.tensor(lengths)[:, None]).long()
+    mask[2, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_rows_are_cut_by_length_and_come_back_in_their_order(checkpoint_of: CheckpointOf, name: str) -> None:
+    """Bitwise the same micro-batches through the whole model, and rounding apart the whole batch at once; the attention
+    of no other columns is computed, and only what nothing attends to at the end of rows is left out."""
+    batch, (long, short) = ragged(), ([4, 1, 6, 2], [7, 5, 0, 3])
+    checkpoint, shapes = checkpoint_of(name), list[tuple[int, ...]]()
+    reference = whole(checkpoint)
+    base, parts = reference.get_base_model(), []
+    for rows, end in ((long, 12), (short, 6)):
+        given = {name: batch[name][rows, :end] for name in ("input_ids", "attention_mask")}
+        hidden = base.base_model(**given).last_hidden_state
+        parts.append(torch.nn.functional.pad(hidden, (0, 0, 0, 14 - end)))
+    order = sorted(range(8), key=[*long, *short].__getitem__)
+    expected_logits = base.lm_head(torch.cat(parts)[order])
+    loss = base.loss_function(logits=expected_logits, labels=batch["labels"], vocab_size=base.config.vocab_size)
+    loss.backward()
+    expected, (at_once, whole_logits) = Step.of(reference, loss), step_of(reference, batch)
+    with stacked(checkpoint, rows=4) as (model, peft_model):
+        model.split.layers[2].mlp.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape[:2])))
+        found, logits = step_of(peft_model, batch)
+        with pytest.raises(ConfigError, match="at the end of rows that the attention mask hides"):
+            step_of(peft_model, batch | {"labels": batch["input_ids"]})
+        assert torch.equal(step_of(peft_model, batch)[0].loss, found.loss)
+    assert shapes[:2] == [(4, 12), (4, 6)]
+    attended = batch["attention_mask"].bool()
+    assert torch.equal(found.loss, expected.loss) and torch.equal(logits[attended], expected_logits[attended])
+    assert all(torch.equal(found.gradients[name], one) for name, one in expected.gradients.items())
+    torch.testing.assert_close(found.loss, at_once.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits[attended], whole_logits[attended], rtol=1e-4, atol=1e-5)
 
 
 def test_wide_batches_read_what_lema_train_reads(checkpoint_of: CheckpointOf) -> None:
@@ -212,7 +253,8 @@ def test_evaluations_keep_nothing_and_read_once(checkpoint_of: CheckpointOf) -> 
             assert model.memory.counters.leases - before == NUM_LAYERS + 1
             assert model.adapter.arena.memory_bytes == 0
         assert not made.logits.requires_grad
-        torch.testing.assert_close(made.logits, expected, rtol=1e-4, atol=1e-5)
+        attended = batch["attention_mask"].bool()
+        torch.testing.assert_close(made.logits[attended], expected[attended], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

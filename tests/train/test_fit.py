@@ -30,6 +30,7 @@ from lema.data import Batches, prepare_data
 from lema.engine.schedules import factor_of, spans_of
 from lema.errors import ConfigError, DataError, NonFiniteError
 from lema.stream.schedule import fetched, training_order
+from lema.train.run import load_data
 
 
 @pytest.fixture(scope="module")
@@ -291,3 +292,24 @@ def test_rows_that_are_no_tokens_are_tokenised_as_files_are(
         assert model.get_trainer().evaluate(chats)["eval_tokens"] == tokens.counts.trained_tokens
         with pytest.raises(DataError, match="say nothing to train on"):
             model.get_trainer().fit([{"words": "the mill"}])
+
+
+def test_shares_are_held_by_a_fit_of_their_data_sets_and_refused_of_other_rows(llama: Path, tmp_path: Path) -> None:
+    """`mixture` is obeyed where `fit` is given the data sets of the config, and never passed over in silence."""
+    files = {}
+    for name, count in (("few", 2), ("all", 6)):
+        files[name] = str(tmp_path / f"{name}.jsonl")
+        rows = [json.dumps({"text": f"{name} mill {number}"}) for number in range(count)]
+        Path(files[name]).write_text("\n".join(rows))
+    mixed = settings(llama, tmp_path / "a", train_data=files, mixture={"few": 0.5, "all": 0.5}, max_steps=3)
+    expected, adapter = run_fit(mixed, mixed.train_data)
+    with opened(mixed) as model:
+        prepared = load_data(model)[0]
+    assert prepared.counts.rows == 12
+    for out, given in (("b", dict(files)), ("c", prepared)):
+        found, same_adapter = run_fit(mixed.model_copy(update={"output_dir": str(tmp_path / out)}), given)
+        assert found["train_loss"] == expected["train_loss"] and same(adapter, same_adapter)
+    refused = mixed.model_copy(update={"output_dir": str(tmp_path / "d")})
+    for given in (files["all"], list(files.values()), token_rows(8)):
+        with pytest.raises(ConfigError, match="it gives shares to the data sets"):
+            run_fit(refused, given)

@@ -11,6 +11,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -125,6 +126,15 @@ def tell_warning(line: str, say: Say) -> None:
         log.addHandler(logging.NullHandler())
     log.warning("%s", line)
     say(line)
+
+
+def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
+    """Return the settings of a run that goes on: what the plan chose when it began, and changes last bits, stays."""
+    left_open = [name for name in ("micro_batch_size", "loss_chunk_tokens") if getattr(config, name) is None]
+    with suppress(AdapterError):  # which the trainer tells
+        then = {} if checkpoint is None else settings_then(checkpoint)
+        return config.model_copy(update={name: then.get(name) for name in left_open})
+    return config
 
 
 def check_same_run(

@@ -25,36 +25,7 @@ from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
 from lema.train.phases.phase import Phase, between_phases, problem_at
 
-__all__ = ["Boundary", "GlobalBatch", "PhasePlan", "TokenSteps", "solve_batch", "steps_of"]
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """The rows of a step: `rows == micro_batch_size * accumulation * num_processes`, where each accumulates so many."""
-
-    rows: int
-    micro_batch_size: int
-    accumulation: int
-    num_processes: int
-
-
-def solve_batch(rows: int, per_device: int | None = None, num_processes: int = 1) -> GlobalBatch:
-    """Divide a global batch of `rows` exactly, into the largest micro-batches of at most `per_device` that do so.
-
-    Raises `ConfigError` where a number is below 1, or the rows cannot be divided; names the nearest that can.
-    """
-    for key, number in (("batch_size", rows), ("micro_batch_size", per_device), ("processes", num_processes)):
-        if number is not None and number < 1:
-            raise ConfigError(f"{key} must be at least 1, not {number}", where=key, how="give a whole number from 1 on")
-    share, over = divmod(rows, num_processes)
-    if over:
-        near = [str(count * num_processes) for count in (share, share + 1) if count]
-        what = f"{rows} rows cannot be divided among {num_processes} processes"
-        how = f"set it to {' or '.join(near)}, or run another number of processes"
-        raise ConfigError(what, where="batch_size", how=how)
-    largest = min(share, per_device or share)
-    micro_batch_size = next(size for size in range(largest, 0, -1) if share % size == 0)
-    return GlobalBatch(rows, micro_batch_size, share // micro_batch_size, num_processes)
+__all__ = ["Boundary", "PhasePlan", "TokenSteps", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -161,10 +132,6 @@ class PhasePlan(Settings):
         """Every setting as plain JSON types."""
         return self.model_dump(mode="json")
 
-    def batch(self, num_processes: int = 1) -> GlobalBatch:
-        """Return how the rows of a step are divided; `ConfigError` where so many processes cannot divide them."""
-        return solve_batch(self.batch_size, self.micro_batch_size, num_processes)
-
     def steps(self, index: int) -> TokenSteps:
         """Return the optimizer steps of a phase, counted from 0, and its tokens."""
         return steps_of(self.phases[index].tokens, self.batch_size, self.max_length)
@@ -214,10 +181,9 @@ class PhasePlan(Settings):
         turns = Interleaving(rates, "turns", self.seed, index, fade=self.fade(index))
         return turns.counts(self.steps(index).steps * self.batch_size)
 
-    def warnings(self, num_processes: int = 1) -> tuple[Problem, ...]:
-        """Return what to look at before so many processes run it; `ConfigError` where they cannot divide a step."""
-        phases = (warning for index in range(len(self.phases)) for warning in _warnings(self, index))
-        return (*_division(self, num_processes), *phases)
+    def warnings(self) -> tuple[Problem, ...]:
+        """Return what to look at before it is run."""
+        return tuple(warning for index in range(len(self.phases)) for warning in _warnings(self, index))
 
     def numbers(self, num_phases: int | None = None) -> dict[str, Any]:
         """Return what decides the numbers of the first so many phases, as JSON types: not names, the micro-batch size,
@@ -289,21 +255,9 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 # Leftover tokens above this part of a phase are told; below it they are the rounding of any round number.
 _NOTABLE = 0.01
 
-# A micro-batch below this part of what is allowed is told: it costs time, and another batch_size would not.
-_SMALL = 0.5
-
 
 def _warning(key: str, what: str, how: str) -> Problem:
     return Problem(key, what, how, place=key)
-
-
-def _division(plan: PhasePlan, num_processes: int) -> Iterator[Problem]:
-    batch = plan.batch(num_processes)
-    share = batch.rows // num_processes
-    wanted = min(plan.micro_batch_size or batch.micro_batch_size, share)
-    if batch.micro_batch_size < _SMALL * wanted:
-        what = f"the {share} rows of a process divide into micro-batches of {batch.micro_batch_size} only"
-        yield _warning("batch_size", what, f"a multiple of {wanted * num_processes} rows divides into {wanted}")
 
 
 def _warnings(plan: PhasePlan, index: int) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ It is a table on a terminal and lines of tab-separated columns anywhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,13 @@ from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.config.printing import print_table
 from lema.config.units import human_bytes, human_count, human_duration
-from lema.data.mixture import Source
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
 from lema.plan.planner import Site, StepNeeds, planner_of, site_of
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
-from lema.train.phases.stage import chosen_by, mixture_of, settings_of_phase, tied_note
+from lema.train.phases.stage import chosen_by, settings_of_phase, tied_note
 
 __all__ = ["PhaseReport", "phase_report", "report_rows", "show_report"]
 
@@ -57,6 +56,7 @@ class PhaseEntry:
     rates: dict[str, float]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
     moved: Traffic  # bytes read, uploaded and downloaded in the whole phase
     memory: PhaseMemory
+    at_once: int  # rows that are computed at once
     hours: float | None  # it takes; None: not known
 
     @property
@@ -83,6 +83,15 @@ class PhaseReport:
     hours: float | None  # of all phases, but for validation and what lies between phases; None: not known
     cost: float | None  # of these hours; None: not known
 
+    @property
+    def verdict(self) -> str:
+        """Say in one sentence what each phase takes of memory; what does not fit has no report."""
+        there, told = f"{human_bytes(self.device_memory)} of device memory", []
+        for one in self.phases:
+            taken = f"{human_bytes(one.memory.device)} and {human_bytes(one.memory.host)} of host memory"
+            told.append(f"phase {one.name} takes {taken}, {one.at_once} row{'s' * (one.at_once > 1)} at once")
+        return f"fits, in {there}: {'; '.join(told)}; {self.steps:,} steps in all"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
         return asdict(self)
@@ -91,7 +100,6 @@ class PhaseReport:
 def phase_report(
     config: LemaConfig,
     plan: PhasePlan,
-    sources: Mapping[str, Source] | None = None,
     *,
     machine: Machine | None = None,
     backend: Backend | None = None,
@@ -102,14 +110,11 @@ def phase_report(
 ) -> PhaseReport:
     """Report on a run of phases before it starts. No weights are read but to time them.
 
-    The rows of `sources`, if given, are looked at before the first phase begins. It is planned for a `machine`; None:
-    for this one, with its `backend`, if that is open; to `measure` it takes seconds for each kind of phase, and
-    otherwise hours are not known. `processes` on it share each batch. Raises `MemoryLimitError`, which names the phase
-    that does not fit, or `ConfigError` of a phase or data sets.
+    It is planned for a `machine`; None: for this one, with its `backend`, if that is open; to `measure` it takes
+    seconds for each kind of phase, and otherwise hours are not known. `processes` on it share each batch. Raises
+    `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` of a phase.
     """
     site = site_of(config, machine, backend=backend, measured=measure)
-    for index in range(len(plan.phases)) if sources is not None else ():
-        mixture_of(plan, index, sources or {})  # which refuses what does not fit
     needs = _needs(config, plan, site, processes, trust_remote_code)
     entries = [_entry(config, plan, index, one) for index, one in enumerate(needs)]
     on_device, in_host = site.limits(config.device_memory, config.host_memory)
@@ -119,7 +124,7 @@ def phase_report(
     notes |= {tied_note(phase, one.planner.blueprint.model) for phase, one in zip(plan.phases, needs, strict=True)}
     return PhaseReport(
         phases=tuple(entries),
-        warnings=(*map(str, plan.warnings(processes)), *sorted(notes - {""})),
+        warnings=(*map(str, plan.warnings()), *sorted(notes - {""})),
         machine=site.machine.name,
         device_memory=on_device,
         host_memory=in_host,
@@ -136,14 +141,13 @@ def phase_report(
 def _needs(config: LemaConfig, plan: PhasePlan, site: Site, processes: int, trusted: bool) -> list[StepNeeds]:
     """Return what a step of each phase needs; phases that train the same need the same."""
     known: dict[str, StepNeeds] = {}
-    rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length")}
     kinds = [repr([phase.trains, phase.trainable, phase.layers, phase.adapters]) for phase in plan.phases]
     for kind, phase in zip(kinds, plan.phases, strict=True):
         if kind in known:
             continue
         try:
             known[kind] = planner_of(
-                settings_of_phase(config, plan, phase, **rows, gradient_accumulation_steps=1),
+                settings_of_phase(config, plan, phase),
                 site=site,
                 chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
                 device_memory=phase.overrides.get("device_memory", config.device_memory),
@@ -177,6 +181,7 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         rates={"first": rates[0], "peak": max(rates), "last": rates[-1]},
         moved=needs.traffic(size.steps),
         memory=PhaseMemory(sum(needs.device.values()), host, needs.mapped, sum(disk.values()), parts),
+        at_once=needs.planner.shape.micro_batch.rows,
         hours=None if seconds is None else size.steps * seconds / 3600,
     )
 

@@ -31,7 +31,7 @@ from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
 from lema.train.checkpoint.format import read_state
-from lema.train.checkpoint.resume import check_same_run, say_changed
+from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed
 from lema.train.events import RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.loop import RunLoop
@@ -77,6 +77,8 @@ def run_phases(
     `start` is, or a selection matches nothing, or another run writes there; `AdapterError` of a damaged checkpoint;
     `DiskFull` where there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
     """
+    for index in range(len(plan.phases)):
+        mixture_of(plan, index, sources)  # which refuses what does not fit, before the first phase begins
     with ExitStack() as stack:
         device = backend or stack.enter_context(closing(open_backend(config)))
         run = Phases(config, plan, sources, device, **options)
@@ -183,6 +185,7 @@ class Phases:
         phase, places, under = self.plan.phases[index], self.places, self.places.based(index)
         base = with_model(self.config, places.model_of(under - 1)) if under else self.config
         config = settings_of_phase(base, self.plan, phase, output_dir=str(places.place(index)))
+        config = as_begun(config, start.checkpoint if start is not None and start.index == index else None)
         mixture = mixture_of(self.plan, index, self.sources, self.held_out)
         with ExitStack() as stack:
             files = None if under else self._files  # else the model that an earlier phase has left
@@ -246,8 +249,10 @@ def train_phases(
     console: Console | None = None,
     trust_remote_code: bool = False,
     trace: NoTrace = NO_TRACE,
+    verbose: bool = False,
 ) -> Path:
-    """Train as a file of phases says, otherwise as `lema.train.run.train`; return the directory of the last end."""
+    """Train as a file of phases says, otherwise as `lema.train.run.train`; return the directory of the last end. With
+    `verbose` the whole forecast is shown, and not a sentence of it."""
     shown, plan, config = console or Console(highlight=False), file.plan, file.config
     say = line_printer(shown)
     # The one backend holds the group of processes together until the last phase has ended.
@@ -256,12 +261,17 @@ def train_phases(
         shown.quiet = shown.quiet or not first
         if backend.replicas.size > 1:
             say(f"{backend.replicas.num_processes} processes, each with its share of every batch")
+        shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
+        # Now, because what does not fit should be known before any data is read.
+        report = phase_report(config, plan, processes=backend.replicas.size, **shared)
+        if verbose:
+            show_report(report, shown)
+        else:
+            say("\n".join((f"plan: {report.verdict}", *(f"note: {one}" for one in report.warnings))))
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
         read = partial(read_sources, config, plan, say=say, files=files)
         sources, held_out = read(file.train_data, "train"), read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
-        shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
-        show_report(phase_report(config, plan, sources, processes=backend.replicas.size, **shared), shown)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             rows: dict[str, Any] = {"held_out": held_out, "eval_rows": file.eval_rows, "opened": files}
             asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}

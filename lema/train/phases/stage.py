@@ -121,8 +121,9 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
 
 def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:
     """Return the settings of a phase: the run's, but for what the plan and the phase say, and for `more`."""
-    said = {"seed": plan.seed, "learning_rate": phase.learning_rate, **phase.overrides, **of_kind(phase)}
-    return LemaConfig(**{**config.to_dict(), **said, **more})
+    rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length", "seed")}
+    said = {"gradient_accumulation_steps": 1, "learning_rate": phase.learning_rate, **phase.overrides}
+    return LemaConfig(**{**config.to_dict(), **rows, **said, **of_kind(phase), **more})
 
 
 def of_kind(phase: Phase) -> dict[str, Any]:
@@ -197,7 +198,7 @@ class PhaseRun:
 
     def draw(self, step: int) -> Drawn:
         """Return this process's rows of a step of the phase, counted from 0."""
-        count, size, replicas = self._plan.batch_size, self._plan.micro_batch_size, self._replicas
+        count, size, replicas = self._plan.batch_size, self.steps.config.micro_batch_size, self._replicas
         drawn = self._mixture.rows(step * count, count, replicas.rank, replicas.size, size)
         batch = self._mixture.collated(drawn, replicas.size)
         where = f", rows {', '.join(f'{one.row} of {one.source}' for one in drawn)}"
@@ -206,9 +207,9 @@ class PhaseRun:
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the rows to validate on."""
         assert self._eval_rows is not None, "there is no validation"
-        plan = self._plan
-        sizes: dict[str, Any] = {"at_once": plan.batch_size, "micro_batch_size": plan.micro_batch_size}
-        return evaluate(self.steps.model, passes_of_mixture(self._mixture, self._eval_rows, self._replicas, **sizes))
+        size, given = self.steps.config.micro_batch_size, (self._mixture, self._eval_rows, self._replicas)
+        passes = passes_of_mixture(*given, at_once=self._plan.batch_size, micro_batch_size=size)
+        return evaluate(self.steps.model, passes)
 
     def save(self, events: RunEvents | None, pending: Pending | None) -> None:
         """Write a checkpoint of the step just taken and note it; `events` None: callbacks know nothing yet."""

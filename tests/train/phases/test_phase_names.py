@@ -98,7 +98,6 @@ def test_t5_rates_sum_to_one(rates: tuple[float, float]) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_t6_there_are_as_many_steps_as_tokens_make_and_none_more(accumulation: int) -> None:
     plan = stages(per_device_batch_size=ROWS // accumulation, pre_lora_tokens=[8 * PER_STEP, 3 * PER_STEP]).plan()
-    assert plan.batch().accumulation == accumulation
     assert [plan.steps(index).steps for index in range(3)] == [8, 3, 5]
     assert plan.num_steps == sum(phase.tokens for phase in plan.phases) // PER_STEP
     assert sum(plan.steps(index).tokens for index in range(3)) == sum(phase.tokens for phase in plan.phases)

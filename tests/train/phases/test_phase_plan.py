@@ -408,16 +408,6 @@ def test_warnings_are_data() -> None:
     assert plan(*THREE).warnings() == ()
 
 
-def test_rows_that_divide_badly_are_told() -> None:
-    found = plan(phase(tokens=1e6), batch_size=14, micro_batch_size=6)
-    (warning,) = found.warnings(num_processes=2)
-    assert warning.key == "batch_size"
-    assert "7 rows of a process divide into micro-batches of 1 only" in warning.what
-    assert found.batch(2).accumulation == 7
-    with pytest.raises(ConfigError, match="14 rows cannot be divided among 4 processes"):
-        found.warnings(num_processes=4)
-
-
 def test_layers_are_selected_by_number_and_from_both_ends() -> None:
     assert layer_selection(["last:4", "first:2", 3, "embeddings", "head"], 10) == Selection(
         frozenset({0, 1, 3, 6, 7, 8, 9}), embeddings=True, head=True

@@ -1,6 +1,7 @@
 """Before the first step a run of phases says what it will be, and that is what it is."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lema.errors import ConfigError, DataError, MemoryLimitError, ModelError
 from lema.plan import planner as planned
 from lema.plan.machine import profile
 from lema.stream.reader import LayerReader
+from lema.train import LemaTrainer
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import PhaseReport, phase_report, report_rows, show_report
 from lema.train.phases.run import run_phases
@@ -80,7 +82,7 @@ def test_the_finding_adapters_that_end_inside_their_warm_up_is_told(tmp_path: Pa
 @pytest.mark.slow
 def test_a_run_is_what_was_reported(config_of: Callable[..., LemaConfig]) -> None:
     config, plan = config_of(), plan_of(FULL, LORA)
-    report = phase_report(config, plan, SOURCES)
+    report = phase_report(config, plan)
     end = run_phases(config, plan, SOURCES)
     place = Path(config.output_dir)
     whole, adapters = report.phases
@@ -120,21 +122,20 @@ def test_no_weight_is_read(config_of: Callable[..., LemaConfig], monkeypatch: py
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(LayerReader, "submit", read)
-    assert phase_report(config_of(), plan_of(FULL, LORA), SOURCES).steps == 3
+    assert phase_report(config_of(), plan_of(FULL, LORA)).steps == 3
 
 
 def test_what_later_phases_would_fail_with_is_said_before_the_first(config_of: Callable[..., LemaConfig]) -> None:
     config = config_of()
     with pytest.raises(ConfigError, match="no data set 'three'"):
-        phase_report(config, plan_of(FULL, {**LORA, "mixture": [{"name": "three", "rate": 1.0}]}), SOURCES)
-    long = {**SOURCES, "one": rows(1, length=BLOCK + 1)}
+        run_phases(config, plan_of(FULL, {**LORA, "mixture": [{"name": "three", "rate": 1.0}]}), SOURCES)
+    with pytest.raises(DataError, match="is empty"):
+        run_phases(config, plan_of({**FULL, "mixture": ONE}, {**LORA, "mixture": MIX}), {**SOURCES, "two": []})
+    assert not Path(config.output_dir).exists()
     with pytest.raises(ConfigError, match="no weight of the model"):
         phase_report(config, plan_of(FULL, {**FULL, "name": "part", "trains": "selection", "trainable": ["none"]}))
     with pytest.raises(ConfigError, match="64 positions"):
         phase_report(config, plan_of({**FULL, "tokens": 1000}, max_length=65))
-    assert phase_report(config, plan_of(FULL), long).steps == 2  # rows of lists are looked at when they are drawn
-    with pytest.raises(DataError, match="is empty"):
-        phase_report(config, plan_of(FULL), {**SOURCES, "two": []})
 
 
 @pytest.mark.slow
@@ -209,6 +210,35 @@ def test_it_is_legible_at_a_hundred_columns_and_parted_by_tabs_where_it_is_piped
     assert capsys.readouterr().out == ""
 
 
+def test_rows_at_once_are_as_many_as_fit_and_a_run_goes_on_with_them(
+    config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `micro_batch_size`, adapters compute as many rows at once as the plan says, and stay with that."""
+    plan = PhasePlan(phases=[{**LORA, "tokens": 4 * 16 * 4 * BLOCK}], batch_size=16, max_length=4 * BLOCK)
+    sources = {name: rows(seed, 40, 4 * BLOCK) for seed, name in enumerate(SOURCES)}
+    ample = phase_report(config_of(device_memory="1GB"), plan).phases[0]
+    limit = f"{ample.memory.device // 2}B"
+    planned = phase_report(config_of(device_memory=limit), plan).phases[0].at_once
+    assert planned < ample.at_once == 16
+    seen: list[int] = []
+    accumulate = LemaTrainer.accumulate
+
+    def noted(self: LemaTrainer, micro_batches: Any, *arguments: Any, **options: Any) -> Any:
+        seen.extend(len(one["input_ids"]) for one in micro_batches)
+        return accumulate(self, micro_batches, *arguments, **options)
+
+    monkeypatch.setattr(LemaTrainer, "accumulate", noted)
+    config = config_of(device_memory=limit, save_steps=1)
+    run_phases(config, plan, sources)
+    assert sum(seen) == 4 * 16 and max(seen) == planned
+    done, seen[:] = Path(config.output_dir) / "adapters", []
+    for gone in ("checkpoint-4", "checkpoint-3", "checkpoint-2"):
+        shutil.rmtree(done / gone)
+    (Path(config.output_dir) / "latest.json").unlink()
+    run_phases(config.model_copy(update={"device_memory": "1GB"}), plan, sources, resume=True)
+    assert sum(seen) == 3 * 16 and max(seen) == planned
+
+
 @pytest.fixture
 def file(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Path:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(1)))
@@ -242,7 +272,16 @@ def test_the_plan_verb_reports_on_a_file_of_phases(file: Path, capfd: pytest.Cap
 def test_training_says_it_first_and_refuses_what_cannot_fit(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert_refused(capfd, 4, ["phase whole", "host_memory"], "train", file, "--set", "host_memory=100KB")
     assert not list(file.parent.glob("out/*/checkpoint-*"))
+    broken = ("--set", f"train_data={json.dumps({'rows': str(file)})}")  # no rows: refused once it is read
+    assert_refused(capfd, 4, ["phase whole", "host_memory"], "train", file, *broken, "--set", "host_memory=100KB")
+    assert lema("train", file, *broken) == 3
+    capfd.readouterr()
     assert lema("train", file) == 0
+    told = capfd.readouterr().out
+    assert told.startswith("plan: fits, in ") and told.index("plan: fits") < told.index("rows: 12 rows")
+    assert "; phase adapters takes " in told and f", {ROWS} rows at once; 3 steps in all\n" in told
+    assert "tokens of rows" not in told
+    assert lema("train", file, "--verbose", "--set", f"output_dir={file.parent / 'again'}") == 0
     told = capfd.readouterr().out
     assert told.index("whole\tsteps\t1 to 2") < told.index("adapters\tsteps\t3 to 3") < told.index("the last phase")
     assert "adapters\ttokens of rows\t48" in told

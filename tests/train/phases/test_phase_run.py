@@ -10,6 +10,7 @@ from phaseruns import (
     FULL,
     HALF,
     LORA,
+    ROWS,
     SOURCES,
     STEP,
     Killed,
@@ -25,9 +26,11 @@ from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError
+from lema.model.split import Split
 from lema.train.metrics import read_metrics
 from lema.train.phases.places import Places
 from lema.train.phases.run import run_phases
+from lema.train.phases.stage import mixture_of
 
 
 def losses(directory: Path, phase: str) -> list[float]:
@@ -112,6 +115,34 @@ def test_another_micro_batch_size_goes_on_where_the_first_stopped(
     expected = run_phases(config_of("straight"), plan_of(FULL, LORA), SOURCES)
     for name, tensor in weights(end).items():
         assert torch.allclose(tensor, weights(expected)[name], atol=1e-3)
+
+
+@pytest.mark.parametrize("trains", [FULL, LORA], ids=["weights", "adapters"])
+def test_rows_of_a_step_are_put_together_by_length_and_cut_to_the_longest_of_a_micro_batch(
+    trains: dict[str, Any], config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = {name: [short(row, number) for number, row in enumerate(given)] for name, given in SOURCES.items()}
+    plan = plan_of({**trains, "tokens": 2 * STEP})
+    shapes: list[tuple[int, ...]] = []
+    run_layer = Split.run_layer
+
+    def noted(self: Split, index: int, weights: Any, call: Any, hidden: Any, **options: Any) -> Any:
+        if index == NUM_LAYERS - 1:  # which is not recomputed
+            shapes.append(tuple(hidden.shape[:2]))
+        return run_layer(self, index, weights, call, hidden, **options)
+
+    monkeypatch.setattr(Split, "run_layer", noted)
+    run_phases(config_of(save_steps=0), plan, sources)
+    mixture, expected = mixture_of(plan, 0, sources), list[tuple[int, ...]]()
+    for step in range(2):
+        drawn = [mixture.sample(index) for index in range(step * ROWS, (step + 1) * ROWS)]
+        lengths = sorted((len(sources[one.source][one.row]["input_ids"]) for one in drawn), reverse=True)
+        expected += [(2, lengths[0]), (2, lengths[2])]
+    assert shapes == expected and len(set(shapes)) > 2
+
+
+def short(row: dict[str, list[int]], number: int) -> dict[str, list[int]]:
+    return {name: tokens[: 3 + number % 10] for name, tokens in row.items()}
 
 
 def test_a_selection_trains_that_and_nothing_else(
