@@ -65,7 +65,7 @@ def row_of(results: dict[str, Any], arm: str, micro_batches: int) -> dict[str, A
     return rows[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
 def test_an_arm_is_measured_in_turn_with_peft_and_has_its_loss(results: dict[str, Any]) -> None:
     for count in (1, 4):
         ours, peft = row_of(results, "lema", count), row_of(results, "peft", count)
@@ -74,7 +74,7 @@ def test_an_arm_is_measured_in_turn_with_peft_and_has_its_loss(results: dict[str
         assert ours["ratio"] == pytest.approx(peft["seconds"] / ours["seconds"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
 def test_what_is_planned_and_moved_stands_in_the_row(results: dict[str, Any]) -> None:
     row = row_of(results, "lema", 4)
     assert row["planned_bytes"] == sum(row["planned"].values()) <= 5 << 20  # the tiny cap
@@ -82,18 +82,18 @@ def test_what_is_planned_and_moved_stands_in_the_row(results: dict[str, Any]) ->
     assert row["of_limit"] == pytest.approx(row["limit_seconds"] / row["seconds"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
 def test_what_is_not_installed_is_a_row(results: dict[str, Any]) -> None:
     assert row_of(results, "roundpipe", 4)["status"] == "not installed"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
 def test_a_run_without_a_gpu_meets_no_target(results: dict[str, Any], table: ModuleType) -> None:
     assert {one["verdict"] for one in table.verdict(results)} == {"not measured"}
     assert "MISSED" not in results["printed"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
 def test_lema_on_the_device_has_the_numbers_of_the_cpu_backend(results: dict[str, Any]) -> None:
     for dtype in ("float32", "bfloat16"):  # the device is the CPU here: bitwise
         assert results["parity"][dtype]["device"]["gradients"] == 0

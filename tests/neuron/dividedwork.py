@@ -108,7 +108,7 @@ def config_of(directory: Path, case: Case, **options: Any) -> LemaConfig:
 class Numbers:
     """What stands for a tokenizer: texts are numbers of tokens."""
 
-    pad_token_id, eos_token_id = 0, None
+    name_or_path, pad_token_id, eos_token_id = "numbers", 0, None
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
