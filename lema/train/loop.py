@@ -136,11 +136,12 @@ class RunLoop:
     def _remember(self, pending: Pending | None = None) -> None:
         """Note what a stop goes back to: what changes from the end of a step to that of the next, but for what only an
         optimizer's step changes."""
-        generators, state = Generators.now(self._backend), self._events.state
+        backend, state = self._backend, self._events.state  # not `self`, which holds what is made here
+        generators = Generators.now(backend)
         fields, num_logged = dict(vars(state)), len(state.log_history)  # the log is long, and not copied
 
         def go_back() -> Pending | None:
-            generators.put_back(self._backend)
+            generators.put_back(backend)
             vars(state).update(fields)  # in which callbacks may write at any time
             del state.log_history[num_logged:]
             return pending
