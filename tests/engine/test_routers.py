@@ -9,7 +9,10 @@ import pytest
 import tiny
 import torch
 from parity import (
+    ALPHA,
     DRAWS,
+    RANK,
+    SEED,
     Outcome,
     all_gradients,
     assert_same,
@@ -19,10 +22,10 @@ from parity import (
     streamed_step,
     whole_model,
 )
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import ARCHITECTURES, Architecture, Checkpoint, micro_batches, write_checkpoint
 from torch import Tensor
-from transformers import OlmoeConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
 import lema as package
 from lema.engine.head.cut import HeadCut
@@ -75,7 +78,8 @@ def test_a_step_is_that_of_the_whole_model(
     expected = whole_step(whole, batches)
     elsewhere = {"activation_offloading": True}  # graphs that wait in host memory
     for settings in ({"gradient_checkpointing": True}, elsewhere if name == "mixtral" else {}):
-        with streamed_model(written, router_aux_loss_coef=COEFFICIENT, **settings) as model:
+        settings |= {"lora_target_modules": sorted(TARGETS), "router_aux_loss_coef": COEFFICIENT}
+        with streamed_model(written, **settings) as model:
             model.get_trainer()
             draw_b(model.lora_manager)
             found = streamed_step(model, batches)
@@ -106,9 +110,13 @@ def test_one_batch_of_a_model_that_asks_for_it(tmp_path: Path, monkeypatch: pyte
 
 def test_layers_below_the_lowest_adapter_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, batches = checkpoint("mixtral", tmp_path, monkeypatch), micro_batches(2, padding=True)
-    whole = whole_model(written, targets=r".*layers\.(5|7|11)\.self_attn\.v_proj")
+    base = AutoModelForCausalLM.from_pretrained(written.published)
+    base.config.use_cache = False
+    torch.manual_seed(SEED)
+    options = {"target_modules": ["v_proj"], "layers_to_transform": [5, 7, 11]}
+    whole = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **options)).train()
     draw_b(whole)
-    settings = {"lora_target_modules": r".*layers\.(5|7|11)\.self_attn\.v_proj"}
+    settings = {f"lora_{name}": value for name, value in options.items()}
     with streamed_model(written, router_aux_loss_coef=COEFFICIENT, **settings) as model:
         model.get_trainer()
         draw_b(model.lora_manager)
