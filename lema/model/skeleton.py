@@ -98,7 +98,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
             how="check the file, or upgrade transformers if the model is newer than it",
         ) from error
     assert isinstance(config, PreTrainedConfig)
-    for part in (config, getattr(config, "text_config", None)):
+    for part in filter(None, (config, getattr(config, "text_config", None))):
         if getattr(part, "output_router_logits", False):  # `lema.engine.head.routers` reads the file
             part.output_router_logits = False  # because no router runs where the model's own forward does
     return config

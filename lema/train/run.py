@@ -90,7 +90,7 @@ def train(
             known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
             if known and config.router_aux_loss_coef is None and trainer.model.engine.routers is None:
                 what = "the routers' auxiliary loss is left out of the training loss, where TRL adds it by default"
-                out(f"{what}; so does router_aux_loss_coef: {known}")
+                out(f"{what}; router_aux_loss_coef: {known} adds it here")
             how: dict[str, Any] = {"resume": resume, "weights_only": weights_only, "say": out, "stop": stop.why}
             result = trainer.fit(train_data, eval_data, **how)
         for line in _ended(result, trainer.global_step, config):
