@@ -224,6 +224,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Chance that a pair is the wrong way round: of simpo, and of dpo's robust and exo_pair; None: 0."""
     label_smoothing_factor: Said[Annotated[float, Field(ge=0, lt=1)]] = 0.0
     """Of sft: each token is learnt by 1 less this, and this is spread over the vocabulary; `eval_loss` has it too."""
+    router_aux_loss_coef: Said[Annotated[float, Field(ge=0)] | None] = None
+    """Weight of the routers' load-balancing loss beside that of sft; None: as config.json has it, with
+    output_router_logits, else 0."""
     simpo_gamma: Said[Annotated[float, Field(ge=0)] | None] = None
     """Margin that simpo asks for between chosen and rejected; None: 0.5."""
     cpo_alpha: Said[Annotated[float, Field(ge=0)] | None] = None

@@ -51,13 +51,14 @@ class OomRetry:
 
     Attributes:
         recomputes: whether activations are recomputed; where they are not, the warning names that setting too.
+        cuts: whether smaller micro-batches change no mathematics of training.
         place: where the pass is now, as `at` was told last.
         advise: returns the settings that would help with a shortage; set by the part of the run that knows the plan.
     """
 
     def __init__(self, stream: LayerStream, backend: Backend) -> None:
         self._stream, self._backend = stream, backend
-        self.recomputes = True
+        self.recomputes = self.cuts = True
         self.place = ""
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
         self._rows: dict[Purpose, int] = {}  # of the largest micro-batch, where the settings' own did not fit
@@ -164,7 +165,7 @@ class OomRetry:
         if self._shrink(error, max(1, self._stream.num_slots // 2)):
             return
         rows = max(map(_rows_of, parts), default=1)
-        if rows == 1 or not self._alone:
+        if rows == 1 or not self._alone or (purpose == "training" and not self.cuts):
             raise self._refusal(error, parts) from _let_go(error)
         self._rows[purpose] = -(-rows // 2)
         self._note(error, "rows", rows, self._rows[purpose])

@@ -10,7 +10,7 @@ run to the next, and each saves tensors of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ref
@@ -114,15 +114,16 @@ class Graph:
                 if (dropped := one()) is not None:
                     dropped.tensor = None
 
-    def backward(self, edge: GradientEdge, gradient: Tensor) -> None:
-        """Differentiate, in the `with` block of `differentiated`: `gradient` is that of the output, at `edge`."""
+    def backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Differentiate, in the `with` block of `differentiated`: `gradients` are those of the output and of what else
+        the first run made, at `edges`. What is run anew makes the output alone."""
         if not self._anew:
-            torch.autograd.backward(edge, gradient)
+            torch.autograd.backward(edges, gradients)
             return
         assert self._lease is not None and self._again is not None
         with torch.enable_grad():
             output = self._again(self._lease)
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(output, gradients[0])
 
     def _unpack(self, packed: Any) -> Tensor:
         assert self._lease is not None, "a leased weight was read outside its layer's backward"

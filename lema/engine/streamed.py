@@ -67,7 +67,7 @@ class StreamedModel:
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
         objective: what the loss of rows is; None: the cross-entropy of tokens.
         dft: weigh the cross-entropy of each token with its probability. smoothing: see `LossChunks`.
-        measured: what the objective has measured in the last pass.
+        measured: what the objective has measured in the last pass, or the loss of routers (`Engine.routers`).
     """
 
     def __init__(
@@ -220,6 +220,8 @@ class StreamedModel:
         with nullcontext() if start else self._first_lease(placed) as first:
             hidden, calls = self.prelude(placed, first, differentiate=bool(outside))
             embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
+            if self.engine.routers is not None:
+                self.engine.routers.begin(embed_head.loss, calls, placed)
             hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
             lowest = self.lowest_trained
@@ -252,11 +254,15 @@ class StreamedModel:
         self, calls: Sequence[LayerCall], hidden: tuple[Tensor, ...], embed_head: EmbedHead, beside: Beside | None
     ) -> Tensor:
         """Return the loss of a step; `hidden` is what the layers below the turn have made."""
-        loss = embed_head.loss
+        loss, routers = embed_head.loss, self.engine.routers
         if self.head is not None:
             assert isinstance(loss, LossChunks), "the head is whole for a loss of rows"
-            return visit_head(self.engine, self.head, loss, hidden)
-        value = visit_top(self.engine, calls, hidden, embed_head, beside)
+            value = visit_head(self.engine, self.head, loss, hidden)
+            value = value if routers is None else value + routers.total()
+        else:
+            value = visit_top(self.engine, calls, hidden, embed_head, beside)
+        if routers is not None:
+            self.measured = routers.end()
         if isinstance(loss, RowLoss):
             self.measured = loss.measured
         return value

@@ -22,6 +22,7 @@ from lema.backend import Backend
 from lema.backend.interrupt import NEVER
 from lema.engine.beside import Beside, settled
 from lema.engine.head.gradients import EmbedHead, apart, graph_input
+from lema.engine.head.routers import RouterLoss
 from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
@@ -47,6 +48,7 @@ class Engine:
         retry: attempts again what ran out of device memory.
         outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor` is in the graphs.
         trained: the weights of layers that train themselves.
+        routers: the loss of routers, which is added to steps of `visit_top`; None: it is left out.
         stop: asked before each micro-batch whether the run is to stop.
         look: called in the backward as soon as gradients of hidden states are formed, with the number of the layer of
             whose inputs they are (the number of layers for the top layer's outputs) and with them, some of them None.
@@ -59,6 +61,7 @@ class Engine:
         self.retry = OomRetry(stream, backend)
         self.outer = self.anchor
         self.trained = TrainedWeights({}, lambda *_: None)
+        self.routers: RouterLoss | None = None
         self.stop = NEVER
         self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None
@@ -104,7 +107,13 @@ def visit(
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
     visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside, room)
-    return apart(visit.forward, visit.backward, engine.outer, hidden)
+    made = apart(visit.forward, visit.backward, engine.outer, hidden)
+    each = len(made) // len(calls)
+    for index, call in enumerate(calls):
+        more = iter(made[index * each + 1 :])
+        if call.routers:  # is differentiated by way of this visit, as the hidden states are
+            call.routers[:] = [next(more) if one.requires_grad else one for one in call.routers]
+    return made[::each]
 
 
 @torch.no_grad()
@@ -142,7 +151,9 @@ def visit_top(
 ) -> Tensor:
     """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
     visit = _TopVisit(engine, calls, embed_head, beside)
-    return apart(visit.forward, visit.backward, engine.anchor, hidden)
+    below = [[] if engine.routers is None else engine.routers.made(index) for index in range(len(calls))]
+    given = [one for state, made in zip(hidden, below, strict=True) for one in (state, *made)]
+    return apart(visit.forward, visit.backward, engine.anchor, given)
 
 
 @dataclass(eq=False)
@@ -156,7 +167,7 @@ class _LayerVisit:
     _away: StepGraphs | None
     _beside: Beside | None
     _room: int
-    _graphs: list[tuple[Graph, GradientEdge]] = field(default_factory=list)
+    _graphs: list[tuple[Graph, list[GradientEdge]]] = field(default_factory=list)
     _boundary: list[Tensor] = field(default_factory=list)  # of the micro-batch whose backward runs
     _found: dict[int, Tensor] = field(default_factory=dict)  # gradients of the inputs
     _leaves: Leaves = field(default_factory=dict)  # for the weights that train
@@ -170,8 +181,9 @@ class _LayerVisit:
         self._room = 0 if cast or self._engine.split.lazy else self._room
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out."""
-        engine, layer, outputs = self._engine, self._layer, []
+        """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out. After each comes what
+        its routers made, where somebody asks and it has a graph."""
+        engine, layer, outputs = self._engine, self._layer, list[Tensor]()
         with engine.leased(layer, "forward") as lease:
             self._leaves = engine.trained.leaves(layer, lease)
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
@@ -179,13 +191,13 @@ class _LayerVisit:
                 given = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
                 drawn = engine.generator_state()
                 run = partial(self._run, lease, index, given, needs=needs, state=drawn)
-                outputs.append(engine.retry.run_forward(f"in the forward of layer {layer}", run, drawn))
+                outputs += engine.retry.run_forward(f"in the forward of layer {layer}", run, drawn)
             if self._beside is not None:
                 self._beside.through(layer, lease, hidden)
         self._beside = None
         return tuple(outputs)
 
-    def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> Tensor:
+    def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> list[Tensor]:
         """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
         engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
         # Made anew in the backward where tensors have no address, because no tensor is known for a weight there.
@@ -202,29 +214,29 @@ class _LayerVisit:
                 given = graph_input(engine.anchor, given, self._found, index)
             weights = {**lease.weights, **self._leaves}
             output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
+        made = [output, *(one for one in call.routers or () if one.requires_grad)]
         # The edge and not the output, because that is the next layer's input, and kept as such.
-        self._graphs.append((graph, get_gradient_edge(output)))
+        self._graphs.append((graph, list(map(get_gradient_edge, made))))
         self._room = max(0, self._room - sum(graph.held.values()))
-        return output.detach()
+        return [one.detach() for one in made]
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
         engine = self._engine
         after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
         with engine.leased(self._layer, "backward") as lease:
-            for index, gradient in enumerate(gradients):
+            for index, (graph, edges) in enumerate(self._graphs):
                 engine.stop.poll()
-                graph, edge = self._graphs[index]
                 if self._away is not None:
                     self._away.expect_after(self._layer, index)
                 with graph.differentiated(lease), ExitStack() as stack:
                     if self._boundaries is not None:
                         self._boundary.append(stack.enter_context(self._boundaries.kept(self._layer, index)))
                         stack.callback(self._boundary.clear)
-                    graph.backward(edge, gradient)
+                    graph.backward(edges, gradients[index * len(edges) : (index + 1) * len(edges)])
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
-        found = [self._found.get(index) for index in range(len(gradients))]
+        found = [self._found.get(index) for index in range(len(self._graphs))]
         engine.look(self._layer, found)
         engine.trained.end(self._layer, self._leaves)
         self._leaves = {}
@@ -270,7 +282,8 @@ class _TopVisit:
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
         engine, embed_head = self._engine, self._embed_head
         top, retry = engine.split.num_layers - 1, engine.retry
-        place = f"in the forward of layer {top}"
+        place, each = f"in the forward of layer {top}", len(hidden) // len(self._calls)
+        hidden, needs_grad = hidden[::each], needs_grad[::each]  # the others are only there to have gradients
         with retry.at(place), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             self._leaves = engine.trained.leaves(top, lease)
@@ -289,7 +302,7 @@ class _TopVisit:
                 run = partial(_top_layer, engine, lease, self._leaves, call, turn, index, state, needs=needs)
                 value, given, others = retry.run_forward(place, run, engine.generator_state(), embed_head.sums)
                 total = total + value
-                self._inputs.append(given)
+                self._inputs += given
                 self._others.append(others)
             if after is not None:
                 engine.backend.set_rng_state(after)
@@ -316,9 +329,9 @@ class _TopVisit:
 
 def _top_layer(
     engine: Engine, lease: Lease, leaves: Leaves, call: LayerCall, turn: Turn, index: int, state: Tensor, *, needs: bool
-) -> tuple[Tensor, Tensor | None, list[tuple[Tensor, Tensor | None]]]:
-    """Run one micro-batch through the top layer, the head and the loss, and back; return the loss, the gradient of
-    `state` if it is needed, and what else has a gradient, with that."""
+) -> tuple[Tensor, list[Tensor | None], list[tuple[Tensor, Tensor | None]]]:
+    """Run one micro-batch through the top layer, the head and the loss, and back; return the loss, the gradients of
+    `state`, if it is needed, and of what routers below have made, and what else has a gradient, with that."""
     top, retry, trace = engine.split.num_layers - 1, engine.retry, engine.stream.trace
     leaf = state.detach().requires_grad_(needs)
     with torch.enable_grad(), trace.span("forward", f"layer {top}"):
@@ -326,18 +339,23 @@ def _top_layer(
     with retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
         value, gradient = turn(index, output.detach())
     engine.look(top + 1, [gradient])
+    roots, below = {output: gradient}, dict[Tensor, Tensor | None]()
+    if engine.routers is not None:
+        share, below = engine.routers.turn(index)
+        value = value + share
+        roots |= {one: by for one in call.routers or () if (by := below.pop(one)) is not None}
     # The gradients are returned and not added, because the one that arrives in the backward may still scale them.
     given = [tensor for tensor in tensors_in(call.own) if tensor.requires_grad]
     wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *given, *leaves.values()]
     with retry.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
-        found = torch.autograd.grad(output, wanted, gradient, allow_unused=True) if wanted else ()
+        found = torch.autograd.grad([*roots], wanted, [*roots.values()], allow_unused=True) if wanted else ()
     pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(wanted, found, strict=True)
     others = list(pairs)[needs:]
     for weight, formed in others[len(others) - len(leaves) :]:
         if formed is not None:  # added as autograd does: the first one is taken as it is
             weight.grad = formed if weight.grad is None else weight.grad.add_(formed)
     engine.look(top, found[:needs])
-    return value, found[0] if needs else None, others[: len(others) - len(leaves)]
+    return value, [found[0] if needs else None, *below.values()], others[: len(others) - len(leaves)]
 
 
 def _known_turn(embed_head: EmbedHead, known: list[Tensor]) -> Turn:

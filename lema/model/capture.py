@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
+from transformers.utils.output_capturing import _active_collector
 
 # What a model's own forward may raise.
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
@@ -296,6 +297,21 @@ def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callabl
             if (found := look(run)) is not None:
                 return found
     return None
+
+
+@contextmanager
+def routed(found: list[Tensor] | None) -> Iterator[None]:
+    """Have `found` be what routers that run in a `with` block make, as `transformers` records it; None: nobody asks."""
+    if found is None:
+        yield
+        return
+    recorded: dict[str, list[Tensor]] = {"router_logits": []}
+    token = _active_collector.set(recorded)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
+    found[:] = recorded["router_logits"]  # not added, because what failed may be attempted again
 
 
 @contextmanager

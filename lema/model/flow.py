@@ -73,6 +73,7 @@ class LayerCall:
     received: Between | None = None  # of the layer below; None: the hidden state alone
     left: Between | None = None  # for the layer above; None: what the layer returns first, untouched
     autocast: torch.dtype | None = None  # the dtype that products had where the model was called; None: the layer's own
+    routers: list[Tensor] | None = None  # what the layer's routers made when it ran last; None: nobody asks
 
     @property
     def own(self) -> tuple[Any, ...]:

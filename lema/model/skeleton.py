@@ -98,12 +98,9 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
             how="check the file, or upgrade transformers if the model is newer than it",
         ) from error
     assert isinstance(config, PreTrainedConfig)
-    if getattr(config, "output_router_logits", False):
-        raise ModelError(
-            "the model adds a loss of its routers' outputs, which cannot be streamed",
-            where=f"{directory / 'config.json'}: output_router_logits",
-            how="set output_router_logits to false there; frozen routers learn nothing from it",
-        )
+    for part in filter(None, (config, getattr(config, "text_config", None))):
+        if getattr(part, "output_router_logits", False):  # `lema.engine.head.routers` reads the file
+            part.output_router_logits = False  # because no router runs where the model's own forward does
     return config
 
 

@@ -201,7 +201,7 @@ class Split:
                 raise self._refusal(f"layer {index} leaves something for later layers in a list")
             return out
 
-        with self.autocast(call.autocast):
+        with self.autocast(call.autocast), capture.routed(call.routers):
             if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden = hidden.detach().requires_grad_()  # so that one graph serves all layers: the lowest needs none
             output = call.run(hidden, layer)

@@ -26,6 +26,7 @@ from lema.engine.head.cut import open_ends
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.head.objectives import pursue
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.head.routers import add_router_loss
 from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
@@ -215,6 +216,7 @@ class LemaModel:
 
         self.settle_tokens()
         adapter = self.adapter  # first, because it settles what the settings leave open
+        add_router_loss(adapter, self.config, self.directory)
         given = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples

@@ -80,8 +80,6 @@ def train(
             out(f"evaluation data: {eval_data.counts}")
         planner = timed(model.planner)
         (show or (lambda *given: out(f"plan: {verdict_of(*given)}")))(planner, train_data)
-        if getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None):
-            out("the routers' auxiliary loss is left out of the training loss, where TRL adds it by default")
         out(
             f"{model.split.num_layers} layers ({model.allocation.summary()}), "
             f"{human_bytes(model.gbi.nbytes)} of weights; {model.num_adapter_parameters:,} adapter parameters; "
@@ -89,6 +87,10 @@ def train(
         )
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             trainer = model.get_trainer(callbacks=callbacks if replicas.first else ())
+            known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
+            if known and config.router_aux_loss_coef is None and trainer.model.engine.routers is None:
+                what = "the routers' auxiliary loss is left out of the training loss, where TRL adds it by default"
+                out(f"{what}; router_aux_loss_coef: {known} adds it here")
             how: dict[str, Any] = {"resume": resume, "weights_only": weights_only, "say": out, "stop": stop.why}
             result = trainer.fit(train_data, eval_data, **how)
         for line in _ended(result, trainer.global_step, config):

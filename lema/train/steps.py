@@ -111,7 +111,7 @@ def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedM
 
 def measured_here(model: StreamedModel) -> dict[str, tuple[float, float]]:
     """Return what the objective has measured in the last pass of this process, if there is one; one read tells all."""
-    if model.objective is None or not model.measured:
+    if not model.measured:
         return {}
     sums = torch.stack([total.float() for total, _ in model.measured.values()]).tolist()
     counts = [count for _, count in model.measured.values()]
@@ -120,7 +120,8 @@ def measured_here(model: StreamedModel) -> dict[str, tuple[float, float]]:
 
 def read_measured(model: StreamedModel) -> dict[str, tuple[float, float]]:
     """Return what the objective has measured in the last pass, in all processes together, each of which calls this."""
-    return {} if model.objective is None else added(*model.backend.replicas.exchange(measured_here(model)))
+    nothing = model.objective is None and model.engine.routers is None
+    return {} if nothing else added(*model.backend.replicas.exchange(measured_here(model)))
 
 
 def added(*found: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:

@@ -1,6 +1,5 @@
 """The model a user holds: the README's example as written, adapters on every layer, and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from smallrun import (
     whole_model,
     write_model,
 )
-from tiny import write_checkpoint
 
 from lema import LemaConfig, LemaModel, LemaTrainer, MemoryStrategy, prepare_monolithic_safetensors
 from lema.errors import ConfigError, DataError, MemoryLimitError, ModelError
@@ -258,12 +256,3 @@ def test_too_little_host_memory_is_refused(llama: Path, tmp_path: Path) -> None:
         with pytest.raises(MemoryLimitError, match="of host memory are needed") as caught:
             model.get_trainer()
         assert caught.value.where == "host_memory"
-
-
-def test_a_loss_of_router_outputs_is_refused(tmp_path: Path) -> None:
-    model = write_checkpoint("mixtral", tmp_path).streamed
-    file = model / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "output_router_logits": True}))
-    with pytest.raises(ModelError, match="routers") as caught:
-        LemaModel(LemaConfig(str(model), device="cpu"))
-    assert caught.value.where == f"{file}: output_router_logits"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lema.backend.group import check_alike
 from lema.backend.hostmemory import memory_available
 from lema.config import LemaConfig
+from lema.engine.head.routers import add_router_loss
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
 from lema.lora.checks import read_json
@@ -96,6 +97,7 @@ def streamed(
         opened.keep_whole(lambda _: False, "it is run by the trainer's own code")
         _attach(opened, peft_config, task)
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
+        add_router_loss(opened.adapter, config, opened.directory, "lema.streamed")
     except BaseException:
         opened.close()
         raise

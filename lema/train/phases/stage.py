@@ -17,6 +17,7 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.data.mixture import Mixture, Source
 from lema.engine.head.loss import split_batch
+from lema.engine.head.routers import add_router_loss
 from lema.engine.optim import follow
 from lema.errors import ConfigError, DiskError
 from lema.model.skeleton import find_layers, find_towers, is_in
@@ -46,6 +47,7 @@ def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
     model.skeleton.train()
     chosen = chosen_by(phase, model.skeleton)
     model.keep_whole(chosen, "weights of the model train")
+    add_router_loss(model.adapter, model.config, model.directory, "weights that train themselves")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
 
 

@@ -1,0 +1,126 @@
+"""The load-balancing loss of routers, beside that of tokens: of each micro-batch a product of means over all layers.
+
+So it is no sum over layers. Each visit hands on what its routers made, which is small; with that of the top layer the
+model's own function forms the loss, and gradients that layers are given in the backward beside their hidden states'.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lema.config import LemaConfig
+from lema.engine.head.loss import LossChunks
+from lema.engine.head.objectives import Measured
+from lema.engine.head.rows import RowLoss
+from lema.errors import ConfigError
+from lema.model import Split
+from lema.model.capture import FEW_TOKENS, changed, past_layers
+from lema.model.flow import LayerCall
+from lema.storage.modelfiles import read_config_file
+
+if TYPE_CHECKING:
+    from lema.engine.streamed import StreamedModel
+
+__all__ = ["RouterLoss", "add_router_loss"]
+
+FUNCTION, SETTING = "load_balancing_loss_func", "router_aux_loss_coef"
+
+
+class RouterLoss:
+    """The model's own loss of its routers, times `coefficient`: of a step the mean over its micro-batches, as TRL has
+    it. `ConfigError`: the model has none."""
+
+    def __init__(self, split: Split, coefficient: float) -> None:
+        home, self._split, self._coefficient = sys.modules[type(split.model).__module__], split, coefficient
+        self._function: Callable[..., Tensor] | None = getattr(home, FUNCTION, None)
+
+        def asked(run: Callable[..., Any]) -> Any:
+            from unittest.mock import patch  # here, because it takes a while to import
+
+            with patch.object(home, FUNCTION) as function:
+                # This has the model put the hooks in place, too, that record what routers make.
+                run(output_router_logits=True, attention_mask=torch.ones(1, FEW_TOKENS, dtype=torch.long))
+            return function.call_args and (function.call_args.args[1:], function.call_args.kwargs)
+
+        # What the function is given beside that, with a tensor for the mask.
+        self._given: Any = self._function and past_layers(split.model, split.layers, asked)
+        if self._given is None:
+            what = f"a {type(split.model).__name__} has no load-balancing loss of routers"
+            raise ConfigError(what, where=SETTING, how="set it to 0")
+
+    def begin(
+        self, loss: LossChunks | RowLoss, calls: Sequence[Sequence[LayerCall]], placed: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        """Have the layers of a step note what their routers make; `calls` are those of each layer, `placed` the
+        micro-batches. Of the tokens that `loss` is divided by, other passes may train some, which weigh as much."""
+        assert isinstance(loss, LossChunks), "the loss is of rows"
+        self._calls, self._masks = calls, [batch.get("attention_mask") for batch in placed]
+        self._weight, self._scale = loss.trained_tokens / loss.num_tokens, loss.scale
+        self._found: dict[int, Tensor] = {}  # of each micro-batch its loss alone
+        for call in chain(*calls):
+            call.routers = []
+
+    def made(self, index: int) -> list[Tensor]:
+        """Return what the routers have made of a micro-batch, in the layers' order."""
+        return [one for layer in self._calls for one in layer[index].routers or ()]
+
+    def turn(self, index: int) -> tuple[Tensor, dict[Tensor, Tensor | None]]:
+        """Return a micro-batch's share, and its gradients by what the routers made; None: by what has no graph."""
+        made = self.made(index)
+        leaves = [one.detach().requires_grad_(one.requires_grad) for one in made]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        with torch.enable_grad():
+            value = self._value(index, leaves)
+            found = torch.autograd.grad(value * self._scale, wanted) if wanted else ()
+        gradients = dict(zip(wanted, found, strict=True))
+        return value.detach(), {one: gradients.get(leaf) for one, leaf in zip(made, leaves, strict=True)}
+
+    def total(self) -> Tensor:
+        """Return the loss of all micro-batches, once the top layer is done; differentiable."""
+        return torch.stack([self._value(index, self.made(index)) for index in range(len(self._masks))]).sum()
+
+    def _value(self, index: int, made: Sequence[Tensor]) -> Tensor:
+        mask = self._masks[index]
+        rest, named = changed(self._given, lambda one: mask if isinstance(one, Tensor) else one)
+        assert self._function is not None
+        with self._split.autocast():
+            found = self._function(tuple(made), *rest, **named)
+        self._found[index] = found.detach()
+        return self._coefficient * found / len(self._masks) * self._weight
+
+    def end(self) -> Measured:
+        """Let go of what the routers made, which the backward does not need; return what is measured of the step."""
+        for call in chain(*self._calls):
+            call.routers = None
+        return {"aux_loss": (torch.stack([*self._found.values()]).sum(), len(self._found))}
+
+
+def add_router_loss(model: StreamedModel, config: LemaConfig, directory: Path, unable: str = "") -> None:
+    """Give a model its routers' loss where the settings ask for it, or the config.json in `directory`. `ConfigError`:
+    it has none, or it is not there with something else that is asked for, or with what is `unable`."""
+    coefficient = config.router_aux_loss_coef
+    if coefficient is None:
+        said = read_config_file(directory)
+        asked = any(isinstance(one, dict) and one.get("output_router_logits") for one in (said, *said.values()))
+        coefficient = getattr(model.split.model.config.get_text_config(), SETTING, 0.0) if asked else 0.0
+    if not coefficient:
+        return
+    others = {
+        unable: bool(unable),
+        f"objective: {config.objective}": config.objective != "sft",
+        "torch_compile": config.torch_compile,
+        "cache_frozen_prefix": config.cache_frozen_prefix,
+        "tensor_parallel_size": model.backend.parallel.size > 1,
+        f"device: {config.device}": model.split.lazy,
+    }
+    if found := [name for name, value in others.items() if value]:
+        what = f"the loss of routers, which is asked for, cannot be had with {found[0]}"
+        raise ConfigError(what, where=SETTING, how="set it to 0, or leave that out")
+    model.engine.routers, model.retry.cuts = RouterLoss(model.split, coefficient), False
