@@ -235,6 +235,7 @@ def _first(stream: Any, slots: int) -> int:
     return sum(stream.layers[index].read_bytes for index in fetched(order, slots))
 
 
+@pytest.mark.slow
 def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
     many_words: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,8 @@ GROUPS = (
     ("kills", "instants", "power", "over", "nonfinite"),
     ("terms", "everystep", "damage", "fulldisk", "bombs", "settings", "smallfiles"),
 )
-DEFAULT = {"kills", "fulldisk", "pickles"}  # rows of a default run; the others are slow
+DEFAULT = {"kills", "fulldisk", "pickles"}  # rows of a default run
+SESSION = {"terms", "damage", "bombs", "settings", "smallfiles"}  # slow ones; the others are exhaustive
 ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
 
 
@@ -49,11 +50,14 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.timeout(900)  # for all of them, on a machine that does much else
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow)
+        pytest.param(
+            name, marks=() if name in DEFAULT else pytest.mark.slow if name in SESSION else pytest.mark.exhaustive
+        )
         for name in (*(name for group in GROUPS for name in group), "pickles")
     ],
 )

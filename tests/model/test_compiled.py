@@ -66,7 +66,7 @@ def test_one_graph_serves_every_layer_bitwise(checkpoint_of: CheckpointOf, recom
     assert model.split.compiled.compilations == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_evaluation_takes_one_graph_more(checkpoint_of: CheckpointOf) -> None:
     batches, values = micro_batches(2, lengths=ALIKE), []
     for compiled in (False, True):
@@ -80,6 +80,7 @@ def test_evaluation_takes_one_graph_more(checkpoint_of: CheckpointOf) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covered(1)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_lengths_that_vary_take_one_graph_more(checkpoint_of: CheckpointOf, recompute: bool) -> None:
     """The graph for every length is made at the second; the first length may be run by either from then on."""
@@ -110,7 +111,7 @@ def test_a_kind_that_does_not_compile_leaves_the_others_alone(tmp_path: Path) ->
     assert [model.split.compiles(layer) for layer in range(8)] == [False, False, False, True] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_some_layers_kept_and_some_recomputed(checkpoint_of: CheckpointOf) -> None:
     batches = micro_batches(3, padding=True, lengths=UNLIKE)
     step_of_both(checkpoint_of("qwen3"), batches, gradient_checkpointing=True, spent={"saved": frozenset({2, 5})})

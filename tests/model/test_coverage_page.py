@@ -19,7 +19,7 @@ def test_the_page_names_the_checkpoints_of_the_list() -> None:
     assert {one.form for one in CHECKPOINTS} <= FORMS.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # it opens every type of the page
 def test_the_page_is_what_its_command_prints() -> None:
     assert PAGE.read_text().splitlines() == list(page())
     refused = [checkpoint.name for checkpoint in CHECKPOINTS if try_checkpoint(checkpoint).refused]

@@ -85,7 +85,7 @@ def test_the_command_without_a_device_trains_what_one_process_trains(config: Pat
         assert float((tensor - other[name]).abs().max() / tensor.abs().max()) < 1e-4, name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # every fault that kills is done to forked processes as well
 def test_when_one_process_is_killed_all_end(place: Path) -> None:
     config = next(path for path in CONFIGS if path.stem == "neuron_trn1_2xlarge")
     count, arguments = emulated(config)

@@ -95,6 +95,7 @@ def alone(place: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.covered(1)
 @pytest.mark.parametrize(
     ("count", "changes"),
     [(2, {}), (4, {"strategy": "resident"}), (4, {"shard_weights": True})],

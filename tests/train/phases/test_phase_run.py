@@ -80,7 +80,8 @@ PLANS = {
 # Seven is prime to the writes of a step, so that saving, notes and events take turns to be the last.
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "name", [name if name == "weights, adapters" else pytest.param(name, marks=pytest.mark.slow) for name in PLANS]
+    "name",
+    [name if name == "weights, adapters" else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANS],
 )
 def test_stopped_after_any_write_it_ends_as_if_it_had_not_been(
     name: str, stride: int, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
