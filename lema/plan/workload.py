@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -344,25 +344,7 @@ class _Leases:
 def _pieces_work(
     split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
 ) -> HeadWork:
-    """Run the head and the loss of a micro-batch through the pieces: of a few of its chunks, where it has many, because
-    each one more takes as much again."""
-    length = hidden.shape[1]
-    by_columns = length > 4 * chunk_tokens
-    few, some = (
-        hidden[:1, : count * chunk_tokens] if by_columns else hidden[: count * max(1, chunk_tokens // length)]
-        for count in (2, 4)
-    )
-    if some.numel() == hidden.numel():
-        return _in_pieces(split, hidden, chunk_tokens, head, layers)
-    one, two = (_in_pieces(split, part, chunk_tokens, head, layers) for part in (few, some))
-    times = (hidden.numel() - few.numel()) / (some.numel() - few.numel())
-    pairs = ((getattr(one, field.name), getattr(two, field.name)) for field in fields(HeadWork))
-    return HeadWork(*(round(first + (second - first) * times) for first, second in pairs))
-
-
-def _in_pieces(
-    split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
-) -> HeadWork:
+    """Run the head and the loss of a micro-batch through the pieces."""
     pieced = head.pieced(split, load("cpu"), layers)
     assert pieced is not None
     stream = _Leases(dict(enumerate(map(fake_weights, head.pieces(layers)), len(layers))))

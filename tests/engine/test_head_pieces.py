@@ -28,6 +28,7 @@ from lema import LemaConfig, LemaModel
 from lema.engine.head import cut
 from lema.engine.head.cut import HeadCut
 from lema.errors import ConfigError
+from lema.plan import workload
 from lema.plan.planner import planner_of, site_of
 from lema.stream.schedule import fetched_per_step
 from lema.train.guards import first_non_finite
@@ -233,6 +234,13 @@ def _first(stream: Any, slots: int) -> int:
 
     order = training_order(len(stream.layers))
     return sum(stream.layers[index].read_bytes for index in fetched(order, slots))
+
+
+def test_a_head_that_fits_is_not_looked_at_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LemaConfig(str(write_checkpoint("llama", tmp_path).streamed), device="cpu", batch_size=2, max_length=12)
+    monkeypatch.setattr(cut, "LEAST_BYTES", 0)
+    monkeypatch.setattr(workload, "_pieces_work", lambda *_: pytest.fail("the head fits whole"))
+    assert not planner_of(config, site=site_of(config)).needs().allocation.pieces
 
 
 @pytest.mark.slow

@@ -78,6 +78,11 @@ def test_eight_billion_parameters_on_a_card_of_24_gigabytes(tmp_path: Path) -> N
     planner = planner_of(LemaConfig(str(eight), device="cpu"), profile("4090"))
     used, allocation = taken(planner)
     assert used < 24 * 2**30 and allocation.residents
+
+
+@pytest.mark.exhaustive  # the head is tried in pieces, of which there are many
+def test_eight_billion_parameters_with_every_graph_kept_are_refused(tmp_path: Path) -> None:
+    eight = write_hollow(tmp_path / "8B", large_config("8B"))
     forced = LemaConfig(str(eight), device="cpu", gradient_checkpointing=False, micro_batch_size=8)
     with pytest.raises(MemoryLimitError, match="device memory cannot hold"):
         planner_of(forced, profile("4090")).needs()
