@@ -183,11 +183,9 @@ whether its weights are used as they are stored, or rearranged whenever they are
 def survey_all(
     names: Sequence[str], *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Iterator[Survey]:
-    """Try each of `names`, or every type where none is given; a bar on a terminal says how far it has come.
-
-    Names are types, else directories, files, or hub ids in the cache; a ConfigError or a WeightsError says of one that
-    it is none of these, or cannot be tried.
-    """
+    """Try each of `names`, or every type where none is given; a bar on a terminal says how far it has come. Names are
+    types, else directories, files, or hub ids in the cache; a ConfigError or a WeightsError says of one that it is none
+    of these, or cannot be tried."""
     known = model_types()
     for name in names:
         _check(name, known)

@@ -111,8 +111,7 @@ class SettingsError(ConfigError):
 
     def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
         """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.
-        `places` are `file:line` by path (`phases[1].tokens`), that of "" the file; those `apart` were not given
-        there."""
+        `places` are `file:line` by path (`phases[1].tokens`), that of "" the file; those `apart` are not in it."""
         found, elsewhere = [], set(apart)
         for problem in self.problems:
             key = problem.key

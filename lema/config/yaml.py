@@ -1,7 +1,6 @@
 """A YAML file as a plain mapping that still knows on which line each key stood, at every depth.
 
-The dialect is YAML 1.2, so `1e-4` is a number and `on` is text; duplicate keys, tags and tabs are errors, never
-guesses.
+The dialect is YAML 1.2, so `1e-4` is a number and `on` is text; duplicate keys, tags and tabs are errors.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -130,8 +129,7 @@ def from_yaml(
     spellings: Mapping[str, str] = MappingProxyType({}),
 ) -> Made:
     """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's. A
-    `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's own
-    name."""
+    `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's."""
     file = read_yaml(path)
     try:
         return make(**{**file.values, **overrides})

@@ -95,14 +95,10 @@ def allocated(
 ) -> Allocation:
     """Return the best allocation within the limits that the settings set, which may be fractions of the totals.
 
-    Args:
-        host_available: bytes of host memory that are free; the limit where the settings have none.
-        kept: the part of the device's memory up to which layers stay where the settings have no number for it; what
-            else there is to choose stays as streaming has it, and so do layers where none fits.
-        device_free: bytes of device memory that others leave; None: all.
-
-    Raises:
-        MemoryLimitError: the limits are too small.
+    `host_available` are the bytes of host memory that are free, the limit where the settings have none; `device_free`
+    are those of device memory that others leave; None: all. Layers stay up to the part `kept` of the device's memory
+    where the settings have no number for it; what else there is to choose stays as streaming has it, and so do layers
+    where none fits. Raises `MemoryLimitError` where the limits are too small.
     """
     host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
     resident, tier, wanted = config.strategy is MemoryStrategy.RESIDENT, config.offloading_tier, config.device_memory
@@ -196,10 +192,8 @@ def ample(planner: Planner) -> bool:
 
 
 def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
-    """Return which settings would need less device memory, and by how much, in the plan's numbers.
-
-    `short` is what a device ran out at, and `allocation` what its memory is spent on.
-    """
+    """Return which settings would need less device memory, and by how much, in the plan's numbers. `short` is what a
+    device ran out at, and `allocation` what its memory is spent on."""
     allocation = replace(allocation, slots=short.slots)
     batch = planner.shape.micro_batch
     if short.rows:  # else it was no micro-batch

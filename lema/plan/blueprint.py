@@ -90,13 +90,10 @@ def draw_up(
 ) -> Blueprint:
     """Read a model's config and its tensors' headers, and attach the adapter that the settings ask for.
 
-    Args:
-        backend: the device that adapters are given memory on; None: the CPU.
-        chosen: given the model, returns what says of a parameter's name whether it trains itself; None: an adapter is
-            attached instead.
-        parallel: the processes that hold the model together, of which one's part is drawn up; None: there is one.
-
-    Raises `ConfigError` and `WeightsError` as `LemaModel` does.
+    `backend` is the device that adapters are given memory on; None: the CPU. `chosen`, given the model, returns what
+    says of a parameter's name whether it trains itself; None: an adapter is attached instead. `parallel` are the
+    processes that hold the model together, of which one's part is drawn up; None: there is one. Raises `ConfigError`
+    and `WeightsError` as `LemaModel` does.
     """
     directory, index, model, records = _opened(config, trust_remote_code)
     name, stack = find_layers(model)

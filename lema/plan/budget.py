@@ -29,10 +29,8 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def scattered(num_layers: int) -> tuple[int, ...]:
-    """Return all layers in an order of which every beginning is spread about evenly.
-
-    It is van der Corput's (1935): by the layers' numbers with their bits reversed.
-    """
+    """Return all layers in an order of which every beginning is spread about evenly. It is van der Corput's (1935): by
+    the layers' numbers with their bits reversed."""
     bits = max(1, (num_layers - 1).bit_length())
     return tuple(sorted(range(num_layers), key=lambda layer: int(f"{layer:0{bits}b}"[::-1], 2)))
 
@@ -66,8 +64,7 @@ def solve(
         stay: let layers stay on the device where it has room for them.
         save: with `recompute`, keep activations of layers where the device has room for them.
 
-    Raises:
-        MemoryLimitError: nothing fits.
+    Raises `MemoryLimitError` where nothing fits.
     """
     limited = device_limit is not None
     places = tuple(tier for tier in _TIERS if tier != "host" or not demand.shared)  # where that is the same memory

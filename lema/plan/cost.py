@@ -287,10 +287,8 @@ class Traffic:
 
 
 def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bool) -> Traffic:
-    """Return the bytes that so many steps (at least one) move, with what is read and uploaded once before the first.
-
-    If layers are `rewritten` in each step, the next finds nothing of them on the device.
-    """
+    """Return the bytes that so many steps (at least one) move, with what is read and uploaded once before the first. If
+    layers are `rewritten` in each step, the next finds nothing of them on the device."""
     num_layers, slots = len(demand.layers), allocation.slots
     kept = allocation.residents | allocation.host_cached
 

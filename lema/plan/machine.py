@@ -110,9 +110,7 @@ def site_of(
     config: LemaConfig, machine: Machine | None = None, *, backend: Backend | None = None, measured: bool = False
 ) -> Site:
     """Return the site that a run is planned for: that of a profile, or this machine, whose backend may be open already.
-
-    A planner measures the speeds of this machine if it is to be `measured`; else they are not known.
-    """
+    A planner measures the speeds of this machine if it is to be `measured`; else they are not known."""
     if machine is not None:
         return Site(machine, machine.host_memory, "profile", kept_unasked(config.device))
     if backend is not None:

@@ -1,7 +1,6 @@
 """Measures this machine in seconds: reading the model's own file, copying to the device, computing layers.
 
-One layer of each kind is timed, visited as training visits it. Weights are read only to time the reading, and are not
-checked.
+One layer of each kind is timed, visited as training visits it. Weights are read only to time that, unchecked.
 """
 
 from __future__ import annotations
@@ -60,10 +59,8 @@ def layer_seconds(
     clock: Clock = time.perf_counter,
     trained: Collection[str] = (),
 ) -> LayerSeconds:
-    """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated.
-
-    The layer is read. Its `call` is of tensors without values; gradients of weights that train themselves are dropped.
-    """
+    """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated. The
+    layer is read. Its `call` is of tensors without values; gradients of weights that train themselves are dropped."""
     call, given = call.mapped(lambda value: with_values(value, backend)), hidden.detach().requires_grad_()
     with (
         closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index})) as stream,
@@ -162,10 +159,8 @@ def probe(
 def calibrate(
     model: PreTrainedModel, layers: Sequence[LayerBytes], workload: Workload, shape: StepShape, backend: Backend
 ) -> tuple[Speeds, Timings]:
-    """Measure what decides where memory is best spent, with a model that is about to train and is left as it is.
-
-    A few rows of a micro-batch are timed, because all of them may take minutes, and memory that is not there.
-    """
+    """Measure what decides where memory is best spent, with a model that is about to train and is left as it is. A few
+    rows of a micro-batch are timed, because all of them may take minutes, and memory that is not there."""
     whole = shape.micro_batch
     few = replace(whole, rows=min(whole.rows, math.ceil(ENOUGH_TOKENS / whole.length)))
     state, training = backend.rng_state(), model.training

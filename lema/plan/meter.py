@@ -24,12 +24,10 @@ PICKS = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
 class Tally(TorchDispatchMode):
-    """Counts the bytes of what is made in the `with` block and still alive, and the floating-point operations.
-
-    Views count once, with what they are views of. What existed before is given to `leave_out`: it, and views of it, are
-    not counted. Neither is what is picked out of it by index, as stand-ins for experts' weights are: an implementation
-    that computes with values in hand copies no weights.
-    """
+    """Counts the bytes of what is made in the `with` block and still alive, and the floating-point operations. Views
+    count once, with what they are views of. What existed before is given to `leave_out`: it, and views of it, are not
+    counted. Neither is what is picked out of it by index, as stand-ins for experts' weights are: an implementation that
+    computes with values in hand copies no weights."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is

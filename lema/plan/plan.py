@@ -135,11 +135,8 @@ def make_plan(
     config: LemaConfig, machine: Machine | None = None, *, price: float | None = None, trust_remote_code: bool = False
 ) -> tuple[Plan, Planner]:
     """Plan a run on a machine, or with None on this one, which is measured; `price` is of an hour, in any currency.
-
-    Raises:
-        MemoryLimitError: the limits of the settings, or the machine's memory, are too small.
-        ConfigError, DataError: as training would raise them.
-    """
+    Raises `MemoryLimitError` where the limits of the settings, or the machine's memory, are too small; `ConfigError`
+    and `DataError` as training would."""
     planner = planner_of(with_adapter(config), machine, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}
     if planner.config.tokens_per_step != "auto":

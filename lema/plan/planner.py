@@ -63,11 +63,9 @@ class Planner:
         return self.site.limits(device, self.config.host_memory)
 
     def demand(self, shape: StepShape | None = None, workload: Workload | None = None, scale: float = 1.0) -> Demand:
-        """Return the bytes of memory and the seconds of computing that one optimizer step needs, layer by layer.
-
-        Its shape and the workload of a micro-batch are the run's where there is None; such a micro-batch computes
-        `scale` times as long as one of the run's.
-        """
+        """Return the bytes of memory and the seconds of computing that one optimizer step needs, layer by layer. Its
+        shape and the workload of a micro-batch are the run's where there is None; such a micro-batch computes `scale`
+        times as long as one of the run's."""
         workload = workload or self.workload
         known = demand_of(
             self.blueprint.layers,
@@ -124,10 +122,7 @@ class Planner:
         """Return which layers, activations and inputs of layers memory is spent on, with some settings changed.
 
         Seconds decide only where a limit of device memory leaves a choice, since a run measures only then; else the
-        bytes that move do.
-
-        Raises:
-            MemoryLimitError: it does not fit.
+        bytes that move do. Raises `MemoryLimitError` where it does not fit.
         """
         config, machine, speeds = self.config.model_copy(update=changes), self.site.machine, self.site.machine.speeds
         recompute = whether_recomputed(config)
@@ -280,13 +275,10 @@ def planner_of(
 ) -> Planner:
     """Learn what the model of a run or phase needs, and what the machine gives; weights are read only to time them.
 
-    Args:
-        machine: the profile to plan for; None: this machine, which is measured, or of which `site` is known.
-        chosen: given the model, returns what says of a parameter's name whether it trains; None: adapters do.
-        device_memory: the limit of a phase that trains weights, which has none in `config`.
-        processes: that share each batch, all of them on one machine.
-        strict: whether a model whose activations cannot be told is an error; else weights alone are counted.
-
+    The profile to plan for is `machine`; None: this machine, which is measured, or of which `site` is known. `chosen`,
+    given the model, returns what says of a parameter's name whether it trains; None: adapters do. `device_memory` is
+    the limit of a phase that trains weights, which has none in `config`. The `processes` share each batch, all of them
+    on one machine. `strict`: a model whose activations cannot be told is an error; else weights alone are counted.
     Raises `ConfigError` as training would.
     """
     parallel = SingleProcess() if chosen is not None else planned_parallel(config)
@@ -331,12 +323,10 @@ def opened_planner(config: LemaConfig, blueprint: Blueprint, backend: Backend) -
 
 
 def settled(planner: Planner, *, trains: bool) -> Planner:
-    """Return the planner of a model that is open; if it `trains`, of steps that fit and are fastest.
-
-    Nothing is measured without a limit of memory, or where it holds all there is to choose from; else disk, link and
-    one layer of each kind are, in a few seconds. Several processes ask for it at once, and get the same. Activations
-    count where they can be told ahead; else weights alone, with a warning where the limits are numbers.
-    """
+    """Return the planner of a model that is open; if it `trains`, of steps that fit and are fastest. Nothing is
+    measured without a limit of memory, or where it holds all there is to choose from; else disk, link and one layer of
+    each kind are, in a few seconds. Several processes ask for it at once, and get the same. Activations count where
+    they can be told ahead; else weights alone, with a warning where the limits are numbers."""
     config, site = planner.config, planner.site
     limited = config.device_memory not in (None, "auto") or config.host_memory is not None
     unlimited = planner.unlimited()

@@ -83,12 +83,9 @@ class Timings:
 def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, parts: int = 1) -> StepShape:
     """Return the step that the settings ask for, every row as long as it may be, of the first process, which has most.
 
-    Args:
-        positions: the longest row that the model takes; None: any.
-        parts: processes that hold one copy of the model together, and may each have a part of every row.
-
-    Raises:
-        ConfigError: `max_length` is more than the model's positions, or than `micro_batch_tokens`.
+    `positions` are the longest row that the model takes; None: any. The `parts` are processes that hold one copy of the
+    model together, and may each have a part of every row. Raises `ConfigError` where `max_length` is more than the
+    model's positions, or than `micro_batch_tokens`.
     """
     length = padding_of(config, parts, positions).longest(config)
     tokens = tokens_at_once(config, length)
@@ -109,10 +106,7 @@ def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, pa
 
 def tokens_at_once(config: LemaConfig, length: int) -> int | None:
     """Return the tokens of a micro-batch, at most, those that pad rows among them; None: it is of rows, however long.
-
-    Raises:
-        ConfigError: a row, which may have so many tokens as `length`, has more.
-    """
+    Raises `ConfigError` where a row, which may have so many tokens as `length`, has more."""
     tokens = config.micro_batch_tokens
     if tokens is not None and tokens < length:
         what = f"a row may have {length:,} tokens, and a micro-batch {tokens:,}"
@@ -136,10 +130,8 @@ def rows_each(config: LemaConfig) -> int:
 
 def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Machine, itemsize: int) -> Timings:
     """Return the seconds that operations take at a machine's speed; a layer takes at least what launching it takes.
-
     Expanding quantised weights takes what reading them in the device's memory takes, and writing them there; an element
-    of them has `itemsize` bytes as it is used.
-    """
+    of them has `itemsize` bytes as it is used."""
     speed = machine.flops(itemsize)
     found = []
     for kind, work in enumerate(workload.works):
@@ -166,10 +158,9 @@ def demand_of(
 ) -> Demand:
     """Return what one step needs, but for what weights that train themselves take of host memory.
 
-    Args:
-        workload: of one micro-batch, given with the `shape` of the step; None: weights alone are counted.
-        timings: of one micro-batch; None: unknown.
-        pieces: of the head's weight, where they are leased after the layers.
+    The `workload` is of one micro-batch, given with the `shape` of the step; None: weights alone are counted. The
+    `timings` are of one, too; None: unknown. The `pieces` are of the head's weight, where they are leased after the
+    layers.
     """
     times = 0.0 if shape is None else shape.num_micro_batches
     costs = []

@@ -103,10 +103,8 @@ def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memor
     """Return the layers whose masters, moments and waiting gradients have to lie in files: as few as will do.
 
     The backward goes down, and steps layers as it goes: when a step has ended, what is used next is that of the top.
-    So the lowest layers go to files first. `layer_bytes` are those of each layer that may go to a file.
-
-    Raises:
-        MemoryLimitError: the limit does not hold `outside_bytes`, which are in host memory in any case.
+    So the lowest layers go to files first. `layer_bytes` are those of each layer that may go to a file. Raises
+    `MemoryLimitError` where the limit does not hold `outside_bytes`, which are in host memory in any case.
     """
     left = host_memory - outside_bytes
     if left < 0:
@@ -153,10 +151,8 @@ class TrainedBytes:
 
 
 def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool]) -> TrainedBytes:
-    """Look at a model without adapters for what trains: those of its parameters whose names are chosen.
-
-    Raises a ConfigError where a layer that trains is stored quantised, or anything that does is of a type that cannot.
-    """
+    """Look at a model without adapters for what trains: those of its parameters whose names are chosen. Raises a
+    ConfigError where a layer that trains is stored quantised, or anything that does is of a type that cannot."""
     prefix = f"{find_layers(model)[0]}."
     names: list[set[str]] = [set() for _ in layers]
     outside = []
@@ -190,14 +186,10 @@ def host_training(
 ) -> HostTraining:
     """Return what each process takes of host memory beside the copy that streams, and what of it goes to files.
 
-    Args:
-        there: bytes that are in host memory besides; `processes` divide them and the `limit`.
-        clipped: whether gradients are, so that all of them wait for the norm, in the type that streams; else those of
-            one layer pass through.
-        shared: whether the device computes in host memory: what trains outside the layers is there, too.
-
-    Raises:
-        MemoryLimitError: there is no room for what cannot be in files.
+    The bytes `there` are in host memory besides; `processes` divide them and the `limit`. Where gradients are `clipped`
+    all of them wait for the norm, in the type that streams; else those of one layer pass through. `shared`: the device
+    computes in host memory, so what trains outside the layers is there, too. Raises `MemoryLimitError` where there is
+    no room for what cannot be in files.
     """
     outside, layers = trained.outside, trained.layers
     movable = {index: layer.movable(clipped=clipped) for index, layer in enumerate(layers) if layer.count}

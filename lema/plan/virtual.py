@@ -68,10 +68,8 @@ class BufferState:
 
 
 class VirtualDevice:
-    """As much of a `Backend` as a `LayerStream` asks for; it keeps time.
-
-    With an infinite link host buffers are the slots, and computing keeps the training thread busy; else it is queued.
-    """
+    """As much of a `Backend` as a `LayerStream` asks for; it keeps time. With an infinite link host buffers are the
+    slots, and computing keeps the training thread busy; else it is queued."""
 
     replicas = Alone()
 

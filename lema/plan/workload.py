@@ -132,16 +132,10 @@ def measure(
 ) -> Workload:
     """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
 
-    The model, with the decoder layers' weights on `meta`, is left as it was.
-
-    Args:
-        loss_chunk_tokens: logits exist for this many tokens at a time.
-        trained: of each layer, the weights of its own that train; empty: none do, in any.
-        parallel: the processes that its layers have been divided among; None: they are whole.
-        head: the head, where it may be cut into pieces.
-
-    Raises:
-        ModelError: the model cannot be streamed, or what it computes depends on values.
+    The model, with the decoder layers' weights on `meta`, is left as it was. Logits exist for `loss_chunk_tokens` at a
+    time. `trained` are, of each layer, the weights of its own that train; empty: none do, in any. `parallel` are the
+    processes that its layers have been divided among; None: they are whole. The `head` is given where it may be cut
+    into pieces. Raises `ModelError` where the model cannot be streamed, or what it computes depends on values.
     """
     split = Split(model, load("cpu"), parallel=parallel)
     trained = trained or [()] * len(layers)

@@ -1,7 +1,5 @@
 """A run: the model that is trained, the trainer, the loop of steps, its checkpoints and its phases.
-
-docs/internals/full-training.md and docs/internals/checkpoints.md describe the folder.
-"""
+docs/internals/full-training.md and docs/internals/checkpoints.md describe the folder."""
 
 from typing import TYPE_CHECKING
 

@@ -31,12 +31,10 @@ def as_batch(
     text_config: Any = None,
     files: ModelFiles | None = None,
 ) -> dict[str, Tensor]:
-    """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`.
-
-    The model's `text_config` tells the vocabulary, and with the tokenizer in its `files` what padding looks like.
-    Raises `DataError` where a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a
-    token is outside the vocabulary, or rows look padded and nothing says where.
-    """
+    """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`. The
+    model's `text_config` tells the vocabulary, and with the tokenizer in its `files` what padding looks like. Raises
+    `DataError` where a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a token is
+    outside the vocabulary, or rows look padded and nothing says where."""
     vocab_size = getattr(text_config, "vocab_size", None)
     if isinstance(inputs, Tensor):
         batch: dict[str, Any] = {"input_ids": inputs}
@@ -100,11 +98,9 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
 
 def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callable[[str], None]) -> Any:
     """Return data as rows of `input_ids` and `labels`: as they are where they have them, else tokenised as files are.
-
     They are such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
     `say` is called with what there is to say of data that were tokenised. Raises `DataError` as
-    `lema.data.prepare_data`, and where there is no tokenizer.
-    """
+    `lema.data.prepare_data`, and where there is no tokenizer."""
     if data is None or isinstance(data, TokenDataset | PreferenceDataset):
         return data
     sized = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str | Mapping)
@@ -133,11 +129,9 @@ def packed(
     *,
     checked: bool = False,
 ) -> Any:
-    """Return rows joined into packs, where the config asks for that; `say` is told how many there are.
-
-    The model is asked whether it can be trained on them, unless it is `checked` already. Raises `ConfigError` where it
-    does not keep the rows of a pack apart, `DataError` where a row does not fit.
-    """
+    """Return rows joined into packs, where the config asks for that; `say` is told how many there are. The model is
+    asked whether it can be trained on them, unless it is `checked` already. Raises `ConfigError` where it does not keep
+    the rows of a pack apart, `DataError` where a row does not fit."""
     if rows is None or not config.packing:
         return rows
     if not len(rows):

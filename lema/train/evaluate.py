@@ -28,12 +28,10 @@ these are, for an error."""
 
 @torch.no_grad()
 def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, float]:
-    """Return `eval_loss` (mean over trained tokens), `eval_perplexity` and `eval_tokens`, over all processes.
-
-    The model is measured without dropout, and no random number is drawn. Every process calls this, with its share of
-    the rows in as many passes as the others have. Raises `NonFiniteError`, which names rows and layer; `DataError`
-    where no token is trained; `StopRequested` where the run is to stop.
-    """
+    """Return `eval_loss` (mean over trained tokens), `eval_perplexity` and `eval_tokens`, over all processes. The model
+    is measured without dropout, and no random number is drawn. Every process calls this, with its share of the rows in
+    as many passes as the others have. Raises `NonFiniteError`, which names rows and layer; `DataError` where no token
+    is trained; `StopRequested` where the run is to stop."""
     replicas, module = model.backend.replicas, model.split.model
     was_training = module.training
     module.eval()

@@ -194,8 +194,7 @@ class RunEvents:
     @property
     def carried(self) -> dict[str, Any]:
         """What a checkpoint keeps of the measurements: the sums of the steps since the last line (`window`) and of all
-        since the first `begin` (`whole`), and how many bytes of metrics.jsonl there are (`record`), in the process that
-        writes it."""
+        since the first `begin` (`whole`), and the bytes of metrics.jsonl (`record`), in the process that writes it."""
         sums = {"window": self._window.sums, "whole": self._whole.sums}
         return sums if self._metrics is None else sums | {"record": self._metrics.path.stat().st_size}
 

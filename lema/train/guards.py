@@ -86,10 +86,8 @@ def _lowest(replicas: Replicas, index: int | None) -> int | None:
 
 def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -> str | None:
     """Call `run`, which goes forward and backward, and name where its gradients begin not to be finite; None: nowhere.
-
     It is the highest of: the head, if what it hands down is not finite; a layer's parameter that has such a gradient;
-    the layer that hands such a one down, whether or not anything in it trains.
-    """
+    the layer that hands such a one down, whether or not anything in it trains."""
     hidden = HiddenGradients()
     with model.seen_by(hidden.look):
         run()

@@ -1,8 +1,7 @@
 """The run loop: one optimizer step after the other, and what is due after each.
 
 It drives `Steps` over a `Stage`: a whole plain run, or one phase of a run of phases. Lines of metrics, callbacks,
-evaluation, checkpoints, a disk that is full, a stop in the midst of a step and the agreement of several processes are
-written here, once.
+evaluation, checkpoints, a disk that is full, a stop amid a step and the agreement of several processes are here, once.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ class RunLoop:
         return stopped
 
     def _remember(self, pending: Pending | None = None) -> None:
-        """Note what a stop goes back to: what changes from the end of a step to that of the next, but for what only an
-        optimizer's step changes."""
+        """Note what a stop goes back to: what changes from step to step otherwise than by an optimizer's step."""
         backend, state = self._backend, self._events.state  # not `self`, which holds what is made here
         generators = Generators.now(backend)
         fields, num_logged = dict(vars(state)), len(state.log_history)  # the log is long, and not copied

@@ -140,9 +140,9 @@ class LemaModel:
         """Open a saved adapter, with PEFT's files in `directory`, and its base model.
 
         Settings are those of `lema_config.json`, which `overrides` replace or stand for. Code that comes with the base
-        model is run if it is trusted. Raises `AdapterError` where there is no adapter, it does not fit the model, or
-        the model has changed since it was trained and no override names one; `ConfigError` where an override
-        contradicts the adapter.
+        model is run if trusted. Raises `AdapterError` where there is no adapter, it does not fit the model, or the
+        model has changed since it was trained and no override names one; `ConfigError` where an override contradicts
+        it.
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
@@ -188,10 +188,8 @@ class LemaModel:
 
     def begin_with_adapter(self, directory: str | PathLike[str], *, dropout: float | None = None) -> None:
         """Attach a saved adapter, in PEFT's files, in place of a fresh one: with its own rank, targets, options and
-        values, and its own dropout unless another is given.
-
-        Raises `AdapterError` where none is there that is whole and fits; `ConfigError` where the model has one already.
-        """
+        values, and its own dropout unless another is given. Raises `AdapterError` where none is there that is whole and
+        fits; `ConfigError` where the model has one already."""
         path = Path(directory)
         saved = the_lora_config(path, self._task)
         saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
@@ -261,10 +259,8 @@ class LemaModel:
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
-        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names.
-
-        So is the head, or for the reason that is given. Raises `ConfigError` where the settings ask for rows or pieces.
-        """
+        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names. So is
+        the head, or for the reason that is given. Raises `ConfigError` where the settings ask for rows or pieces."""
         if head is None and any(map(chosen, self._head.names)):
             head = "its weight is adapted, or trains"
         if head is not None:
@@ -282,8 +278,7 @@ class LemaModel:
 
     @cached_property
     def allocation(self) -> Allocation:
-        """What memory is spent on within the settings' limits, or `MemoryLimitError`; made, unless set, when first
-        asked for."""
+        """What memory is spent on within the limits, or `MemoryLimitError`; made, unless set, when first asked for."""
         allocation = self.planner.needs().allocation
         if self.lora_manager is not None:  # so that batches are cut as they are planned, wherever the run goes on
             rows, each = self.planner.shape.micro_batch.rows, rows_each(self.config)
@@ -345,12 +340,9 @@ class LemaModel:
     ) -> list[str]:
         """Return what follows each prompt, streaming every layer once per token of a batch.
 
-        Args:
-            prompt: one text or several.
-            max_new_tokens: tokens to add to each, at most.
-            batch_size: prompts at once; None: all.
-            keys_values: where they wait for the next token.
-            options: of `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
+        The `prompt` is one text or several; to each at most `max_new_tokens` tokens are added, to `batch_size` prompts
+        at once (None: all). `keys_values` says where they wait for the next token. The `options` are those of
+        `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
 
         Processes that hold the model together all call this alike, and all get the texts. Raises `MemoryLimitError`
         where keys and values of a batch do not fit; `ConfigError` where processes divide a row's tokens.

@@ -54,10 +54,9 @@ def train(
         trace: records what is read, uploaded and computed, and when.
         show: is called with the planner of the run and its data, to show the plan in the place of one sentence of it.
 
-    Raises:
-        MemoryLimitError: the run does not fit; neither data nor the layers' weights were read.
-        Stopped: SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`; the last whole step is saved.
-        LemaError: of the kind that says what is wrong; its `exit_code` is the command line's.
+    Raises `MemoryLimitError` where the run does not fit, when neither data nor the layers' weights were read; `Stopped`
+    where SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`, when the last whole step is saved; else
+    the `LemaError` of the kind that says what is wrong; its `exit_code` is the command line's.
     """
     shown = console or Console(highlight=False)
     out, newest = line_printer(shown), checkpoints(Path(config.output_dir))[-1:] if resume else []
@@ -112,8 +111,7 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
 
 
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
-    """Read the training and evaluation data that the config names; `ConfigError` where it names none, else as
-    `read_data`."""
+    """Read the data that the config names to train and evaluate on; `ConfigError`: none, else as `read_data`."""
     config = model.config
     if not config.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")

@@ -18,10 +18,8 @@ __all__ = ["StepSampler", "batches_of"]
 
 
 class StepSampler:
-    """The optimizer steps of a run over rows with `input_ids` and `labels`, of which each process gets its share.
-
-    Where in the data a step ends follows from its number alone. The last step may take fewer batches than the others.
-    """
+    """The optimizer steps of a run over rows with `input_ids` and `labels`, of which each process gets its share. Where
+    in the data a step ends follows from its number alone. The last step may take fewer batches than the others."""
 
     def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None) -> None:
         self.dataset, self._config = dataset, config

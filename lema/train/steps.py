@@ -76,12 +76,10 @@ class Steps(Protocol):
     ) -> StepResult:
         """Take one optimizer step; of several processes each gives its share of the rows, which may be none.
 
-        Args:
-            micro_batches: with `labels`; every layer is leased once for all of them.
-            more: another step follows at once, and its first layers may be read while this one ends.
-            following: the micro-batches of that step, where some of its layers may be left out.
-            where: which rows these are, for the error where the loss or a gradient is not finite.
-            on_event: called with the names of the events around the optimizer's step, where such moments exist.
+        The `micro_batches` have `labels`; every layer is leased once for all of them. `more`: another step follows at
+        once, and its first layers may be read while this one ends; the `following` are its micro-batches, where some of
+        its layers may be left out. `where` tells which rows these are, for the error where the loss or a gradient is
+        not finite. `on_event` is called with the names of the events around the optimizer's step, where they exist.
         """
 
     def require_room(self, count: int) -> None:
@@ -191,10 +189,8 @@ class Update:
         announce: Callable[[], object] = lambda: None,
     ) -> Tensor:
         """Add the gradients of one pass through the layers, divided by `num_tokens`; return its loss, on the device.
-
         Where the device's memory runs out, room is made and the pass begins again. Only other processes may have
-        micro-batches. `logits` receives each one's; `announce` says, before the backward, what comes after this pass.
-        """
+        micro-batches. `logits` receives each one's; `announce` says, before the backward, what comes next."""
 
         def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:  # whose tensors go when it fails
             # The scale stays on the device. It is asked for also where nothing trains: the scaler begins with it.

@@ -26,10 +26,8 @@ BETWEEN_LOOKS = 1.0  # seconds between two looks at the file: its disk may be fa
 
 class StopOnSignal:
     """Notes that a run is to stop; give `why` to the run as whom to ask. A second signal ends the process at once.
-
     After its `with` block the handlers are those from before. That a `file` is there asks for the end, too; a block
-    that ends so, or in an error that came of it, deletes it, or the run that goes on would stop again.
-    """
+    that ends so, or in an error that came of it, deletes it, or the run that goes on would stop again."""
 
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: signal.Signals | None = None

@@ -113,10 +113,9 @@ class LemaTrainer:
         Returns the logits `[batch, sequence, vocabulary]` and the mean cross-entropy of the trained tokens; with an
         objective of rows its loss, and no logits.
 
-        Raises:
-            NonFiniteError: the loss or a gradient is NaN or infinite, and the step may not be dropped.
-            DataError: no token is trained, or the batch is malformed.
-            ConfigError: a checkpoint is due, and another run writes to `output_dir`; the step was taken.
+        Raises `NonFiniteError` where the loss or a gradient is NaN or infinite, and the step may not be dropped;
+        `DataError` where no token is trained, or the batch is malformed; `ConfigError` where a checkpoint is due, and
+        another run writes to `output_dir`; the step was taken.
         """
         batch = as_batch(inputs, labels, attention_mask, self.model.split.model.config.get_text_config(), self.files)
         logits, micro_batches = list[Tensor](), split_batch(batch, self.config.micro_batch_size)
@@ -137,12 +136,10 @@ class LemaTrainer:
         where: str = "",
         on_event: Callable[[str], None] = no_event,
     ) -> StepResult:
-        """Add the gradients of one layer-major pass; the last of `num_passes` of a step steps the optimizer.
-
-        The device is waited for once, when all of the pass is queued, for the loss and the gradients' norm. `logits`
-        receives each micro-batch's; `on_event` is called with `"on_pre_optimizer_step"` once the gradients are whole,
-        and with `"on_optimizer_step"` before they are dropped. The rest is as in `lema.train.steps.Steps.accumulate`.
-        """
+        """Add the gradients of one layer-major pass; the last of `num_passes` of a step steps the optimizer. The device
+        is waited for once, when all of the pass is queued, for the loss and the gradients' norm. `logits` receives each
+        micro-batch's; `on_event` is called with `"on_pre_optimizer_step"` once the gradients are whole, and with
+        `"on_optimizer_step"` before they are dropped. The rest is as in `lema.train.steps.Steps.accumulate`."""
         optimizer, replicas = self.ready(), self.backend.replicas
         place = f"step {self.global_step + 1}{where}"
         trained, tokens = count_tokens(micro_batches, self.model)
@@ -221,8 +218,7 @@ class LemaTrainer:
             stop: asked before each layer; returns why to stop, None: go on. The step or evaluation under way is given
                 up, and the last whole step is saved. Of several processes all give one, or none.
 
-        Returns what was logged last: `train_loss`, ..., where it was measured `eval_loss`, and the best of it,
-        `best_step`.
+        Returns what was logged last: `train_loss`, ..., where measured `eval_loss`, and the best of it, `best_step`.
 
         Raises `Stopped` where `stop` said so; `ConfigError` where another run writes to `output_dir`; `DiskFull` where
         there is no room for two checkpoints, or, when the run ends, for the last.
@@ -265,11 +261,9 @@ class LemaTrainer:
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
         """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read; one of that name is replaced.
-
         Batches of a step that has not been taken yet are not in it. Of several processes, all of which call this, the
         first writes; directories are on a disk that all of them see. `extra` is further JSON state, for the caller's
-        own use, and `writers` add further files. Errors are as `write_checkpoint`'s, in every process.
-        """
+        own use, and `writers` add further files. Errors are as `write_checkpoint`'s, in every process."""
         about = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
@@ -287,11 +281,9 @@ class LemaTrainer:
         first_alone(self.backend.replicas, write)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved.
-
-        With `weights_only` the optimizer's state is left out, which may be missing or damaged, and it begins empty.
-        Raises `AdapterError` of a damaged checkpoint, another optimizer or model; `ConfigError` of another adapter.
-        """
+        """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved. With
+        `weights_only` the optimizer's state is left out, which may be missing or damaged, and it begins empty. Raises
+        `AdapterError` of a damaged checkpoint, another optimizer or model; `ConfigError` of another adapter."""
         check_sound(Path(directory), weights_only=weights_only)
         return self.restore(directory, weights_only=weights_only)
 

@@ -1,7 +1,5 @@
 """`lema demo`: makes a small model, fine-tunes it by streaming, saves it, and compares it with what PEFT reads.
-
-Its directory is marked as its own, so that running twice replaces its files and nothing else.
-"""
+Its directory is marked as its own, so that running twice replaces its files and nothing else."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -32,11 +30,9 @@ _OWN = {
 
 
 def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console | None" = None) -> "Outcome":
-    """Fine-tune a small model on bundled text, on the CPU, without network, and show what happens.
-
-    Everything is written to `directory`, in place of an earlier run's; `train.yaml` beside this says how many steps
-    there are. Raises `ConfigError` as `claim`; `LemaError` where the loss did not fall, or PEFT has other numbers.
-    """
+    """Fine-tune a small model on bundled text, on the CPU, without network, and show what happens. Everything is
+    written to `directory`, in place of an earlier run's; `train.yaml` beside this says how many steps there are. Raises
+    `ConfigError` as `claim`; `LemaError` where the loss did not fall, or PEFT has other numbers."""
     claim(directory)  # before the imports below, which take seconds
     from lema.cli.demo.run import run
 

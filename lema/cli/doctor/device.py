@@ -136,9 +136,7 @@ def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_coun
 
 def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) -> tuple[int, float, float]:
     """Write at most `nbytes` in some seconds, drop them from the page cache, and read them with training's reader.
-
-    Returns how many bytes were written, and the bytes per second of writing and of reading; or OSError, or ReadError.
-    """
+    Returns the bytes written, and the bytes per second of writing and of reading; or OSError, or ReadError."""
     from lema.backend.hostmemory import anonymous
     from lema.stream.placement import ByteRun, LayerBytes
     from lema.stream.speed import read_speed

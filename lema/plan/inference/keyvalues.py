@@ -52,14 +52,9 @@ def text_bytes(
     """Run a prompt, and then the last token, through the model, on tensors without values; return what rows take.
 
     Of layers that cost alike and keep alike one is run for all. The model, with the decoder layers' weights on `meta`,
-    is left as it was.
-
-    Args:
-        prompt: tokens of each row, padding among them; `new` ones are made.
-        parallel: the processes that its layers have been divided among; None: they are whole.
-
-    Raises:
-        ModelError: what the model computes depends on values.
+    is left as it was. A row has `prompt` tokens, padding among them, and `new` ones are made. `parallel` are the
+    processes that its layers have been divided among; None: they are whole. Raises `ModelError` where what the model
+    computes depends on values.
     """
     split, failure = Split(model, load("cpu"), parallel=parallel), None
     alike = cost_kinds(split, layers)

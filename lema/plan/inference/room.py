@@ -48,15 +48,11 @@ def plan_texts(
 ) -> TextPlan:
     """Return the batch that is asked for, or without one the widest that there is room for.
 
-    Args:
-        prompt: tokens of the longest prompt; `new` ones are made for each, at most.
-        rows: of a batch; None: as many as there is room for, and no more than `most`.
-        host: keys and values of all layers but one are in host memory.
-        held: what memory is spent on already; None: nothing yet, so the plan chooses it.
-
-    Raises:
-        MemoryLimitError: a batch of `rows`, or of one, does not fit; it names the batch that does.
-        ModelError: what the model computes depends on values.
+    The longest prompt has `prompt` tokens, and at most `new` ones are made for each. A batch has `rows`; None: as many
+    as there is room for, and no more than `most`. `host`: keys and values of all layers but one are in host memory.
+    `held` is what memory is spent on already; None: nothing yet, so the plan chooses it. Raises `MemoryLimitError`
+    where a batch of `rows`, or of one, does not fit, which names the batch that does; `ModelError` where what the model
+    computes depends on values.
     """
     sized = text_bytes(planner.blueprint.model, planner.blueprint.layers, prompt, new, planner.blueprint.parallel)
     room, shared = _room(planner, held), planner.site.machine.shared
@@ -104,14 +100,10 @@ def plan_rows(
 ) -> RowPlan:
     """Return the pass that scores rows of at most `length` tokens.
 
-    Args:
-        most: rows that there are; a layer computes `at_once` of them at once, if there is room.
-        rows: of a pass; None: as many as there is room for.
-        held: what memory is spent on already; None: nothing yet, so the plan chooses it.
-
-    Raises:
-        MemoryLimitError: one row does not fit, or not so many of a pass; it names how many do.
-        ModelError: what the model computes depends on values.
+    There are `most` rows, of which a layer computes `at_once` at once, if there is room, and a pass has `rows`; None:
+    as many as there is room for. `held` is what memory is spent on already; None: nothing yet, so the plan chooses it.
+    Raises `MemoryLimitError` where one row does not fit, or not so many of a pass, which names how many do;
+    `ModelError` where what the model computes depends on values.
     """
     sized = text_bytes(planner.blueprint.model, planner.blueprint.layers, length, 1, planner.blueprint.parallel)
     config = planner.blueprint.model.config.get_text_config()
@@ -151,9 +143,7 @@ def _most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
 
 def _room(planner: Planner, held: Allocation | None) -> Callable[[int, int], Allocation | MemoryLimitError]:
     """Return what tells, of bytes on the device and on the host, what weights get beside them, or why nothing fits.
-
-    Processes of a group ask together, and get the room of the least of them.
-    """
+    Processes of a group ask together, and get the room of the least of them."""
     planner = planner.unlimited() if planner.config.device_memory == "auto" else planner
     config, site = planner.config, planner.site
     shared, available, total = site.machine.shared, site.host_available, site.machine.device_memory

@@ -1,8 +1,7 @@
 """The format of a checkpoint: PEFT's adapter files, optimizer, schedule, generator states and position.
 
 Everything is JSON or safetensors; nothing is pickled. `lema.storage.atomic` writes it next to its final place, flushes
-it to disk, reads it back and renames it, so a directory named `checkpoint-<step>` is complete; its manifest reveals
-damage.
+it, reads it back and renames it, so a directory named `checkpoint-<step>` is complete; its manifest reveals damage.
 """
 
 from __future__ import annotations

@@ -140,11 +140,9 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
 def check_same_run(
     checkpoint: Path, config: LemaConfig, adapter: PeftModel | None, data: Mapping[str, Any]
 ) -> list[Changed]:
-    """Refuse to go on with what another run began; return the settings that may have changed, and have.
-
-    `adapter` is what is attached now; None: none trains. `data` tells the rows apart from others, as JSON types; it is
-    compared with what the `extra` there has under `data`. The `ConfigError` names what differs, then and now.
-    """
+    """Refuse to go on with what another run began; return the settings that may have changed, and have. `adapter` is
+    what is attached now; None: none trains. `data` tells the rows apart from others, as JSON types; it is compared with
+    what the `extra` there has under `data`. The `ConfigError` names what differs, then and now."""
     then, now = settings_then(checkpoint), config.to_dict()
     refused = changed_settings(then, now, Change.REFUSED)
     if adapter is not None:

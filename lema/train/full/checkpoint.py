@@ -185,12 +185,10 @@ def _pieces(model: LemaModel, masters: Masters, name: str) -> Iterable[memoryvie
 def save_trained(
     model: LemaModel, masters: Masters, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
 ) -> Path:
-    """Write a model with the weights it has been trained to into a new or empty directory, in the hub's format.
-
-    What trains is written from its masters, rounded to the type of the model's weights; the rest is copied, piece by
-    piece, from where it is stored. Files hold at most `max_shard_size` bytes of tensors, or one larger tensor. Raises
-    `ConfigError` for another directory or size, `DiskError` where a file cannot be written; nothing is left behind.
-    """
+    """Write a model with the weights it has been trained to into a new or empty directory, in the hub's format. What
+    trains is written from its masters, rounded to the type of the model's weights; the rest is copied, piece by piece,
+    from where it is stored. Files hold at most `max_shard_size` bytes of tensors, or one larger tensor. Raises
+    `ConfigError` for another directory or size, `DiskError` where a file cannot be written; nothing is left behind."""
     out = free_directory(out_dir, max_shard_size)
     skeleton = model.skeleton
     specs = tensor_specs(skeleton, model.records, model.dtypes)

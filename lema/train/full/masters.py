@@ -2,8 +2,7 @@
 
 Everything lies in host memory. A weight that streams in fp32 is its own master; any other is rounded from its master.
 What a limit of host memory does not hold of separate masters, moments and waiting gradients of whole layers lies in one
-nameless file that is mapped into memory. The optimizer can step a part of what it holds, in a thread behind the
-backward.
+nameless file that is mapped into memory. The optimizer can step a part of all this in a thread behind the backward.
 """
 
 from __future__ import annotations

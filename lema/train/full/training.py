@@ -44,10 +44,8 @@ __all__ = ["FullTraining"]
 
 class FullTraining:
     """Trains the weights of a streamed model whose names are `chosen`; its layers that train are kept in host memory.
-
     Of several processes each has all masters, and its share of every batch. Checkpoints keep the fingerprint of `gbi`.
-    Errors are those of `Masters`, and `ConfigError` of an optimizer other than AdamW.
-    """
+    Errors are those of `Masters`, and `ConfigError` of an optimizer other than AdamW."""
 
     def __init__(
         self,

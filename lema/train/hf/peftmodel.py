@@ -69,9 +69,8 @@ def streamed(
             `from_pretrained` does, and the adapter after it.
         settings: further settings of `LemaConfig`. `gradient_checkpointing` is true here unless given.
 
-    Raises:
-        ConfigError: a setting is wrong, the adapter is none that streams, or several processes do not agree.
-        MemoryLimitError: the limits are too small.
+    Raises `ConfigError` where a setting is wrong, the adapter is none that streams, or several processes do not agree;
+    `MemoryLimitError` where the limits are too small.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
@@ -138,11 +137,8 @@ def _task_of(adapter: LoraConfig | Path) -> str:
 
 class StreamedPeftModel(PeftModel):
     """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed` opens one, which is
-    of PEFT's class for its task as well.
-
-    What would need the base's weights is refused in one sentence: another device or dtype, merging, copies, and
-    wrappers that divide the model (FSDP, DeepSpeed, DataParallel).
-    """
+    of PEFT's class for its task as well. What would need the base's weights is refused in one sentence: another device
+    or dtype, merging, copies, and wrappers that divide the model (FSDP, DeepSpeed, DataParallel)."""
 
     opened: LemaModel
     stack: LayerStack
@@ -238,9 +234,7 @@ class StreamedPeftModel(PeftModel):
 
 def _room_of(opened: LemaModel) -> Callable[[], int] | None:
     """Return what tells how many bytes may be taken beside what the steps so far have needed: half of what is free.
-
-    Where a limit is set there are none, because the plan counts one micro-batch of the top layer's activations.
-    """
+    Where a limit is set there are none, because the plan counts one micro-batch of the top layer's activations."""
     if opened.config.device_memory not in (None, "auto") or opened.config.host_memory is not None:
         return None
 

@@ -63,11 +63,9 @@ def plan_of(
     *,
     choose: bool = False,
 ) -> TextPlan | None:
-    """Return what the batches of these prompts take, the widest of them counted; None: it cannot be told.
-
-    With `batch_size` None they are as many prompts as there is room for, 64 at most; `choose`: spend the limits of
-    memory on these texts, and not on a step of training. Raises `MemoryLimitError`, which names a batch that fits.
-    """
+    """Return what the batches of these prompts take, the widest of them counted; None: it cannot be told. With
+    `batch_size` None they are as many prompts as there is room for, 64 at most; `choose`: spend the limits of memory on
+    these texts, and not on a step of training. Raises `MemoryLimitError`, which names a batch that fits."""
     host = keys_values == "host"
     if host and model.backend.memory().shared:
         warnings.warn("keys and values on the host save nothing on a device that computes in its memory", stacklevel=3)
@@ -131,11 +129,9 @@ def completions(
 ) -> Iterator[list[Completion]]:
     """Yield the texts of each batch as it ends, in the order of `batches_of`.
 
-    Args:
-        options: of `transformers`' `generate`, and `stop_strings`.
-        seed: each batch begins with this number and its own; None: random numbers go on where they are.
-        done: prompts that need no text; a batch of such alone is left out, and no other batch changes by it.
-        told: called after each token with how many texts got one.
+    The `options` are of `transformers`' `generate`, and `stop_strings`. Each batch begins with the `seed` and its own
+    number; None: random numbers go on where they are. Prompts that are `done` need no text; a batch of such alone is
+    left out, and no other batch changes by it. `told` is called after each token with how many texts got one.
 
     Raises `DataError` of no prompt, or one without tokens; `ConfigError` of an option, or where rows are divided.
     """
@@ -236,11 +232,9 @@ def scores(
 ) -> list[Likelihood]:
     """Return how likely the last tokens of each row are after those before them, in the order given.
 
-    Args:
-        batch_size: rows that a layer computes at once; None: `micro_batch_size`, else 16, or fewer where memory ends.
-        rows_per_pass: rows for which the weights are read once; None: as many as there is room for.
-        choose: spend the limits of memory on such passes, and not on a step of training.
-        told: called after each pass with how many rows it had.
+    A layer computes `batch_size` rows at once; None: `micro_batch_size`, else 16, or fewer where memory ends. The
+    weights are read once for `rows_per_pass`; None: as many as there is room for. `choose`: spend the limits of memory
+    on such passes, and not on a step of training. `told` is called after each pass with how many rows it had.
 
     Raises `DataError` where a row has no token that is asked about, or none before these; `MemoryLimitError`.
     """

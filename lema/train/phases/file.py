@@ -244,12 +244,10 @@ def read_sources(
     trust_remote_code: bool = False,
     files: ModelFiles | None = None,
 ) -> dict[str, Source]:
-    """Return the rows of every data set that a plan uses, of those `given` by name: rows, files or a directory.
-
-    Text is read with the tokenizer of the model that the config names, whose directory may be opened already in
-    `files`. `split` is the file of packed tokens, without its ending. Data sets that are `also` wanted are read, too.
-    Raises `ConfigError` where a packed data set is no directory, `DataError` where files are missing or malformed.
-    """
+    """Return the rows of every data set that a plan uses, of those `given` by name: rows, files or a directory. Text is
+    read with the tokenizer of the model that the config names, whose directory may be opened already in `files`.
+    `split` is the file of packed tokens, without its ending. Data sets that are `also` wanted are read, too. Raises
+    `ConfigError` where a packed data set is no directory, `DataError` where files are missing or malformed."""
     from lema.data.packed import PackedTokens
     from lema.model.files import ModelFiles, read_data
 

@@ -123,12 +123,10 @@ class LoRATrainer:
         self._places = Places(Path(model.output_dir), self.plan)
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
-        """Train through all stages, from where the run is; return the directory that the last one ends with.
-
-        With `until` at `lora` it ends at the boundary, before the first stage of adapters. `resume`: go on where an
-        earlier run in `output_dir` stopped, as is done in any case after `restore_from_path` and another call. Raises
-        as `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary.
-        """
+        """Train through all stages, from where the run is; return the directory that the last one ends with. With
+        `until` at `lora` it ends at the boundary, before the first stage of adapters. `resume`: go on where an earlier
+        run in `output_dir` stopped, as is done in any case after `restore_from_path` and another call. Raises as
+        `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary."""
         plan = self.plan
         if until == "lora":
             first = self._first_lora()
@@ -154,11 +152,9 @@ class LoRATrainer:
 
     def transition_to_lora(self) -> LoRATrainState:
         """Go over to adapters; return where the run is then: at the first step of the first stage that trains them.
-
         Nothing is trained or written: that stage opens the model that the one before has left, without an optimizer.
         `train()` goes over by itself as well. Raises `ConfigError` where steps are left before the boundary, no stage
-        trains adapters, or they train already; `ModelError` where no module matches.
-        """
+        trains adapters, or they train already; `ModelError` where no module matches."""
         first, state = self._first_lora(), self.state
         boundary = self.plan.boundaries()[first]
         if state.stage > first or (state.stage == first and state.step > boundary.first_step):
@@ -173,11 +169,9 @@ class LoRATrainer:
 
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
         """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a model's directory.
-
         What it is, is recorded in it; with a model, the first stage of adapters begins on that. In this run's
         `output_dir` it must be the run's last checkpoint. Returns where the run is then, from where `train()` goes on.
-        Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged.
-        """
+        Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged."""
         given = Path(path).absolute()
         self._refuse(given)
         if not (given / STATE).is_file() and (given / "config.json").is_file() and self._first_lora() == 0:

@@ -39,11 +39,9 @@ class TokenSteps:
 
 def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
     """Return the whole steps in tokens, each of so many rows of `block`: `tokens // (rows * block)`, never one more.
-
     Numbers of tokens are round, and a step's seldom divides them: 10**9 are 3814.7 steps of 512 rows of 512. So what is
     less than a step is left out, and is told, rather than refused or trained on. It is not added to the next phase,
-    since the steps of a phase follow from its own settings. `ConfigError` where they do not make one step.
-    """
+    since the steps of a phase follow from its own settings. `ConfigError` where they do not make one step."""
     step = rows * block
     steps, leftover = divmod(tokens, step)
     if steps < 1:

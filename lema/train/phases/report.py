@@ -108,12 +108,10 @@ def phase_report(
     processes: int = 1,
     trust_remote_code: bool = False,
 ) -> PhaseReport:
-    """Report on a run of phases before it starts. No weights are read but to time them.
-
-    It is planned for a `machine`; None: for this one, with its `backend`, if that is open; to `measure` it takes
-    seconds for each kind of phase, and otherwise hours are not known. `processes` on it share each batch. Raises
-    `MemoryLimitError`, which names the phase that does not fit, or `ConfigError` of a phase.
-    """
+    """Report on a run of phases before it starts. No weights are read but to time them. It is planned for a `machine`;
+    None: for this one, with its `backend`, if that is open; to `measure` it takes seconds for each kind of phase, and
+    otherwise hours are not known. `processes` on it share each batch. Raises `MemoryLimitError`, which names the phase
+    that does not fit, or `ConfigError` of a phase."""
     site = site_of(config, machine, backend=backend, measured=measure)
     needs = _needs(config, plan, site, processes, trust_remote_code)
     entries = [_entry(config, plan, index, one) for index, one in enumerate(needs)]

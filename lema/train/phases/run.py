@@ -2,8 +2,7 @@
 
 Between phases everything goes through the disk: each ends with a checkpoint, which is a PEFT adapter where adapters
 train, and with a model in the hub's format where the next one builds on its weights; and each opens what it starts
-from. So a run that was stopped anywhere continues as if it had not been, and nothing of one phase is in memory in the
-next.
+from. So a run that was stopped anywhere continues as if it had not been, and no phase leaves anything in memory.
 """
 
 from __future__ import annotations
