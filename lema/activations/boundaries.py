@@ -145,8 +145,7 @@ class _Fetch:
 
 class _Away:
     """Boundaries that leave the device, each as a piece in a store, and come back in an order that is known.
-    Copies are queued behind the compute that makes the state, and those back behind them, a few ahead of the boundary
-    that is in use; nobody waits for one."""
+    Copies are queued behind the compute that makes the state, and those back behind them, a few ahead; nobody waits."""
 
     def __init__(self, backend: Carrier, room: _Pool | _DiskRoom) -> None:
         self._backend, self._room = backend, room
@@ -177,8 +176,7 @@ class _Away:
         piece.filled(self._leaving[-1].landed)
 
     def turn(self) -> None:
-        """Begin to fetch, in the order in which boundaries will be asked for: the top layer's first, each layer's in
-        the order of the micro-batches."""
+        """Begin to fetch in the order of use: the top layer's first, each layer's in the order of micro-batches."""
         self._let_go()
         order, self._kept = sorted(self._kept, key=lambda one: (-one.key[0], one.key[1])), []
         largest = max((one.like.nbytes for one in order), default=0)

@@ -117,8 +117,7 @@ class DiskPiece:
         return self.fill()
 
     def used(self, drained: Callable[[], None]) -> None:
-        """Take back what `memory` returned: a copy from there has been queued; `drained` blocks until it has ended.
-        `memory` may be asked for again."""
+        """Take back what `memory` returned: a copy from there is queued; `drained` blocks until it has ended."""
         with self._store._lock:
             assert self.lent, "a piece was given back that had not been asked for"
             self.lent = False
@@ -143,8 +142,7 @@ class DiskPiece:
 
 class DiskStore:
     """Room for pieces in a file, which it closes. Any thread may call it. Bytes pass through `staging`, a pool of
-    nobody else's, with a limit; one piece that is larger passes all the same. The file may have `limit` bytes; None: as
-    many as the disk has."""
+    nobody else's, with a limit; a larger piece passes all the same. The file may have `limit` bytes; None: no limit."""
 
     def __init__(self, file: OffloadFile, staging: HostPool, limit: int | None = None) -> None:
         assert staging.limit is not None, "without a limit, staging would hold all that ever went to the disk"

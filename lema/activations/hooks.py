@@ -112,8 +112,7 @@ class Scope:
     # The inputs of decoder layers that are being run, and how often: by `id`, because on some devices a tensor has no
     # storage, and by the `_cdata` of the storage where there is one.
     layer_inputs: Counter[tuple[str, int]] = field(default_factory=Counter)
-    # The modules with weights that are being run, the innermost last, each with how many tensors have been saved in
-    # it so far.
+    # The modules with weights that are being run, the innermost last, and how many tensors each has saved so far.
     modules: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
 
     def reset(self) -> None:

@@ -33,12 +33,10 @@ class HostPool:
     A buffer is used again for the size it was made for; where a new one would make the pool larger than what was ever
     in use at once, also for half of that and more. So batches of all lengths do not add up.
 
-    Args:
-        allocate: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own.
-        limit: bytes of all buffers, free and in use; None: as many as the machine has.
-        available: returns the bytes of memory that can still be had; None: the machine and the control groups say it.
-        num_buffers: let there be so many, each as large as the largest ever asked for; this sets the limit.
-    """
+    `allocate`: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own. `limit`: bytes of all buffers,
+    free and in use; None: as many as the machine has. `available`: returns the bytes of memory that can still be had;
+    None: the machine and the control groups say it. `num_buffers`: let there be so many, each as large as the largest
+    ever asked for; this sets the limit."""
 
     def __init__(
         self,

@@ -36,8 +36,7 @@ STAGING = 256 * 2**20  # bytes of host memory through which things go to the dis
 
 class KeptGraphs:
     """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers stay. A file is in
-    `directory`; None: where the system keeps temporary files. `at_once`: nothing is held on the device for a copy's
-    sake, and no copy begun before it is wanted."""
+    `directory`; None: where the system keeps temporary files. `at_once`: no copy holds device memory or is early."""
 
     def __init__(
         self,
@@ -106,8 +105,7 @@ class StepGraphs:
         self._orders: dict[Key, Order[Piece]] = {}
 
     def keep(self, layer: int, index: int, held: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
-        """Return what packs tensors of the graph of micro-batch `index` through `layer`, which is built next; tensors
-        that are `held` until the backward stay."""
+        """Return what packs the next graph's tensors, of micro-batch `index` through `layer`; those `held` stay."""
         self._held.clear()
         self._held.update(tensor.untyped_storage()._cdata for tensor in held)
         order = self._orders[layer, index] = self._offload.order()
@@ -195,9 +193,8 @@ class StepBoundaries:
         return self._to_fetch == 0
 
     def keep(self, layer: int, index: int, state: Tensor) -> Tensor:
-        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with. That has the
-        strides the copy has, so that the recomputation rounds as the forward did. `DiskError`: this or an earlier
-        boundary could not be written."""
+        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with. It has the
+        copy's strides, so that the recomputation rounds as the forward did. `DiskError`: a boundary was not written."""
         like = _like(state)
         given = state.detach() if like.stride() == state.stride() else state.detach().clone()
         self._to_come -= 1
@@ -212,8 +209,7 @@ class StepBoundaries:
     @contextmanager
     def kept(self, layer: int, index: int) -> Iterator[Tensor]:
         """Yield what was kept, on the device, for the length of a `with` block. The top layer's come first, each
-        layer's in the order of the micro-batches; each comes once. One that could not be read is a `ReadError`, one
-        that could not be written a `DiskError`."""
+        layer's in the order of micro-batches, once. `ReadError`, `DiskError`: one could not be read, or written."""
         with closing(self._tier.fetched((layer, index))) as fetched:
             with self._trace.span("boundaries", f"fetch layer {layer}"):
                 boundary = next(fetched)

@@ -1,8 +1,7 @@
 """Offloading on a lazy device, which runs operations later, as graphs, and whose tensors have no memory to show.
 
 On such a device nothing is known of storages, views or streams, and looking at a tensor in the middle of a layer would
-cut the graph in two. So only the inputs of layers are moved, whole, and at a place where the graph is cut anyway:
-between two layers.
+cut the graph in two. So only the inputs of layers are moved, whole, between two layers, where the graph is cut anyway.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ __all__ = ["ByValue"]
 class ByValue:
     """Moves what a choice says to host memory, as values; used as `lema.activations.offload.Offload` is. `choice` must
     not look at a tensor's memory. `sync` runs what was computed so far; it is called where a value leaves and, in the
-    backward, where it is wanted, so that the device never holds more than what is computed in between. One value is
-    brought back ahead of the backward."""
+    backward, where it is wanted, so the device holds no more than is computed in between. One is brought back ahead."""
 
     def __init__(self, choice: Choice, *, sync: Callable[[], None]) -> None:
         self._choice, self._sync = choice, sync

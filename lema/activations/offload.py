@@ -228,8 +228,7 @@ class Offload:
 
     def lost(self, piece: Piece, came: int) -> None:
         """Know that a packed tensor has gone, which was last asked for when its piece came back for the `came`th time.
-        A garbage collector calls this in the middle of anything, also in a thread that another waits for: nothing is
-        waited for here."""
+        A garbage collector calls this in any thread, also one that another waits for, so nothing is waited for here."""
         self._lost.append((piece, came))
         while self._lost and self._lock.acquire(blocking=False):
             try:

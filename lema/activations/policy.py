@@ -2,8 +2,7 @@
 
 A weight is a parameter, a view of one, or a cast that autocast made of one (`Weights`). A linear layer saves `W.t()`,
 which is no parameter but a view. Weights are on the device anyway, or come back to it by themselves, so they are never
-moved; a view is kept as a reference, so that it pins nothing of a weight whose memory is taken away after the forward
-and put back for the backward.
+moved; a view is kept as a reference, which pins nothing of a weight whose memory is away between forward and backward.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class WeightView:
 
     @classmethod
     def of_cast(cls, tensor: Tensor) -> WeightView | None:
-        """Return what stands for `tensor`, which is cast again when it is asked for; None: it is no cast, or view of a
-        cast, of a parameter."""
+        """Return what stands for `tensor`, cast again on demand; None: it is no cast of a parameter, or view of one."""
         whole = tensor if tensor._base is None else tensor._base
         made_by = whole.grad_fn
         if made_by is None or made_by.name() != CAST:

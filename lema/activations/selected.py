@@ -1,8 +1,7 @@
 """Selective checkpointing whose kept outputs wait off the device; everything else in the checkpoint is recomputed.
 
 For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=offloaded_ops(...))`. Attention costs much
-to compute again and little to keep. Torch's own selective checkpointing keeps such outputs on the device; here they are
-moved.
+to compute again and little to keep. Torch's own keeps such outputs on the device; here they are moved.
 """
 
 from __future__ import annotations
@@ -184,8 +183,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
-    """Yield the overloads of an operator, given by name or as `torch.ops` has it, that can be kept; if it is not
-    `needed`, there may be no such operator."""
+    """Yield an operator's overloads that can be kept; if not `needed`, there may be no such operator."""
     if isinstance(op, str):
         space, _, name = op.partition("::")
         found = getattr(getattr(torch.ops, space), name, None) if name else None

@@ -65,8 +65,7 @@ class Interrupt:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Let what is done in a `with` block be given up; at its end, all processes give up what one has given up.
-        `StopRequested` is then raised in every process."""
+        """Let a `with` block be given up; at its end all processes give up what one has: `StopRequested` in each."""
         if self._stop is None:
             yield
             return

@@ -90,8 +90,7 @@ class BackendOptions:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def refuse_parts(self, name: str) -> None:
-        """Refuse to divide layers, for a backend that gives each process the whole of them. `ConfigError`: the user
-        asks for it."""
+        """Refuse to divide layers, for a backend that gives each process all. `ConfigError`: the user asks for it."""
         for setting in ("tensor_parallel_size", "sequence_parallel"):
             if getattr(self, setting) not in (None, False, 1):
                 how = "leave it out: several processes train on parts of each batch; shard_weights divides reading"
@@ -137,8 +136,7 @@ class DeviceSlots(Protocol):
 
     def upload(self, source: Tensor) -> Upload:
         """Start copying `source`, uint8 `[n]` with n at most the slot's size, into the next free slot. It may be
-        dropped meanwhile. Slots are released in any order, and an upload may be released without having been waited
-        for."""
+        dropped meanwhile. Slots are released in any order, uploads also without a wait."""
 
 
 class Download(Protocol):

@@ -3,8 +3,7 @@
 Nothing here knows torch's streams, so the order can be proven on a machine without such a device, with queues that take
 any course which these protocols allow. `Copies` is called from one thread at a time: the training thread, or autograd's
 on its behalf. Each of the device's `Slots` is guarded by two events, filled and free: the queue of uploads overwrites
-it after it is free, compute reads it after it is filled. No thread waits except one that asks for a source to be
-drained.
+it after it is free, compute reads it after it is filled. No thread waits, but to drain a source.
 """
 
 from __future__ import annotations
@@ -148,8 +147,7 @@ class Slots:
         free = compute.record()
         slots = [_Slot(piece, free) for piece in memory]
         self.free = deque(slots)
-        # The allocator hands the memory to whatever is queued next on the queue it was allocated on, and knows nothing
-        # of other queues.
+        # The allocator gives the memory to what is next on its own queue, because it knows of no others.
         weakref.finalize(self, _let_go, compute, slots).atexit = False
 
     def upload(self, source: Tensor) -> SlotUpload:

@@ -46,8 +46,7 @@ def has_addresses(device: torch.device) -> bool:
 
 def kept_unasked(backend: Backend | str) -> float:
     """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
-    A backend says so by an attribute `keeps`; it is given open, or by the name that the settings have for it (as
-    `load`)."""
+    A backend says so by an attribute `keeps`; it is given open, or by name (as `load`)."""
     return float(getattr(_factory(_point(backend)) if isinstance(backend, str) else backend, "keeps", 0.0))
 
 

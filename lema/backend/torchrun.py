@@ -123,8 +123,7 @@ def _groups(rank: int, size: int, parts: int, patience: timedelta) -> tuple[Any,
 
 
 class ProcessGroup:
-    """`lema.backend.protocols.Replicas` over `torch.distributed`, for the process that has these ranks, the first of
-    all if `first` says so, or its rank is 0.
+    """`lema.backend.protocols.Replicas` over `torch.distributed`, for these ranks, the first if `first`, or rank 0.
 
     Of the groups, `hosts` and `all_hosts` (None: `hosts` is of all processes) have tensors in host memory, and so has
     `copy_hosts`, of the processes that hold one copy together; None: this one holds a copy alone. `device_group` has

@@ -1,8 +1,7 @@
 """A delta: the tensors that training changed, as they are now, and the model they belong to.
 
 A delta holds new values and not differences, since differences do not restore bits. It is three kinds of files: shards
-(`delta.safetensors`, or several and their index), and `lema_delta.json`, which names the base model with its
-fingerprint.
+(`delta.safetensors`, or several and their index), and `lema_delta.json`, which names the base and its fingerprint.
 """
 
 from __future__ import annotations
@@ -74,14 +73,10 @@ def apply_delta(
 ) -> Path:
     """Write the model that a delta makes of its base, in the hub's format. `ConfigError`: `out_dir` is not empty, or
     `max_shard_size` is not positive; `WeightsError`: the delta is damaged, the base is missing, or it is not the one
-    that was trained; `DiskError`: a file could not be written; nothing is left behind.
-
-    Args:
-        delta_dir: a directory that `save_delta` wrote.
-        base: where the base is now; None: where it was.
-        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
-        trust_remote_code: run code that comes with the base model, and copy it.
-    """
+    that was trained; `DiskError`: a file could not be written; nothing is left behind. `delta_dir`: a directory that
+    `save_delta` wrote. `base`: where the base is now; None: where it was. `max_shard_size`: bytes of the tensors of one
+    file, at most; a larger tensor has a file to itself. `trust_remote_code`: run code that comes with the base model,
+    and copy it."""
     out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
     about = DeltaFile.read(delta)
     if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):

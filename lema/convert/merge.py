@@ -118,14 +118,11 @@ def merge_adapter(
     `WeightsError`: the base model is damaged, does not fit its config, or must be prepared first; `DiskError`: a file
     could not be written; nothing is left behind.
 
-    Args:
-        adapter_dir: a saved adapter; it names its base model.
-        max_shard_size: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
-        rounding: of `W + alpha / rank B A`, which is formed in fp32, to the type of the weights. In half precision
-            `nearest` loses changes that are small beside a weight (of 1e-6 on 0.02 in bfloat16 it keeps a thirtieth);
-            `stochastic` keeps them in the mean, at the cost of noise of one last place.
-        seed: of stochastic rounding; the same one gives the same bits, however the files are cut.
-    """
+    `adapter_dir`: a saved adapter; it names its base model. `max_shard_size`: bytes of the tensors of one file, at
+    most; a larger tensor has a file to itself. `rounding`: of `W + alpha / rank B A`, which is formed in fp32, to the
+    type of the weights. In half precision `nearest` loses changes that are small beside a weight (of 1e-6 on 0.02 in
+    bfloat16 it keeps a thirtieth); `stochastic` keeps them in the mean, at the cost of noise of one last place. `seed`:
+    of stochastic rounding; the same one gives the same bits, however the files are cut."""
     if rounding not in get_args(Rounding):
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")

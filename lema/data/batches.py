@@ -22,8 +22,7 @@ OF_ROWS = frozenset({"example"})  # what has one value or several for each row, 
 
 class Batch(TypedDict):
     """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`. `attention_mask` is absent
-    when no row is padded. Packs have `position_ids` instead, which are 0 where one of their rows begins, and at
-    padding."""
+    when no row is padded. Packs have `position_ids` instead, 0 where a row begins and at padding."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -110,8 +109,7 @@ def collate(
         how = "every label after the first is -100: its loss would be the mean of nothing"
         raise DataError("a batch has no token to learn", where="collate", how=how)
     if "position_ids" in rows[0]:
-        # No mask beside them, because it would hide which row of a pack a token is of. At padding they are 0, so that
-        # each token of it is a row of its own.
+        # No mask, because it would hide which row a token is of. At padding they are 0: each token is a row.
         positions = [pad(torch.as_tensor(row["position_ids"]), (0, shape[1] - len(row["labels"]))) for row in rows]
         return Batch(input_ids=input_ids, labels=labels, position_ids=torch.stack(positions))
     if min(lengths) == shape[1]:
@@ -271,8 +269,7 @@ class Batches:
 
 
 def _starts(ends: Numbers, tokens: int) -> Numbers:
-    """Where batches begin that take the next rows, which end at these tokens, until one more would pass so many; the
-    end is the last."""
+    """Where batches of next rows begin, which end at these tokens, until one more would pass so many; last, the end."""
     found = [0]
     while (first := found[-1]) < len(ends):
         most = tokens + int(ends[first - 1] if first else 0)

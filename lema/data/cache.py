@@ -1,7 +1,6 @@
 """Tokens kept in files, so that data are tokenised once: later starts, and every resume, open what the first one wrote.
 
-An entry appears whole or not at all; docs/data.md says what it is named by and what it holds. Several processes write
-it, and the order of rows is that of the data.
+An entry appears whole or not at all (docs/data.md). Several processes write it, and rows keep the order of the data.
 """
 
 import contextlib
@@ -121,8 +120,7 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
 
 class Entry:
     """The tokens of an entry, read where they are asked for, and what else is kept of it. Reading leaves no page in the
-    process, where those of a mapped file would stay until memory is short. The entry is locked against removal for as
-    long as this lives."""
+    process, where those of a mapped file would stay until memory is short. The entry is locked while this lives."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.file = place, place / "tokens" / TOKENS

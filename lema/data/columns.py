@@ -53,8 +53,7 @@ _BESIDE: dict[str, tuple[str, ...]] = {
 }
 _FLAGS = ("train", "weight")  # of any row: false or 0 leaves it out
 
-# The wording of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), which such data sets assume when a
-# tokenizer has no chat template of its own.
+# Stanford Alpaca's wording (https://github.com/tatsu-lab/stanford_alpaca), for tokenizers without a chat template.
 _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
@@ -120,8 +119,7 @@ def unused(row: Row, kind: Kind) -> list[str]:
 
 
 def left_out(row: Row) -> bool:
-    """Whether the row says by `train: false` or `weight: 0` that it is not to be trained on. `DataError`: one of them
-    is anything but true or false, 1 or 0."""
+    """Whether `train: false` or `weight: 0` keeps the row from training. `DataError`: one is no truth value, 1 or 0."""
     said = [flag_of(row, row.values[name], f"'{name}'") for name in _FLAGS if row.values.get(name) is not None]
     return not all(said)
 

@@ -145,8 +145,7 @@ class Columns:
 class TokenDataset(Sequence[TokenRow]):
     """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt. Labels
     stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the table
-    in their order, or all. `notes` are what a user should know of the data, a line each; `shares` those that it was
-    `mixed` in."""
+    in their order, or all. `notes` are for the user, a line each; `shares` those it was `mixed` in."""
 
     shares: Mapping[str, float] | None = None
 
@@ -260,8 +259,7 @@ class TokenDataset(Sequence[TokenRow]):
         return train, self.select(np.flatnonzero(chosen))
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels in order: whether a run resumes on the data it began with. Where the tokens
-        are kept in files, so is this."""
+        """A digest of all tokens and labels in order, kept with them: whether a run resumes on the same data."""
         which = f"fingerprint-{hashlib.blake2b(self._rows.tobytes(), digest_size=8).hexdigest()}"
         keeper = self._table.keeper
         if keeper is not None and (known := keeper.get(which)) is not None:
@@ -276,8 +274,7 @@ class TokenDataset(Sequence[TokenRow]):
 
 
 def held_out(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.bool_]:
-    """Say of each of `total` rows whether it is held back to evaluate on; see `TokenDataset.split`. `DataError`: none
-    would be, or all."""
+    """Say of each row whether it is held back to evaluate on (`TokenDataset.split`). `DataError`: none is, or all."""
     wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
     if not 0 < wanted < total:
         what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"

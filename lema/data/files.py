@@ -127,8 +127,7 @@ class Piece:
 
 
 def pieces_of(path: Path) -> Iterator[Piece]:
-    """Read a file in pieces. `DataError`: the file cannot be read, or, where its rows are not lines, one of them is
-    malformed."""
+    """Read a file in pieces. `DataError`: it cannot be read, or a row is malformed where rows are not lines."""
     if path.exists() and not path.is_file():
         how = "write what comes out of it to a file; the data are read more than once"
         raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
@@ -339,8 +338,7 @@ HUB = "hub:"
 
 
 def hub_files(given: str) -> list[Path]:
-    """The Arrow files in which `datasets` keeps a data set of the hub, or of a directory; it downloads what it lacks.
-    `DataError`: the data set cannot be had."""
+    """The Arrow files of a data set of the hub, downloaded if need be, or a directory. `DataError`: there is none."""
     path, _, query = given.removeprefix(HUB).partition("?")
     options = {"split": "train", **dict(parse_qsl(query))}
     try:

@@ -185,8 +185,7 @@ def _slots(tree: _Tree, slots: int) -> Counter[str]:
 def _tree(rates: Mapping[str, float]) -> _Tree:
     """Huffman's tree over the rates. A node rounds by 1/2 at most, and what comes to it too much or too little is
     passed on by its share. In this tree a node has at most 2/3 of the node above it (its own two parts are no larger
-    than its sibling), so what a node gets is off by at most 1/2 + 1/3 + 2/9 + ... = 3/2, and what a data set gets by
-    less than 2."""
+    than its sibling), so a node is off by at most 1/2 + 1/3 + 2/9 + ... = 3/2, and a data set by less than 2."""
     # Names break ties: they are compared before trees would be, and no two are alike.
     heap: list[tuple[Fraction, str, _Tree]] = [(Fraction(str(rate)), name, name) for name, rate in rates.items()]
     heapq.heapify(heap)

@@ -108,8 +108,7 @@ class Mixture:
         return self._batch(self._share(draws, rows, rank, size, micro_batch_size), rows, size)
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
-        """How many of `count` samples from `start` on each data set gives, in the order of `samplings`. Those that a
-        fade has besides come after them."""
+        """How many of `count` samples from `start` each data set gives, as in `samplings`; then those of a fade."""
         before, after = self._turns.counts(start), self._turns.counts(start + count)
         return {name: after[name] - before[name] for name in after}
 

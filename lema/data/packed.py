@@ -2,8 +2,7 @@
 
 A packed data set is a directory with `train.bin` and perhaps `val.bin`, which hold little-endian unsigned numbers and
 nothing more, and a header for each, `train.json` and `val.json`. Blocks do not overlap, and begin at multiples of their
-length; tokens after the last whole block are not read. `lema.data.permutation.shuffled_row` gives blocks a shuffled
-order.
+length; tokens after the last whole block are not read. `lema.data.permutation` shuffles blocks.
 """
 
 import hashlib
@@ -93,8 +92,7 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
         return tokens
 
     def verify(self) -> None:
-        """Read the whole file, and compare it with the digest in its header, if there is one. `DataError`: it is
-        another."""
+        """Read the whole file, and compare it with the digest in its header, if any. `DataError`: it is another."""
         digest = hashlib.sha256()
         with self.path.open("rb") as file:
             while piece := file.read(READ_BYTES):

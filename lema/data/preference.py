@@ -177,8 +177,7 @@ def prepare_preferences(
                     continue
                 mark = GOOD * label | SECOND * (number > 0)
                 for ids, learnt in tokens:
-                    # Rows with labels stay whole, because their completions also stand behind prompts that may be
-                    # shorter.
+                    # Labelled rows stay whole, because completions also stand behind shorter prompts.
                     end = len(ids) if labelled else max_length
                     columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
         return columns
@@ -192,8 +191,7 @@ def prepare_preferences(
     rows = TokenDataset(table)
     marks = rows.marks[:: 1 if labelled else 2]
     made = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
-    # What was rejected in a pair comes after all that was chosen, because a completion beside another of its own prompt
-    # would be no mismatched one.
+    # Rejected rows come after all chosen ones, because beside another of its prompt a completion is not mismatched.
     second = (marks & SECOND) > 0
     return made.select(np.argsort(second, kind="stable")) if second.any() else made
 

@@ -40,8 +40,7 @@ def _style(value: Any) -> Style:
 
 @dataclass(frozen=True)
 class Sampling:
-    """One data set of a mixture. Pydantic takes a dictionary for it, and refuses names it does not know.
-    `SamplingError`: a value is none of these."""
+    """One data set of a mixture; pydantic takes a dictionary, no unknown names. `SamplingError`: a bad value."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

@@ -60,8 +60,7 @@ class PrefixCache:
     ) -> None:
         """Keep the hidden states of micro-batches at the layer, unless they are kept already. `ConfigError`: gradients,
         which go down to the layer `lowest`, reach a layer that is spared; or something was `drawn` at random below the
-        layer; or more than the hidden state was `handed_on`. `DiskError`: the disk has no room for those of all
-        micro-batches, or fails."""
+        layer; or more than the hidden state was `handed_on`. `DiskError`: the disk has no room for all, or fails."""
         if lowest < self.layer:
             raise _refusal(f"gradients reach layer {lowest}: what it makes is new in every epoch")
         if drawn:
@@ -80,8 +79,7 @@ class PrefixCache:
             self._pieces[key] = piece, like
 
     def fetch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
-        """Return the hidden states of micro-batches, on the device. `ReadError`: a hidden state could not be read.
-        `DiskError`: it could not be written."""
+        """Return micro-batches' hidden states, on the device. `ReadError`, `DiskError`: not read, or not written."""
         found: list[Tensor] = []
         wanted = [self._pieces[_key(batch)] for batch in micro_batches]
         for number, (piece, like) in enumerate(wanted):

@@ -47,14 +47,10 @@ class Shortage:
 
 
 class OomRetry:
-    """The retries of a run, and what it has given up so far so that its work fits on the device.
-
-    Attributes:
-        recomputes: whether activations are recomputed; where they are not, the warning names that setting too.
-        cuts: whether smaller micro-batches change no mathematics of training.
-        place: where the pass is now, as `at` was told last.
-        advise: returns the settings that would help with a shortage; set by the part of the run that knows the plan.
-    """
+    """The retries of a run, and what it has given up so far so that its work fits on the device. `recomputes`: whether
+    activations are recomputed; where they are not, the warning names that setting too. `cuts`: whether smaller
+    micro-batches change no mathematics of training. `place`: where the pass is now, as `at` was told last. `advise`:
+    returns the settings that would help with a shortage; set by the part of the run that knows the plan."""
 
     def __init__(self, stream: LayerStream, backend: Backend) -> None:
         self._stream, self._backend = stream, backend
@@ -90,8 +86,7 @@ class OomRetry:
     ) -> T:
         """Return what `run` makes in one pass. Each attempt finds gradients, generator and `made` as the first did. It
         is given the micro-batches, smaller ones where they did not fit; how many rows fit is remembered for each
-        `purpose`. The pass adds to the gradients of `parameters`, and appends to the list `made`. `MemoryLimitError`:
-        one row does not fit beside one slot."""
+        `purpose`. It adds to gradients of `parameters`, and to `made`. `MemoryLimitError`: one row does not fit."""
         state, count = self._backend.rng_state(), len(made or ())
         with self.once("before the pass"):
             before = [None if one.grad is None else one.grad.clone() for one in parameters if self._alone]
@@ -150,8 +145,7 @@ class OomRetry:
 
     @contextmanager
     def once(self, place: str) -> Iterator[None]:
-        """Make the one attempt at something that cannot be attempted again, in the `with` block. `MemoryLimitError`:
-        memory ran out in it."""
+        """Attempt once, in the `with` block, what cannot be attempted again. `MemoryLimitError`: memory ran out."""
         try:
             with self.at(place):
                 yield

@@ -34,13 +34,9 @@ def make_optimizer(
     """Return the optimizer that `optim` names, with the config's settings; by default it is AdamW (Loshchilov and
     Hutter, https://arxiv.org/abs/1711.05101). On a device that has it, AdamW's update is one kernel, which reads there
     whether gradients overflowed. In host memory it is the plain one, whose bits do not depend on the processor.
-    `ConfigError`: a parameter is in float16, or there is no such optimizer here.
-
-    Args:
-        model: in which they have names, by which biases and norms are known: as in `transformers.Trainer` their
-            weights do not decay. None: all decay.
-        names: of the parameters, in their order, where they stand for those of the model; None: they are its own.
-    """
+    `ConfigError`: a parameter is in float16, or there is no such optimizer here. `model`: in which they have names, by
+    which biases and norms are known: as in `transformers.Trainer` their weights do not decay. None: all decay. `names`:
+    of the parameters, in their order, where they stand for those of the model; None: they are its own."""
     trained = list(parameters)
     _check_precision(trained)
     places = {(parameter.device, parameter.dtype) for parameter in trained}
@@ -134,8 +130,7 @@ def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse an optimizer that would train nothing, or cannot. `ConfigError`: none of `parameters` is in it, or one of
-    them is in float16."""
+    """Refuse an optimizer that cannot train. `ConfigError`: it has none of `parameters`, or one is in float16."""
     _check_precision(parameters)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in parameters):

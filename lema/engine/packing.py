@@ -95,19 +95,11 @@ class Packs(Sequence[dict[str, list[int]]]):
 
     These begin anew with each row of a pack; by that `transformers` keeps attention within the rows. No label stands
     where a row begins, because the token before it is another row's; no loss is formed there in a row alone, either.
-    Whole rows are joined by best fit, the longest first. Which they are follows from their lengths and the seed, and
-    is the same in every epoch.
+    Whole rows are joined by best fit, the longest first. Lengths and seed decide which, in every epoch alike.
 
-    Args:
-        rows: the data set.
-        length: of a pack, at most.
-        seed: draws the order of rows that are equally long.
-        wrapped: lay all rows end to end, in an order that the seed draws, and cut at every `length` tokens. What is
-            cut off begins the next pack as a row of its own.
-
-    Raises:
-        DataError: a row is longer than a pack, and not `wrapped`.
-    """
+    `rows`: the data set. `length`: of a pack, at most. `seed`: draws the order of rows that are equally long.
+    `wrapped`: lay all rows end to end, in an order that the seed draws, and cut at every `length` tokens. What is cut
+    off begins the next pack as a row of its own. `DataError`: a row is longer than a pack, and not `wrapped`."""
 
     def __init__(self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False) -> None:
         self._rows, self._about = rows, (length, seed, wrapped)

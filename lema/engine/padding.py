@@ -40,9 +40,7 @@ class Padding:
         A batch that needs no padding gets a mask as well, so that one shape is one graph; none is made where the
         positions say which rows were packed into one, since a mask would hide that.
 
-        Raises:
-            DataError: rows become longer than the model's positions.
-        """
+        `DataError`: rows become longer than the model's positions."""
         if self.multiple == 1:
             return batch
         length = batch["input_ids"].shape[1]

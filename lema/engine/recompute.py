@@ -42,16 +42,11 @@ class _Enough(Exception):
 
 class Graph:
     """The graph of one micro-batch through one layer, which holds no weights and, if it is to be recomputed, nothing.
-
-    Args:
-        again: runs the layer once more, from the generator state of the first run; None: tensors are kept.
-        linears: the layer's adapted linears, of which one may skip a product then; None: everything is computed.
-        anew: differentiate what `again` returns, instead of the graph of the first run.
-        keep: for a graph that is not recomputed, packs the tensors that it is to hold; None: it holds them as they are.
-
-    Attributes:
-        held: the storages of those that it holds as they are, with their bytes, by address.
-    """
+    `again`: runs the layer once more, from the generator state of the first run; None: tensors are kept. `linears`: the
+    layer's adapted linears, of which one may skip a product then; None: everything is computed. `anew`: differentiate
+    what `again` returns, instead of the graph of the first run. `keep`: for a graph that is not recomputed, packs the
+    tensors that it is to hold; None: it holds them as they are. Its attribute `held`: the storages of those that it
+    holds as they are, with their bytes, by address."""
 
     def __init__(
         self,

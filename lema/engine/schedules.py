@@ -96,13 +96,9 @@ def takes(name: str) -> tuple[str, ...]:
 
 def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     """Return how many steps each part of a schedule takes. `ConfigError`: there is no such schedule, it has no such
-    part, or its parts together are longer than it is.
-
-    Args:
-        lengths: `warmup`, `decay` and `tail`. A whole number is steps. A fraction is of `total`, rounded down; it
-            is taken as written, so that 0.29 of 100 steps are 29. None is the schedule's own: warm-up is 0.01 for
-            wsd, wsds and cosine_rewarm and 0 for the others, decay 0.1, and the tail 0.5.
-    """
+    part, or its parts together are longer than it is. `lengths`: `warmup`, `decay` and `tail`. A whole number is steps.
+    A fraction is of `total`, rounded down; it is taken as written, so that 0.29 of 100 steps are 29. None is the
+    schedule's own: warm-up is 0.01 for wsd, wsds and cosine_rewarm and 0 for the others, decay 0.1, tail 0.5."""
     if name not in SCHEDULES:
         near = nearest(name, SCHEDULES)
         how = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(SCHEDULES)}"

@@ -4,8 +4,7 @@ A trainer calls the model, or the part of it that holds the layers, and differen
 the forward of the module that holds the layers is replaced. It cuts its rows into micro-batches, by length and each as
 wide as its longest row, notes the calls of the layers for each (`Split.prelude`), takes all of them through one leased
 layer after the other by the visits that every step of LEMA is made of, and lets the model's own code go on from there
-(`Split.finish`), with rows as they came. What comes before the layers and after them is the model's own, and so is the
-graph of what comes after them.
+(`Split.finish`), with rows as they came. What comes before and after the layers, and its graph, is the model's own.
 
 Each forward with a graph is a step of its own, whose boundaries wait for its backward. So several may wait at once, and
 a forward without a graph may come between the two.
@@ -68,8 +67,7 @@ class StackCall:
         return (self.differentiated, self.trained) == (other.differentiated, other.trained)
 
     def joined(self, made: Sequence[Tensor]) -> Tensor:
-        """Return what micro-batches have made, `[batch, sequence, hidden]`, as the rows of the call; zeros where they
-        were cut."""
+        """Return what micro-batches made, `[batch, sequence, hidden]`, as the call's rows; zeros where cut."""
         if len(made) == 1:
             return made[0]
         whole = torch.cat([pad(one, (0, 0, 0, cut.width - cut.end)) for cut, one in zip(self.cuts, made, strict=True)])
@@ -96,18 +94,12 @@ class _Step:
 
 
 class LayerStack:
-    """Has a model's layers streamed whenever the module that holds them is called, until it is taken out.
-
-    Args:
-        streamed: the model. It is driven as before as well: its own passes go by this object.
-        rows: of a micro-batch, at most; None: all rows of a call.
-        room: returns the bytes that the top layer's activations may take while a trainer computes the head and its
-            loss, which spare recomputing it; None: it is recomputed like the others.
-
-    Attributes:
-        supply: returns the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
-            that belong together replaces it, and has `run` run them all at once.
-    """
+    """Has a model's layers streamed whenever the module that holds them is called, until it is taken out. `streamed`:
+    the model. It is driven as before as well: its own passes go by this object. `rows`: of a micro-batch, at most;
+    None: all rows of a call. `room`: returns the bytes that the top layer's activations may take while a trainer
+    computes the head and its loss, which spare recomputing it; None: it is recomputed like the others. Its attribute
+    `supply`: returns the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
+    that belong together replaces it, and has `run` run them all at once."""
 
     def __init__(self, streamed: StreamedModel, rows: int | None = None, room: Callable[[], int] | None = None) -> None:
         self.streamed, self.rows, self._room = streamed, rows, room
@@ -321,8 +313,7 @@ class LayerStack:
 
 
 def _rows(name: str, cut: Cut, size: int, value: Any) -> Any:
-    """Return the rows of a micro-batch of what is a tensor with `size` rows. `ConfigError`: it has neither one row nor
-    one for each."""
+    """Return a micro-batch's rows of a tensor with `size` rows. `ConfigError`: it has neither one nor one for each."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     across = int(name == "position_ids" and value.dim() == 3)  # before them several kinds of positions for each token

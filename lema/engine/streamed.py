@@ -123,8 +123,7 @@ class StreamedModel:
         return replace(self.stream.counters, bytes_offloaded=left)
 
     def train_weights(self, trained: TrainedWeights) -> None:
-        """Let weights of the layers train themselves, from the next step on. `ConfigError`: layers are compiled: those
-        gradients are not handed over."""
+        """Let weights of the layers train, from the next step on. `ConfigError`: compiled layers hand no gradients."""
         if self.split.compiled is not None:
             raise ConfigError("weights of compiled layers do not train", where="torch_compile", how="set it to false")
         self.engine.trained = trained
@@ -199,17 +198,12 @@ class StreamedModel:
     ) -> Tensor:
         """Return the cross-entropy of a step, averaged over all its trained tokens; call `.backward()` on it. With an
         `objective` it is that one's loss: the mean over the batches of the step, which the micro-batches say of their
-        rows (`lema.data.preference`), and in each of them over its examples.
-
-        Args:
-            micro_batches: each with `input_ids` and `labels`, int64 `[batch, sequence]`, and `attention_mask` where
-                something is padded. Labels are not shifted; -100 is not trained. In host memory they are looked at
-                without waiting for the device.
-            num_tokens: divide the summed loss by this instead (gradient accumulation over several calls).
-            scale: gradients are formed of `scale` times the loss (for half-precision gradients); the gradient that
-                arrives from above is divided by it.
-            logits: a list to which the logits `[batch, sequence, vocabulary]` of every micro-batch are appended.
-        """
+        rows (`lema.data.preference`), and in each of them over its examples. `micro_batches`: each with `input_ids` and
+        `labels`, int64 `[batch, sequence]`, and `attention_mask` where something is padded. Labels are not shifted;
+        -100 is not trained. In host memory they are looked at without waiting for the device. `num_tokens`: divide the
+        summed loss by this instead (gradient accumulation over several calls). `scale`: gradients are formed of `scale`
+        times the loss (for half-precision gradients); the gradient that arrives from above is divided by it. `logits`:
+        a list to which the logits `[batch, sequence, vocabulary]` of every micro-batch are appended."""
         placed, chunks = self._placed(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
         if not self.stream.announced:
             self.announce_step(micro_batches)
@@ -314,8 +308,7 @@ class StreamedModel:
         joined: list[Beside] | None = None,
         wait: Wait = None,
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the hidden states before the first layer and after each. `join` returns the rows that go beside these,
-        which are added to `joined`."""
+        """Yield the hidden states before the first layer and after each; rows from `join` are added to `joined`."""
         self.stream.cancel()
         self.stream.announce(forward_order(len(self.stream.layers)))
         with self._first_lease(micro_batches) as first:

@@ -27,8 +27,7 @@ class TrainedWeights:
     """The weights of decoder layers that train themselves, and the function that takes their gradients. `names` are,
     for each layer that trains, those of the parameters that do, as a lease has them. `done` is called with a layer's
     number and the gradients of its weights by name, on the device, once they are complete for the pass; a weight
-    without a gradient is left out. The callee owns the gradients from then on. The adapters of these layers have
-    leaves too, where `adapters` are given."""
+    without a gradient is left out. The callee owns them from then on. Given `adapters`, theirs have leaves too."""
 
     def __init__(
         self,

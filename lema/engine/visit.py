@@ -246,9 +246,8 @@ class _LayerVisit:
     def _runner(
         self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
     ) -> Callable[[Lease], Tensor]:
-        """Return the function that runs a micro-batch through the layer again, from the generator's first `state`. The
-        function does not refer to the visit, because the visit holds the graph that holds the function, and such a
-        circle would keep tensors after their last use."""
+        """Return the function that runs a micro-batch through the layer again, from the generator's first `state`. It
+        does not refer to the visit, because the visit's graph holds it, and a circle would keep tensors too long."""
         engine, layer, boundary = self._engine, self._layer, self._boundary
         call, found = self._calls[index], self._found
 

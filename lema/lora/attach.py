@@ -108,8 +108,7 @@ def _whole(alpha: float) -> Any:
 
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
-    The model has no adapters, and its weights may be on `meta`. `ModelError`: no parameter would be adapted; the
-    message names those that could be."""
+    The model has no adapters, and its weights may be on `meta`. `ModelError`: none; it names those that could be."""
     empty: dict[int, Tensor] = {id(one): one.detach().to("meta") for one in model.buffers()}
     empty |= {id(one): nn.Parameter(one.detach().to("meta"), requires_grad=False) for one in model.parameters()}
     bare: PreTrainedModel = deepcopy(model, empty)

@@ -154,8 +154,7 @@ def _patterns(config: LoraConfig) -> Iterator[tuple[str, str, str]]:
 
 def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> None:
     """Refuse an adapter that is not of this model, whose parameters may be on `meta`; errors call the model `base`.
-    `AdapterError`: a tensor is of a module that the model does not have, or has another shape than one of that module
-    would; it is named."""
+    `AdapterError` names a tensor of a module that the model does not have, or of another shape."""
     modules = dict(model.named_modules())
     for name, tensor in tensors.items():
         path, leaf = module_of(name)
@@ -222,8 +221,7 @@ def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
 def check_named_base(directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex) -> None:
     """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it. It is
     compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the same
-    name as the user's for this `model`, the same directory, or the same files elsewhere. `AdapterError`: it is another
-    model."""
+    name as the user's for this `model`, the same directory, or the same files elsewhere. `AdapterError`: it is not."""
     if check_base(directory, index):
         return
     named = config.base_model_name_or_path

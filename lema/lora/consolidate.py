@@ -53,16 +53,12 @@ def consolidate_adapter(
     """Put a sharded adapter together, as `adapter_config.json` and `adapter_model.safetensors`. `AdapterError`: the
     shards are missing, damaged or unsafe, do not fit together or the base model, or replicas differ; `ConfigError`:
     `out_dir` is taken, or `kv_layout` is none; `WeightsError`: `model` is given, and is neither a local directory nor
-    in the hub cache; `DiskError`: a file could not be written; nothing is left behind.
-
-    Args:
-        shards: the directory of shards, or the one it lies in: as `shard_adapter` writes it, or as the parallel library
-            for this kind of device does (`adapter_shards/model/*.pt` with `mp_metadata_pp_rank_*.json`).
-        kv_layout: of the latter, where replicas of keys and values lie; None: as its metadata says, else `tile`.
-        check: replicas must agree, bit for bit; else the first rank's are taken, and it is told which differ.
-        model: the base model, whose modules' shapes, by its config, the adapter must fit; None: the one it names, if
-            that is here.
-    """
+    in the hub cache; `DiskError`: a file could not be written; nothing is left behind. `shards`: the directory of
+    shards, or the one it lies in: as `shard_adapter` writes it, or as the parallel library for this kind of device does
+    (`adapter_shards/model/*.pt` with `mp_metadata_pp_rank_*.json`). `kv_layout`: of the latter, where replicas of keys
+    and values lie; None: as its metadata says, else `tile`. `check`: replicas must agree, bit for bit; else the first
+    rank's are taken, and it is told which differ. `model`: the base model, whose modules' shapes, by its config, the
+    adapter must fit; None: the one it names, if that is here."""
     out, directory = free_directory(out_dir, 1), _find_shards(Path(shards))
     config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
     if config_file is None:
@@ -100,10 +96,8 @@ def shard_adapter(
     be divided among so many ranks, or `out_dir` is taken; `DiskError`: a file could not be written; nothing is left
     behind.
 
-    Args:
-        kv_layout: where replicas of keys and values lie, if there are fewer heads of these than ranks.
-        model: the base model, of which the config is read; None: the one the adapter names.
-    """
+    `kv_layout`: where replicas of keys and values lie, if there are fewer heads of these than ranks. `model`: the base
+    model, of which the config is read; None: the one the adapter names."""
     out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
     saved = the_lora_config(adapter)
     base = model or saved.base_model_name_or_path

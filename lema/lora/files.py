@@ -50,8 +50,7 @@ PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
     """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format). `overrides`
     replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. `AdapterError`: there is no
-    adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or an override contradicts
-    the adapter."""
+    adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or contradicts it."""
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
         read_json(directory / CONFIG_NAME)

@@ -2,8 +2,7 @@
 
 `model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt` is a pickle with the tensors of a rank by name. In the other form it holds a
 reference in the place of every tensor, and `tensor_N.pt` in a neighbouring directory, `....pt.tensors`, is the N-th.
-Only tensors and such references are loaded; a file that asks for anything else is refused, because a pickle may run
-code.
+Only tensors and such references are loaded; all else is refused, because a pickle may run code.
 
 The checkpoints' metadata has a specification for every module whose projections were fused, by the name of its class:
 linear modules one after the other, or the queries, keys and values of an attention, with keys and values replicated.
@@ -218,8 +217,7 @@ def read_foreign(
     """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together. Return the
     tensors by PEFT's names; which replicas of which differ; over how many ranks they lay; and the name of each fused
     module -> those of the projections its adapter now is of. Replicas must agree, bit for bit, if `check`; else the
-    first rank's are taken. `AdapterError`: a file is missing, damaged or unsafe; the ranks do not fit together; or
-    replicas differ."""
+    first rank's are taken. `AdapterError`: a file is missing, damaged or unsafe, or ranks or replicas differ."""
     tensors: dict[str, Tensor] = {}
     differing: dict[str, list[Difference]] = {}
     modules: dict[str, tuple[str, ...]] = {}

@@ -2,8 +2,7 @@
 
 PEFT attaches its modules to a model whose layers are on `meta`, so none of their parameters has memory or a value. The
 matrices of LoRA are drawn from shapes alone. Biases and modules that train whole begin as copies of the stored weights,
-and the magnitudes of DoRA (https://arxiv.org/abs/2402.09353) as norms of them; the stored weights are read for one
-layer at a time, once.
+and the magnitudes of DoRA (https://arxiv.org/abs/2402.09353) as norms of them, which are read once, by layer.
 """
 
 from __future__ import annotations

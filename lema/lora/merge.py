@@ -5,8 +5,7 @@ the type of the weights. Training never does this; there the two paths stay apar
 
 The rounding is to the nearest value, or stochastic. A weight drawn with a spread of 0.02 has neighbours about 1e-4
 apart in bfloat16, so rounding to the nearest nearly always loses a change of 1e-6, and with it what was trained.
-Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551) takes each neighbour with the probability that
-makes the mean exact.
+Stochastic rounding (Gupta et al. 2015, https://arxiv.org/abs/1502.02551) takes neighbours such that the mean is exact.
 """
 
 from __future__ import annotations

@@ -256,8 +256,7 @@ def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Ite
 @contextmanager
 def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> Iterator[None]:
     """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there. The
-    parameters on `meta` of its part `given` are given to each call, and stay there; all others seem to be on
-    `device`."""
+    parameters on `meta` of its part `given` are given to each call, and stay; the others seem to be on `device`."""
     inside = {id(parameter) for parameter in given.parameters() if parameter.is_meta}
 
     def like(tensor: Tensor) -> Tensor:

@@ -43,8 +43,7 @@ class _NotCompiled(Exception):
 
 class CompiledLayers:
     """The layers of one model, each called through the compiled template of its kind. `layers`: the model's decoder
-    layers, adapters attached. They are compared here: make another after changing one. `compilations`: how many graphs
-    have been compiled."""
+    layers, adapters attached. Make another after changing one. `compilations`: how many graphs there are."""
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         self._layers, self._name, self._backend = layers, name, backend
@@ -84,8 +83,7 @@ class CompiledLayers:
 
     def call(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
         """Call a layer compiled, with leased weights by their names in the layer and a hidden state that is
-        differentiated where there is a graph. Returns what the layer returns; `NotImplemented` where it does not
-        compile, which has been said in a warning."""
+        differentiated where there is a graph. Returns what the layer does, or, after a warning, `NotImplemented`."""
         if not self.compiles(index):
             return NotImplemented
         kind, training = self.kinds[index], self._layers[index].training

@@ -45,8 +45,7 @@ MAKE_ONE = (_aten.clone.default, _aten._to_copy.default)
 
 class CopyTrace(TorchDispatchMode):
     """Writes down the copies that are made while it is active, between tensors on `meta`: stacking, concatenating,
-    cloning, and whatever makes a view. What computes is found out, as its result shares no memory with what it was
-    given."""
+    cloning, and whatever makes a view. What computes is found out: its result shares no memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's own

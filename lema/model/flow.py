@@ -88,8 +88,7 @@ class LayerCall:
 
     def run(self, hidden: Tensor, layer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Tensor:
         """Call `layer` with its arguments, `hidden` being what the layer below left; return what is left for the next.
-        It is taken apart once, because gradients of two parts would be added in another order than the whole
-        model's."""
+        It is taken apart once, because two parts' gradients would be added in another order."""
         values: dict[int, Any] = {self.hidden: hidden}
         written: dict[int, dict[Any, Any]] = {}
         if self.received is not None:

@@ -1,7 +1,6 @@
 """The inputs of a step on their way to the device: all micro-batches in one copy that the host need not await.
 
-Copied one by one from memory that is not page-locked, every tensor would stop the host until the device has finished
-all queued work.
+One by one, from memory that is not page-locked, each would stop the host until all queued work is done.
 """
 
 from __future__ import annotations

@@ -120,8 +120,7 @@ def load_outside(
 def place_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> tuple[list[str], LayerBytes]:
-    """Name every stored tensor outside the decoder layers that text reaches, and lay them out, tied ones once. Those
-    `left_out` are not among them."""
+    """Name and lay out, tied ones once, stored tensors outside the layers that text reaches, but those `left_out`."""
     towers = [layers_name, *find_towers(model)]
     outside = [name for name in stored.records if not is_in(name, towers) and name not in left_out]
     tied = _same_object(model)

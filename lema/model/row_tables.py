@@ -167,8 +167,7 @@ class RowTables:
 
     def keep_whole(self, names: Iterable[str]) -> int:
         """Have some tables whole after all, because they train or are adapted; return what that takes of the device,
-        but for those in layers, which are part of their layer then. `ConfigError`: the settings ask for the rows of one
-        of them."""
+        but for those in layers, which are part of their layer then. `ConfigError`: the settings ask for rows."""
         nbytes = 0
         for name in names:
             table = self._tables[name]

@@ -45,8 +45,7 @@ MASKS = frozenset({torch.tril, torch.triu})
 
 
 class SizeLimit(TorchFunctionMode):
-    """Active while a model is built. `ModelError`: inside, where the model would have too many tensors, or tables that
-    are too large."""
+    """Active while a model is built. `ModelError`, inside: it would have too many tensors, or tables too large."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,8 +231,7 @@ def _make_buffers_again(model: PreTrainedModel) -> None:
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Find the stack of decoder layers: its dotted name in `model`, and the list itself. It is looked for in what the
     model calls its decoder, so not in the towers of other modalities: first by the config's pipeline plan, then by what
-    `transformers` marks as a layer to checkpoint, then by its length. `ModelError`: there is no such list, or more than
-    one."""
+    `transformers` marks as a layer to checkpoint, then by its length. `ModelError`: there is none, or several."""
     named = model.get_decoder()
     asked = ((name, one) for name, one in model.named_modules() if one is named and _outermost_lists(one, name))
     root, decoder = next(asked, ("", model))  # some call their head a decoder

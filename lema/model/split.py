@@ -282,8 +282,7 @@ class Split:
 
     def _check(self, few: Mapping[str, Tensor]) -> None:
         """Make sure that the model is a prelude, layers one after the other, and a head; find where that begins.
-        `ModelError`: what comes out of layers cannot be followed to later ones, or the head needs all tokens at
-        once."""
+        `ModelError`: a layer's output cannot be followed, or the head needs all tokens at once."""
         tape = Tape(keep=True)
         with torch.enable_grad():  # because the graphs say what depends on what layers return
             logits = self._followed(tape, partial(self._logits, few), capture.as_leaf)

@@ -243,8 +243,7 @@ def _add(
 
 def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
     """Say which tensors are whole numbers where the model computes with fractions, or the other way round. Any floating
-    type is cast to the model's, as `from_pretrained` does; but two types of 16 bits are never in one checkpoint, and
-    what is read as the other is noise."""
+    type is cast to the model's, as `from_pretrained` does; two of 16 bits in one checkpoint mean noise."""
     plain = [(name, record) for name, record in names.stored.items() if isinstance(record, TensorRecord)]
     assembled = [(name, record) for name, record in names.stored.items() if isinstance(record, AssembledRecord)]
     plain += [(name, one) for name, record in assembled for one in {piece.record: None for piece in record.pieces}]

@@ -7,8 +7,7 @@ kill came in it. What is deleted is called `.gone` first, so that half a directo
 
 A single file is written under the name `.NAME.<token>.partial` (`open_partial`, `replacing`).
 
-The process that works on one of these holds its lock (`flock`). A lock goes with its process, so what can be locked
-has no writer any more, and may be swept.
+The process that works on one holds its lock (`flock`), which goes with it: what can be locked may be swept.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ def discard(directory: Path) -> None:
 
 def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None:
     """Remove what killed runs have left beside directories in `parent`, and put back what they had moved aside. Those
-    of checkpoints are always swept, and those of `name`. If `alone`, nothing else writes there, even where directories
-    cannot be locked."""
+    of checkpoints are always swept, and those of `name`. If `alone`, nothing else writes there, locks or none."""
     with suppress(OSError):  # what cannot be listed is not ours to clear
         for left in sorted(parent.iterdir()):
             found = LEFT.fullmatch(left.name)

@@ -165,8 +165,7 @@ def write_all(descriptor: int, view: memoryview, offset: int) -> None:
 
 
 def read_all(descriptor: int, views: Sequence[memoryview], offset: int, needed: int) -> None:
-    """Fill `views`, one after the other, from an offset until `needed` bytes are there; a file that ends earlier is an
-    `OSError`."""
+    """Fill `views` in turn from an offset until `needed` bytes are there; a file that ends earlier is an `OSError`."""
     done = 0
     while done < needed:
         left, skipped = [], done

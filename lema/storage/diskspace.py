@@ -32,8 +32,7 @@ def free_bytes(place: Path) -> int | None:
 
 
 def check_room(place: Path, nbytes: int, what: str) -> None:
-    """Make sure that a directory, or where one is to be, has room for tensors of `nbytes`, before any is written. Where
-    it has not, `DiskFull` says `what` they are of."""
+    """Make sure that a directory, or its place, has room for `nbytes` of tensors; else `DiskFull` names `what`."""
     needed, free = nbytes + nbytes // 64 + MARGIN, free_bytes(place)
     if free is not None and free < needed:
         what = f"the disk is too full for {what}: {needed:,} bytes are needed, and {free:,} are free"
@@ -53,8 +52,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def not_written(what: str, error: BaseException, where: Path) -> DiskError:
-    """Return what to raise where `error` was raised by writing: `DiskFull`, where that is why. `what` says what could
-    not be written, and why; `where` it was to be."""
+    """Return what to raise for a write's `error`, perhaps `DiskFull`. `what` failed, and why; `where` it was to be."""
     kind, how = (DiskFull, MORE_ROOM) if is_full(error) else (DiskError, "see whether the place may be written to")
     return kind(what, where=str(where), how=how)
 

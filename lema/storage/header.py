@@ -168,8 +168,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def read_json(file: Path, limit: int, kind: str) -> dict[str, Any]:
-    """Read the JSON object in a small file. `WeightsError`: it is not there, no regular file, or no JSON object, or has
-    more than the `limit` of bytes for its `kind`."""
+    """Read a small file's JSON object. `WeightsError`: there is none, or more than its `kind`'s `limit` of bytes."""
     if (size := regular_size(file)) > limit:
         raise damaged(file, f"it is {size} bytes long, more than the {limit} {kind} may have")
     with _readable(file):

@@ -1,8 +1,7 @@
 """Finds the local directory of a model that the user names by a directory, a file, or a hub id.
 
 A hub id is fetched by `huggingface_hub` into its own cache, only safetensors and the small files that belong to them:
-no pickles, and no code unless the user trusts it. Offline mode, tokens, mirrors and cache location are that library's
-own environment variables.
+no pickles, and code only if trusted. Its environment variables set offline mode, tokens, mirrors and cache.
 """
 
 import os
@@ -35,12 +34,9 @@ def resolve_model(
     `revision` is not a commit; `WeightsError`: there is no such directory, or the hub does not have the model or does
     not give it; `DiskError`: the disk filled up while downloading.
 
-    Args:
-        name_or_path: a model directory; a `.safetensors` file or index in one; or a hub id such as `org/name`.
-        revision: branch, tag or commit on the hub; not used for local models.
-        trust_remote_code: fetch the model's code as well; on the hub it must be pinned by a commit.
-        download: ask the hub for what is not in the cache.
-    """
+    `name_or_path`: a model directory; a `.safetensors` file or index in one; or a hub id such as `org/name`.
+    `revision`: branch, tag or commit on the hub; not used for local models. `trust_remote_code`: fetch the model's code
+    as well; on the hub it must be pinned by a commit. `download`: ask the hub for what is not in the cache."""
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
     if path.is_dir():

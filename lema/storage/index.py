@@ -84,8 +84,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def check_inside(file: Path) -> None:
-    """Refuse a link which leaves the model's directory, but for the hub cache, whose snapshots are links into blobs.
-    `WeightsError`: the link leads elsewhere."""
+    """Refuse, with `WeightsError`, a link out of the model's directory, except into the blobs of the hub cache."""
     target, root = file.resolve(), file.parent.resolve()
     if target.is_relative_to(root):
         return

@@ -88,8 +88,7 @@ UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss
 @contextmanager
 def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) -> Iterator[None]:
     """Have a run write alone to a directory, in a `with` block; of several processes the first has its lock. All
-    processes call this. The directories `below` hold checkpoints as well. Errors are those of `run_lock`, in every
-    process."""
+    processes call this. The directories `below` hold checkpoints as well. Every process raises `run_lock`'s errors."""
     with ExitStack() as stack:
 
         def enter() -> None:

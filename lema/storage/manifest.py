@@ -38,8 +38,7 @@ def write_manifest(directory: Path) -> None:
 def check_manifest(directory: Path, spared: Collection[str] = ()) -> None:
     """Read every file of a directory back, and compare it with what its manifest says. Files that the manifest does not
     name are let be, such as notes of the user's; those with tensors are not. Those named in `spared` may be missing or
-    damaged. `AdapterError`: there is no manifest, it is damaged, or a file is missing, damaged or too many; names the
-    file."""
+    damaged. `AdapterError`: no sound manifest, or a file is missing, damaged or too many; names it."""
     said = _read(directory)
     for name, facts in said.items():
         if name in spared:

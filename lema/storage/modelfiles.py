@@ -6,8 +6,7 @@ loops and makes tables as long as the config says, so a number that no model has
 refused; so is a config that sends `transformers` to other files, which nobody has checked.
 
 Code runs only where the user allowed it, from a directory or one fixed commit of a hub repository: what the user can
-have read. Settings come from files, and files come from strangers, so this is no setting. It is a flag of the command
-line, or an argument in Python.
+have read. Settings come from files, and files come from strangers, so this is no setting. It is a flag, or an argument.
 """
 
 from __future__ import annotations
@@ -172,8 +171,7 @@ USED = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
 
 
 def require_commit(name: str, revision: str | None) -> None:
-    """Raise `ConfigError` where code of the hub is not pinned by the full name of a commit. A branch or tag may hold
-    other code tomorrow."""
+    """Raise `ConfigError` unless code of the hub is pinned by a full commit: a branch may hold other code tomorrow."""
     if revision is None or not COMMIT.fullmatch(revision):
         what = f"code of {name} is run only from a commit, and the revision is {revision or 'not given'}"
         page = f"https://huggingface.co/{name}/tree/main"
@@ -216,8 +214,7 @@ def _needed(config: dict[str, Any]) -> list[str]:
 
 
 def known_types() -> set[str]:
-    """Return every type of which the installed `transformers` has a causal language model, or one of images and text.
-    Its classes are not imported."""
+    """Return every type of causal, or image and text, model in the installed `transformers`, without importing them."""
     from transformers.models.auto import modeling_auto as auto
 
     return {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}

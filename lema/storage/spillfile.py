@@ -80,8 +80,7 @@ class OffloadFile:
 
     def mapped(self) -> Tensor:
         """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes. The
-        space is taken until both this object and what lies in that memory are gone. A file that cannot be mapped is a
-        `DiskError`."""
+        space is taken until this object and what lies there are gone. `DiskError`: it cannot be mapped."""
         try:
             return mapped(self._descriptor, self.size)
         except OSError as error:
@@ -94,8 +93,7 @@ class OffloadFile:
 
     def read(self, memory: memoryview, offset: int, before: Call, after: Call = None) -> Future[None]:
         """Start filling `memory` from `offset`, once `before`, called in another thread, has returned. There `after` is
-        called when it is filled. The result raises ReadError where reading failed, and what `before` or `after`
-        raised."""
+        called when it is filled. The result raises ReadError, and what `before` or `after` raised."""
         return self._pool.submit(self._move, False, memory, offset, before, after)
 
     def close(self) -> None:

@@ -114,8 +114,7 @@ class TensorFile:
 
 
 def read_into(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
-    """Fill `buffer` with the bytes of a tensor that begin at its byte `start`. `ReadError`: the file is gone, failing,
-    or was cut short after its header was read."""
+    """Fill `buffer` with a tensor's bytes from its byte `start` on. `ReadError`: the file is gone, failing or cut."""
     try:
         with record.file.open("rb", buffering=0) as stream:
             stream.seek(record.offset + start)

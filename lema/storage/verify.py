@@ -1,7 +1,6 @@
 """Verification of tensors on disk: they are finite, read back as they were written, and belong to a known model.
 
-The fingerprint of a model tells its files from another's: a hash of the names, shapes and types of all tensors and of
-samples of their bytes.
+The fingerprint of a model tells its files from another's: a hash of all tensors' names, shapes, types and some bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ __all__ = ["base_fingerprint", "check_finite", "check_written", "same_bits"]
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
-    """Make sure that no tensor that is about to be saved `where` it says is NaN or infinite. `NonFiniteError`: one is;
-    names it."""
+    """Make sure that no tensor to be saved `where` it says is NaN or infinite. `NonFiniteError`: one is; names it."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.is_meta:
             continue

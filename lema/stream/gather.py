@@ -41,8 +41,7 @@ class _Buffer:
 
 class GatheredBuffers:
     """The layers that are whole on the device, and the leases to come; one layer is on lease at a time. `parts` are the
-    bytes of each layer's part, in every process; `take` brings this process's part of a layer to the device and is
-    called when the layer's gathering begins."""
+    bytes of each layer's part, in every process; `take` brings this process's to the device as gathering begins."""
 
     def __init__(
         self,

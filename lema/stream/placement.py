@@ -233,8 +233,7 @@ def moved(layer: LayerBytes, by: int) -> LayerBytes:
 
 
 def views(slot: Tensor, layer: LayerBytes, expanded: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the layer's tensors as views of `slot`, uint8 `[at least layer.nbytes]`; quantised ones are views of
-    `expanded`, where they were expanded into it."""
+    """Return the layer's tensors as views of `slot`, uint8 `[at least layer.nbytes]`; expanded ones, of `expanded`."""
     placed = {tensor.name: view(slot, tensor) for tensor in layer.tensors}
     return placed if expanded is None else placed | {e.placed.name: view(expanded, e.placed) for e in layer.expansions}
 
@@ -269,8 +268,7 @@ def part_bytes(nbytes: int, size: int) -> int:
 
 def rank_share(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
     """Return the share of a layer that process `rank` of `size` reads, as bytes in a slot of their own. It has no
-    tensors, because there are none before all shares are together. The bytes of the last shares that lie beyond the
-    layer's end are neither read nor looked at."""
+    tensors, because there are none before all shares are together. Bytes beyond the layer's end are not read."""
     nbytes = part_bytes(layer.nbytes, size)
     begin, end = rank * nbytes, (rank + 1) * nbytes
     return LayerBytes((), tuple(_runs(layer, begin, end)), tuple(_casts(layer, begin, end)), nbytes)

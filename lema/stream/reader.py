@@ -116,8 +116,7 @@ class LayerReader:
         self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
     ) -> Ticket:
         """Start reading `layer` into `buffer`, uint8 `[at least layer.nbytes]`, page-aligned. `before` is called in a
-        reader thread ahead of the first byte; it blocks until the buffer may be overwritten. `name` is what a trace
-        calls the reads."""
+        reader thread ahead of the first byte; it blocks until the buffer may be overwritten. A trace says `name`."""
         parts: list[Callable[[], None]] = [partial(self._read, name, runs, buffer) for runs in _requests(layer)]
         parts += [partial(self._cast, name, cast, buffer) for cast in layer.casts]
         ticket = Ticket(parts, before)
@@ -125,8 +124,7 @@ class LayerReader:
         return ticket
 
     def gather(self, runs: Sequence[ByteRun], buffer: Tensor, *, name: str) -> None:
-        """Read many small runs into `buffer`, uint8, and wait until they are there, or raise `ReadError`. A trace calls
-        the reads `name`."""
+        """Read many small runs into `buffer`, uint8, and wait for them, or raise `ReadError`. A trace says `name`."""
         memory = as_bytes(buffer)
         shares = [runs[start : start + ROWS_AT_ONCE] for start in range(0, len(runs), ROWS_AT_ONCE)]
         ticket = Ticket([partial(self._gather, name, share, memory) for share in shares])

@@ -3,8 +3,7 @@
 A training pass goes up through the layers and down again. The top layer is where it turns: one visit does both its
 forward and its backward, so it is leased once. Places (device slots, host buffers) hold the layer on lease and the
 distinct layers that come next; a layer that is wanted last gives way to one that is wanted sooner. Near a turn the next
-layers are those visited last: with `k` places and `n` layers that pass through them, a step of the whole model fetches
-`2 (n - k)`.
+layers are those visited last: with `k` places and `n` layers through them, a whole step fetches `2 (n - k)`.
 """
 
 from __future__ import annotations

@@ -56,14 +56,10 @@ class LayerStream:
     With several processes, all make streams of the same layers with the same arguments; sharded, they also announce,
     lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
 
-    Args:
-        prefetch_depth: how many layers are under way, or kept, besides the one on lease.
-        residents: layers that stay on the device.
-        host_cached: layers that are read once, at the start, and uploaded from host memory ever after; processes of one
-            machine share that memory.
-        sharded: of several processes, let each have its part of every layer; one layer is then on lease at a time.
-        reader: the threads that read; closed with the stream.
-    """
+    `prefetch_depth`: how many layers are under way, or kept, besides the one on lease. `residents`: layers that stay on
+    the device. `host_cached`: layers that are read once, at the start, and uploaded from host memory ever after;
+    processes of one machine share that memory. `sharded`: of several processes, let each have its part of every layer;
+    one layer is then on lease at a time. `reader`: the threads that read; closed with the stream."""
 
     def __init__(
         self,
@@ -131,8 +127,7 @@ class LayerStream:
 
     def announce(self, order: Iterable[int]) -> None:
         """Say which layers will be leased next, after those announced before; reading starts at once. The further ahead
-        leases are known, the better the stream chooses which layers to keep, so leases after a turn are best announced
-        before it."""
+        leases are known, the better it chooses which layers to keep: announce those after a turn before it."""
         wanted = order if self._gathered is None else self._gathered.announce(order)
         self._ring.announce(layer for layer in wanted if layer not in self.residents)
 
@@ -230,8 +225,7 @@ class LayerStream:
 
     def rewrite(self, layer: int, written: Callable[[], None]) -> None:
         """Let what `stored` returns of a layer be written to, by another thread, until `settle`. The layer is not on
-        lease. A lease of it before then begins with `written`, which blocks until it has changed, and raises why it
-        could not."""
+        lease. A lease of it before then begins with `written`, which blocks until it has changed, or raises."""
         assert layer not in self._held, "a layer was written to while it was on lease"
         self._ring.forget(layer, written)
 

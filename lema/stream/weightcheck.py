@@ -98,8 +98,7 @@ def refusal(
     name: str, record: TensorRecord, element: list[int] | None, dtype: torch.dtype | None = None
 ) -> NonFiniteError:
     """Return the error of a weight that is not finite, by its name in the model, and where it is stored. `element` says
-    which of its elements; None: it was not looked for. `dtype` is what it was cast to and is too large for; None: it is
-    not finite as it is stored."""
+    which of its elements; None: it was not looked for. `dtype`: it is too large for this cast; None: as stored."""
     at = "" if element is None else f", element {element}"
     cast = "" if dtype is None else f", as {str(dtype).removeprefix('torch.')}"
     stored = "" if record.name == name else f" (stored as {record.name})"

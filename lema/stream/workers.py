@@ -18,8 +18,7 @@ Part = Callable[[], None]
 
 class Ticket:
     """Work under way in parts: over when the last of them has ended, failed with the first that failed. The parts are
-    done in any order and by several threads, once `gate`, if there is one, has returned. A part that fails ends the
-    whole: what has not begun then never will."""
+    done in any order and by several threads, once `gate`, if there is one, has returned. A part that fails ends all."""
 
     def __init__(self, parts: Iterable[Part] = (), gate: Part | None = None) -> None:
         self._parts, self._gate = deque(parts), gate

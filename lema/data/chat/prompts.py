@@ -84,8 +84,7 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
 
 
 def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, positions: int | None) -> None:
-    """Refuse prompts that have no tokens, or more than the model's positions leave room for. `DataError`: it names the
-    first."""
+    """Refuse prompts with no tokens, or more than the model has positions for. `DataError`: it names the first."""
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise row.broken("the prompt has no tokens", how="give a prompt of at least one character")

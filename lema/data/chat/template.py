@@ -72,8 +72,7 @@ class Template:
         return bool(_GENERATION.search(self.text))
 
     def render(self, messages: Messages, row: Row, *, prompt: bool = False) -> str:
-        """Render messages, followed by a generation prompt if there is to be one. `DataError`: the template does not
-        take them, or takes too long."""
+        """Render messages, with a generation prompt if asked. `DataError`: the template refuses, or takes too long."""
         how: dict[str, Any] = {"tools": self.tools, "tokenize": False, "add_generation_prompt": prompt}
         return str(guarded(row, lambda: self.tokenizer.apply_chat_template(messages, **how)))
 
@@ -127,8 +126,7 @@ def _written(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None, row: Row) -> Template:
-    """The tokenizer's template. `DataError`: there is none, or it has a part that no chat needs and that could take all
-    time or memory."""
+    """The tokenizer's template. `DataError`: there is none, or it has a part that could take all time or memory."""
     if not tokenizer.chat_template:
         how = "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + completion"
         raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)

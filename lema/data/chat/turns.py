@@ -158,8 +158,7 @@ class Rendered:
         return min(one[0] for one in spans), max(one[1] for one in spans)
 
     def _start(self, number: int, shown: list[int]) -> int:
-        """Where the generation prompt ends, as far as a finished turn has it: its rest, such as an opened block of
-        reasoning, is left out of a turn that has none."""
+        """Where the generation prompt ends in a finished turn, which may lack its rest, such as opened reasoning."""
         at = f"message {number + 1}"
         if number == 0:
             raise self.row.broken("the chat begins with the assistant, before anything to answer", at=at, how=MARK_IT)

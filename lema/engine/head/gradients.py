@@ -32,18 +32,12 @@ Backward: TypeAlias = Callable[[tuple[Tensor, ...]], Sequence[Tensor | None]]
 
 
 class EmbedHead:
-    """The embeddings and the head in one step, with the gradients of their parameters.
-
-    Args:
-        loss: the head and the loss; None: they are somebody else's, and only the embeddings are looked after.
-        hidden: each micro-batch's hidden state before the layers, with its graph where something there trains.
-        calls: of each layer, the call of each micro-batch. An argument with a graph is cut off from it: layers add its
-            gradient to `.grad`, from where it goes on at the end.
-
-    Attributes:
-        reach_below: whether gradients go on below the layers.
-        sums: of each of the head's parameters the gradient, summed over the blocks that the loss was formed of so far.
-    """
+    """The embeddings and the head in one step, with the gradients of their parameters. `loss`: the head and the loss;
+    None: they are somebody else's, and only the embeddings are looked after. `hidden`: each micro-batch's hidden state
+    before the layers, with its graph where something there trains. `calls`: of each layer, the call of each
+    micro-batch. An argument with a graph is cut off from it: layers add its gradient to `.grad`, from where it goes on
+    at the end. As attributes it has `reach_below`: whether gradients go on below the layers. `sums`: of each of the
+    head's parameters the gradient, summed over the blocks that the loss was formed of so far."""
 
     def __init__(
         self,
@@ -167,8 +161,7 @@ class _Apart(torch.autograd.Function):
 def apart(forward: Forward[Made], backward: Backward, anchor: Tensor, given: Sequence[Tensor]) -> Made:
     """Return what `forward` makes of tensors, without a graph, of which it is told who needs a gradient. Autograd calls
     `backward` with the gradients of what it made when these are there, for the gradients of what it was given. It knows
-    nothing of graphs inside, whose weights may be on lease only then. `anchor` requires grad, so that autograd comes by
-    even where nothing given does."""
+    nothing of graphs inside, whose weights may be leased only then. `anchor` requires grad, should nothing given do."""
     made: Made = _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is
     return made
 

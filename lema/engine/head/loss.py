@@ -171,8 +171,7 @@ class LossChunks:
         return cross_entropy(flat, target.reshape(-1), reduction="sum", **options) / self.num_tokens
 
     def place(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> None:
-        """Put logits where the caller asked for them: those of a block (rows, columns) and, of a vocabulary of `size`,
-        of some words."""
+        """Put logits of a block (rows, columns), and of some words of `size`, where the caller asked for them."""
         if self._logits is None:
             return
         if len(self._logits) == index:

@@ -103,10 +103,7 @@ def objective_of(config: LemaConfig) -> Objective | None:
 
 def pursue(model: StreamedModel, config: LemaConfig) -> None:
     """Give a model the objective of the settings; one of examples trains without dropout, as TRL's trainers do.
-
-    Raises:
-        ConfigError: it needs more of a batch than one of several processes has.
-    """
+    `ConfigError`: it needs more of a batch than one of several processes has."""
     model.objective, model.dft = objective_of(config), config.loss_type == "dft"
     model.smoothing = config.label_smoothing_factor
     if model.objective is not None and model.objective.of_batch and model.backend.replicas.size > 1:

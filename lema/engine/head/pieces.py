@@ -43,8 +43,7 @@ class _Reached(Exception):
 
 class PiecedHead:
     """The model's own head, of whose weight there is one piece at a time. The rows of each piece are in `spans`,
-    `(first, end)`; they are leased after the layers, by the numbers that follow. `module` is the head, its weight on
-    `meta`."""
+    `(first, end)`; they are leased after the layers, by the numbers that follow. `module` has its weight on `meta`."""
 
     def __init__(self, split: Split, backend: Backend, module: nn.Linear, spans: Sequence[tuple[int, int]]) -> None:
         self.backend = backend
@@ -223,8 +222,7 @@ def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_B
 
 
 def visit_head(engine: Engine, head: PiecedHead, chunks: LossChunks, hidden: Sequence[Tensor]) -> Tensor:
-    """Run the head and the loss; return the loss of all micro-batches, an fp32 scalar. Gradients are formed in the
-    forward, and handed on in the backward."""
+    """Return the loss of all micro-batches, an fp32 scalar; gradients formed here are handed on in the backward."""
     formed = list[Tensor]()
 
     def forward(hidden: Sequence[Tensor], _: Sequence[bool]) -> Tensor:

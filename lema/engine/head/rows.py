@@ -1,8 +1,7 @@
 """A loss of rows: it is known once the log-probabilities of all rows of a pass are, and so are its gradients.
 
-The head runs once. Beside each token's log-probability it gives that one's gradient by the hidden state, which takes
-as much memory as the hidden states. What the objective says of a token then only scales it, because the head works on
-each position by itself.
+The head runs once. Beside each token's log-probability it gives that one's gradient by the hidden state, which takes as
+much memory as the hidden states. The objective then only scales it, because the head works on each position by itself.
 """
 
 from __future__ import annotations

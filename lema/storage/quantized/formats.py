@@ -1,9 +1,8 @@
 """The quantised formats: those of two libraries that quantise and expand, and those that models are published in.
 
 What a library stores it expands again. Of weights published otherwise `transformers` makes parameters from several
-stored tensors by arithmetic. The operations are those of its quantizers, run on the device at each lease. They make
-temporaries several times as large as what they are given, and are therefore run for one expert, or some rows of a
-matrix, after the other.
+stored tensors by arithmetic. The operations are those of its quantizers, run on the device at each lease. Their
+temporaries are several times as large as what they are given, so they are run for one expert, or some rows, at a time.
 """
 
 from __future__ import annotations

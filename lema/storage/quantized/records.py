@@ -200,8 +200,7 @@ def quiet_import(module: str) -> Any:
 
 
 def pieces(tensor: Tensor, units: int | None = None, elements: int | None = None, block: int = 1) -> Iterator[slice]:
-    """Cut a tensor along its first dimension, between `block`s of it; or `units` that have so many `elements`
-    together."""
+    """Cut a tensor along its first dimension, between `block`s of it; or `units` with so many `elements` in all."""
     length = tensor.shape[0] if units is None else units
     most = PIECE_ON_HOST if tensor.device.type == "cpu" else PIECE_ON_DEVICE
     size = max(1, most * length // max(elements or tensor.numel(), 1) // block) * block

@@ -64,8 +64,7 @@ def metadata(abouts: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
 
 
 def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[str, Any]:  # noqa: ARG001  as for others
-    """Return the `quantization_config` by which `transformers` loads what is written. Weights expand to `dtype`; the
-    linear modules `unchanged` are not quantised."""
+    """Return the `quantization_config` for `transformers`. Weights expand to `dtype`, but for modules `unchanged`."""
     from transformers import TorchAoConfig
 
     return dict(TorchAoConfig(_config(kind), modules_to_not_convert=list(unchanged)).to_dict())
