@@ -76,14 +76,14 @@ def run_benchmark(arguments: list[str]) -> None:
     activations.main()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a process of each mode
 def test_every_mode_has_both_kinds_of_rows(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
     assert set(rows) == {(mode, on) for mode in ("none", "hidden_states", "true") for on in (False, True)}
     assert all(len(row["all_seconds"]) == 2 for row in rows.values())
     assert all(rows["none", on]["ratio"] == 1 for on in (False, True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a process of each mode
 def test_bytes_moved_are_those_of_a_step(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
     for on in (False, True):
         assert rows["none", on]["bytes_out"] == rows["none", on]["bytes_back"] == 0
@@ -94,7 +94,7 @@ def test_bytes_moved_are_those_of_a_step(rows: dict[tuple[str, bool], dict[str, 
     assert rows["true", False]["bytes_out"] > 10 * rows["true", True]["bytes_out"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a process of each mode
 def test_offloading_lowers_the_peak(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
     for on in (False, True):
         assert rows["true", on]["peak_device"] < rows["none", on]["peak_device"]
