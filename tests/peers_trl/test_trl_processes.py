@@ -68,6 +68,11 @@ torch.save(found, place / f"found-{{rank}}.pt")
 """
 
 
+pytestmark = pytest.mark.timeout(
+    900
+)  # the first test waits for two processes that import all of TRL and train seven times
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes has found."""
