@@ -70,7 +70,7 @@ LONGEST = (
     "train/full/test_full_training",
 )
 
-SLOW_CASES = 2  # of a slow test that has no `covered` of its own, in the session of `tox`
+SLOW_CASES = 1  # of a slow test that has no `covered` of its own, in the session of `tox`
 
 
 def pytest_configure() -> None:

@@ -243,7 +243,7 @@ def test_a_head_that_fits_is_not_looked_at_in_pieces(tmp_path: Path, monkeypatch
     assert not planner_of(config, site=site_of(config)).needs().allocation.pieces
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the plan tries many pieces
 def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
     many_words: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,7 +320,7 @@ WHOLE = {
     "rwkv": "does not run on part of its vocabulary",
 }
 SOME = ("gemma3_text", "inkling2", "mamba", "gpt_neox", *WHOLE)
-OTHERS = (pytest.mark.slow, pytest.mark.covered(12))
+OTHERS = (pytest.mark.slow, pytest.mark.covered(6))
 
 
 @pytest.mark.parametrize("kind", [*SOME, *(pytest.param(kind, marks=OTHERS) for kind in STREAMED if kind not in SOME)])

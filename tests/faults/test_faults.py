@@ -21,7 +21,7 @@ GROUPS = (
     ("terms", "everystep", "damage", "fulldisk", "bombs", "settings", "smallfiles"),
 )
 DEFAULT = {"kills", "fulldisk", "pickles"}  # rows of a default run
-SESSION = {"terms", "damage", "bombs", "settings", "smallfiles"}  # slow ones; the others are exhaustive
+SESSION = {"bombs", "settings", "smallfiles"}  # slow ones; the others are exhaustive
 ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
 
 

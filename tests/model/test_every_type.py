@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.covered(60)
+@pytest.mark.covered(40)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(model_type: str, tmp_path: Path) -> None:
     """In fp32: rows as they are, padded, several packed into one, and two micro-batches of different lengths."""
@@ -39,7 +39,7 @@ def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(model_t
     assert_equal(model_type, found)
 
 
-@pytest.mark.covered(16)
+@pytest.mark.covered(8)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_under_autocast_of_bf16_as_well(model_type: str, tmp_path: Path) -> None:
     assert_equal(model_type, compare_ways(model_type, tmp_path, torch.bfloat16))

@@ -23,7 +23,7 @@ from lema_cpu import CpuBackend
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.covered(16)
+@pytest.mark.covered(8)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
     published, batches = write_model(tiny_config(model_type), tmp_path / "published"), micro_batches()

@@ -219,7 +219,7 @@ def test_a_picture_is_drawn(eight: Path, tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the head is tried in pieces
 def test_refusals(eight: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name_or_path: {eight}\ndevice: cpu\ngradient_checkpointing: true\nbatch_size: 1\n")

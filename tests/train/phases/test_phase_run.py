@@ -103,7 +103,7 @@ def test_stopped_after_any_write_it_ends_as_if_it_had_not_been(
         assert [event(row) for row in found] == [event(row) for row in straight]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_micro_batch_size_goes_on_where_the_first_stopped(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
