@@ -52,7 +52,7 @@ def watched(
     told = place / "failures"
     while start < count:
         marks[AT] = start
-        child = forked.fork(lambda: _children(marks, start, count, case, told, growth, seconds), place / "child.log")  # noqa: B023
+        child = forked.fork(lambda: _children(marks, start, count, case, told, growth, seconds), place / "child.log")  # noqa: B023 - it is called at once
         hung = _followed(child, marks, count, report)
         ended = child.wait()
         found = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.exists() else []
