@@ -163,6 +163,14 @@ def _no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(scope="module")
+def fast_disk() -> Iterator[None]:
+    """Nothing waits for the disk, in tests that do not ask what a loss of power leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer, as it is published, for the tests of one module."""
     from smallrun import write_model

@@ -36,9 +36,9 @@ class Tally(TorchDispatchMode):
         self._saved: set[int] = set()
         self._steps: list[_Step] = []
         self._steps_to_saved = 0
-        self._numbered: list[StorageWeakRef] = []  # whose numbers nothing else may get while they tell steps apart
+        # By number, which nothing else may get while it tells steps apart.
+        self._made: dict[int, StorageWeakRef] = {}
         self._left_out: dict[int, Tensor] = {}
-        self._seen: set[int] = set()
         self.live = 0  # bytes made here and alive now
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
@@ -78,9 +78,8 @@ class Tally(TorchDispatchMode):
         for tensor in made:
             if self.counts(tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
-                    self._numbered.append(StorageWeakRef(storage))
+                if storage._cdata not in self._made:
+                    self._made[storage._cdata] = StorageWeakRef(storage)
                     self.live += storage.nbytes()
                     weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
         given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]

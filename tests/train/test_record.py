@@ -1,15 +1,13 @@
 """The record of a run that was killed, anywhere and any number of times, is that of the run that nothing disturbed."""
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faults.shortrun import of_record, record_of
 from killed import killed
-from smallrun import run_fit, settings, token_rows, write_model
+from smallrun import run_fit, settings, token_rows
 
 from lema import LemaConfig
 
@@ -28,24 +26,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "early_stopping_threshold": 0.05,
     },
 }
+pytestmark = pytest.mark.usefixtures("fast_disk")
+
 FEWEST = 20  # changes; fewer would mean that they are not seen
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fast_disk() -> Iterator[None]:
-    """A loss of power is not what is tested here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama"))
-
-
-def config_of(model: Path, out: Path, way: str) -> LemaConfig:
-    return settings(model, out, lora_dropout=0.1, **RUNS[way])
+def config_of(llama: Path, out: Path, way: str) -> LemaConfig:
+    return settings(llama, out, lora_dropout=0.1, **RUNS[way])
 
 
 def go_on(config: LemaConfig) -> dict[str, Any]:
@@ -66,10 +53,10 @@ def told_of(out: Path) -> dict[str, Any]:
     return {"metrics": record_of(out), "log": logs, "card": card, "adapter": adapter}
 
 
-def straight(model: Path, way: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> tuple[list[str], Any, Any]:
+def straight(llama: Path, way: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> tuple[list[str], Any, Any]:
     """Return the changes that a run makes which nothing disturbs, what it comes to, and what it tells."""
     out, results = tmp_path / "straight", list[Any]()
-    every = killed(out, patch, lambda: results.append(go_on(config_of(model, out, way))), -1)
+    every = killed(out, patch, lambda: results.append(go_on(config_of(llama, out, way))), -1)
     whole = told_of(out)
     assert any("loss" in row for row in whole["metrics"]) and "train_loss" in whole["metrics"][-1]
     return every, results[0], whole
@@ -80,14 +67,14 @@ def straight(model: Path, way: str, tmp_path: Path, patch: pytest.MonkeyPatch) -
 )
 @pytest.mark.parametrize("way", RUNS)
 def test_killed_at_any_change_of_the_disk_it_leaves_the_record_of_the_run(
-    model: Path, way: str, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, way: str, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every, expected, whole = straight(model, way, tmp_path, monkeypatch)
+    every, expected, whole = straight(llama, way, tmp_path, monkeypatch)
     assert len(every) >= FEWEST
     wrong = []
     for at in range(0, len(every), stride):
         out = tmp_path / f"cut-{at}"
-        config = config_of(model, out, way)
+        config = config_of(llama, out, way)
         killed(out, monkeypatch, lambda config=config: go_on(config), at)
         found = go_on(config)
         if found != expected or told_of(out) != whole:
@@ -98,10 +85,10 @@ def test_killed_at_any_change_of_the_disk_it_leaves_the_record_of_the_run(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", RUNS)
 def test_killed_again_and_again_it_leaves_the_record_of_the_run(
-    model: Path, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, expected, whole = straight(model, way, tmp_path, monkeypatch)
-    config = config_of(model, tmp_path / "cut", way)
+    _, expected, whole = straight(llama, way, tmp_path, monkeypatch)
+    config = config_of(llama, tmp_path / "cut", way)
     kills, lives = 0, 11  # changes that a process lives to make: more and more, so that one comes to the end
     while len(killed(tmp_path / "cut", monkeypatch, lambda: go_on(config), lives, last=True)) > lives:
         kills, lives = kills + 1, lives + 5

@@ -29,15 +29,9 @@ RUN: dict[str, Any] = {"max_steps": 3, "lora_dropout": 0.1, "micro_batch_size": 
 IN_STEP = 15 * 3  # eight layers up, seven down
 IN_EVALUATION = 8 * 3
 ALL = 3 * IN_STEP + 2 * IN_EVALUATION  # of three steps, and evaluations after the second and at the end
+pytestmark = pytest.mark.usefixtures("fast_disk")
+
 MEASURED = ("loss", "eval_loss", "grad_norm", "learning_rate")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fast_disk() -> Iterator[None]:
-    """A loss of power is not what is tested here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
-        yield
 
 
 @pytest.fixture(scope="module")
