@@ -32,7 +32,7 @@ __all__ = ["LAUNCHED", "environment", "machine", "versions"]
 
 SECTION, ENVIRONMENT, VERSIONS = "machine", "environment", "versions"
 DEVELOPERS = {"dev", "test"}  # extras that no run needs
-BESIDE = ("datasets", "deepspeed", "flash-attn", "kernels", "triton", "trl")  # that change what torch and others do
+BESIDE = ("deepspeed", "flash-attn", "kernels", "triton", "trl")  # that change what torch and others do
 ROOT = Path("/")
 ENOUGH_FILES = 1024  # a large model has some hundred, and two descriptors are open of each
 ENOUGH_SHARED = 1 << 30
