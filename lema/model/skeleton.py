@@ -261,15 +261,15 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
     """The lists of modules that are in no other list, nor in a model within the model that reads no tokens."""
     lists: dict[str, nn.ModuleList] = {}
-    closed: list[str] = []
-    for name, module in decoder.named_modules(prefix=root):
-        if any(name.startswith(f"{outer}.") for outer in closed):
-            continue
+
+    def look(module: nn.Module, name: str) -> None:
         if isinstance(module, nn.ModuleList) and len(module):
-            lists[name] = module
-            closed.append(name)
-        elif isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids" and module is not decoder:
-            closed.append(name)
+            lists.setdefault(name, module)
+        elif module is decoder or not isinstance(module, PreTrainedModel) or module.main_input_name == "input_ids":
+            for inner, child in module.named_children():
+                look(child, f"{name}.{inner}".removeprefix("."))
+
+    look(decoder, root)
     return lists
 
 
