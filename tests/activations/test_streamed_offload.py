@@ -128,7 +128,6 @@ def test_a_run_leaves_the_same_adapter_with_any_mode(tmp_path: Path, recompute: 
         "gradient_accumulation_steps": 2,
         "micro_batch_size": 2,
         "lora_dropout": 0.1,
-        "num_train_epochs": 2,
     }
     expected = run_fit(settings(base, tmp_path / "off", **options), rows, token_rows(3))[1]
     for mode in MODES:

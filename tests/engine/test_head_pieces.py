@@ -275,6 +275,7 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
             assert_same(found, expected)
 
 
+@pytest.mark.covered(4)
 @pytest.mark.parametrize(
     "adapter",
     [

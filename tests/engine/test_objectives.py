@@ -51,6 +51,7 @@ def outcome(model: Any, parts: list[dict[str, torch.Tensor]]) -> Outcome:
     return Outcome.of(model.lora_manager, loss)
 
 
+@pytest.mark.covered(6)
 @pytest.mark.parametrize("cuts", [(8,), (3, 5), (1,) * 8], ids=str)
 @pytest.mark.parametrize("objective", BY_HAND)
 def test_loss_and_gradients_are_those_of_the_whole_model(
@@ -173,6 +174,7 @@ def test_evaluation_is_the_loss_without_adapters_moved_or_gradients(checkpoint_o
             assert all(parameter.grad is None for parameter in model.lora_manager.parameters())
 
 
+@pytest.mark.covered(5)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
 def test_grpo_clips_the_ratio_to_the_model_that_made_the_rows(

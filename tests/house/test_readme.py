@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("readme")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        run_demo(Path("lema-demo"), max_steps=30)
+        run_demo(Path("lema-demo"), max_steps=2)
     return directory
 
 

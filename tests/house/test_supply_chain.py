@@ -53,7 +53,7 @@ def test_a_wheel_is_the_same_when_it_is_built_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_written_tells_a_secret_or_is_open_to_others(tmp_path: Path) -> None:
+def test_nothing_written_tells_a_secret_and_files_get_the_permissions_of_any_other(tmp_path: Path) -> None:
     code = (
         "import os; os.umask(0o077)\n"
         "from pathlib import Path\n"
@@ -66,6 +66,8 @@ def test_nothing_written_tells_a_secret_or_is_open_to_others(tmp_path: Path) -> 
         "codes = [run(app, words.split()) for words in ('train my.yaml --trace trace.json', 'config show my.yaml',\n"
         "    'merge run merged', 'prepare lema-demo/model prepared', 'doctor --quick --json')]\n"
         "assert codes == [0] * 5, codes\n"
+        "os.umask(0o022)\n"
+        "run_demo(Path('open'), max_steps=2)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -78,21 +80,9 @@ def test_nothing_written_tells_a_secret_or_is_open_to_others(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(written) > 40
-    assert [path.name for path in written if path.stat().st_mode & 0o077] == []
+    modes = {path.relative_to(tmp_path): path.stat().st_mode & 0o777 for path in written}
+    assert [path for path, mode in modes.items() if path.parts[0] != "open" and mode & 0o077] == []
+    ours = {mode for path, mode in modes.items() if path.parts[0] == "open" and path.parts[1] != "model"}
+    assert ours == {0o644}  # `transformers` writes the model
     said = [done.stdout.encode(), done.stderr.encode(), *(path.read_bytes() for path in written)]
     assert not [name for name, secret in SECRETS.items() if any(secret.encode() in one for one in said)]
-
-
-@pytest.mark.slow
-def test_files_get_the_permissions_of_any_other(tmp_path: Path) -> None:
-    code = (
-        "import os; os.umask(0o022)\n"
-        "from pathlib import Path\n"
-        "from lema.cli.demo import run_demo\n"
-        "run_demo(Path('lema-demo'), max_steps=2)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
-    files = [path for path in (tmp_path / "lema-demo").rglob("*") if path.is_file()]
-    ours = [path for path in files if path.parent.name != "model"]  # `transformers` writes that
-    assert ours
-    assert {path.stat().st_mode & 0o777 for path in ours} == {0o644}

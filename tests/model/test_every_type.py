@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.covered(40)
+@pytest.mark.covered(24)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(model_type: str, tmp_path: Path) -> None:
     """In fp32: rows as they are, padded, several packed into one, and two micro-batches of different lengths."""
@@ -82,7 +82,7 @@ def test_the_table_of_models_does_not_claim_what_does_not_stream(model_type: str
     assert not survey(model_type).streams or model_type in UNTRIED
 
 
-@pytest.mark.covered(12)
+@pytest.mark.covered(8)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_the_table_of_models_refuses_nothing_that_streams(model_type: str) -> None:
     assert survey(model_type).streams in (True, None)

@@ -100,6 +100,7 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.covered(1)
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_resumed_run_goes_on_counting_and_knows_the_best(llama: Path, tmp_path: Path, step: int) -> None:

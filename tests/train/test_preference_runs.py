@@ -62,7 +62,8 @@ def written(directory: Path, model: Path, rows: list[dict[str, Any]], **changes:
     return file
 
 
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "orpo", "simpo", "kto"])
+@pytest.mark.covered(2)
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "kto", "orpo", "simpo"])
 def test_a_yaml_is_enough(model: Path, objective: str, tmp_path: Path) -> None:
     rows = LABELLED if objective == "kto" else PAIRS
     assert lema("train", written(tmp_path, model, rows, objective=objective, num_train_epochs=3)) == 0

@@ -136,6 +136,7 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.covered(1)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     llama: Path, tmp_path: Path, grouped: bool

@@ -77,8 +77,8 @@ PLANS = {
 }
 
 
-# Seven is prime to the writes of a step, so that saving, notes and events take turns to be the last.
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+# Seventeen is prime to the writes of a step, so that saving, notes and events take turns to be the last.
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "name",
     [name if name == "weights, adapters" else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANS],
