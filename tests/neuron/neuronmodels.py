@@ -125,7 +125,7 @@ def model_case(
 
 
 def left_out(ranks: int) -> set[str]:
-    """The cases of `AXES` that a session of `tox` leaves out: it has every pair over 2 ranks, and a few others over 4."""
+    """The cases of `AXES` that a session leaves out: it has every pair over 2 ranks, and a few others over 4."""
     pairs = {"-".join(case.values()) for case in covering(AXES, 2)}
     others = [name for case in product_cases(AXES) if (name := "-".join(case.values())) not in pairs]
     return pairs.union(others) - set(others[::4]) if ranks == 4 else set(others)
