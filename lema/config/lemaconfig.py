@@ -38,7 +38,6 @@ from lema.config.types import (
     Scheduler,
     Strategy,
 )
-from lema.config.yaml import from_yaml
 from lema.errors import ConfigError, DiskError
 
 __all__ = ["CONFIG_NAME", "LemaConfig"]
@@ -335,10 +334,6 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         """Return the default of every setting by name, None for those that only a backend has."""
         return super().defaults() | dict.fromkeys(backend_settings())
 
-    def to_dict(self) -> dict[str, Any]:
-        """Every setting as plain JSON types."""
-        return self.model_dump(mode="json")
-
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """JSON schema of every setting, with its meaning and default; editors complete YAML from it."""
@@ -392,8 +387,3 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
             return cls(**{**values, **overrides})
         except SettingsError as error:
             raise error.located({"": str(file)}, overrides) from error.__cause__
-
-    @classmethod
-    def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
-        return from_yaml(cls, path, overrides)

@@ -8,11 +8,13 @@ the run is computed, how much memory it takes, what it writes and how often.
 
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import Annotated, Any, Self, TypeVar
+from os import PathLike
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
 from lema.config.problems import Problem, SettingsError, Several, problems_of
+from lema.config.yaml import read_yaml
 
 __all__ = ["Change", "OfAdapter", "OfData", "Refused", "Said", "Settings", "Silent", "part"]
 
@@ -43,6 +45,8 @@ class Settings(BaseModel):
         extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
 
+    _spellings: ClassVar[Mapping[str, str]] = {}  # other names in a file, each with the setting's
+
     def __init__(self, **settings: Any) -> None:
         try:
             super().__init__(**settings)
@@ -56,6 +60,19 @@ class Settings(BaseModel):
             field.alias or name: field.get_default(call_default_factory=True)
             for name, field in cls.model_fields.items()
         }
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
+        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
+        file = read_yaml(path)
+        try:
+            return cls(**{**file.values, **overrides})
+        except SettingsError as error:
+            raise error.located(file.places(cls._spellings), overrides) from error.__cause__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every setting as plain JSON types."""
+        return self.model_dump(mode="json", by_alias=True)
 
     @field_validator("*", mode="before")
     @classmethod

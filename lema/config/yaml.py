@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
@@ -16,10 +16,9 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from lema.config.problems import SettingsError
 from lema.errors import ConfigError
 
-__all__ = ["YamlFile", "from_yaml", "parse_value", "read_yaml"]
+__all__ = ["YamlFile", "parse_value", "read_yaml"]
 
 MAX_BYTES = 256 << 10  # of a file: the parser takes 10 s for so much, and settings are a few thousand
 MAX_VALUES = 20_000  # in a file, aliases written out: a few lines of them stand for more than any memory
@@ -34,9 +33,14 @@ class YamlFile:
     values: dict[str, Any]  # the mapping at the top of the file
     lines: dict[str, int]  # the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`
 
-    def places(self) -> dict[str, str]:
-        """`file:line` of every key by its path, and of "" the file, for error messages."""
-        return {"": str(self.path)} | {key: f"{self.path}:{line}" for key, line in self.lines.items()}
+    def places(self, spellings: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """`file:line` of every key by its path, and of "" the file, for error messages. `spellings` are other names in
+        the file, each with the setting's, which is there as well then."""
+        found = {"": str(self.path)} | {key: f"{self.path}:{line}" for key, line in self.lines.items()}
+        for other, name in spellings.items():
+            given = [key for key in found if key == other or key.startswith((f"{other}[", f"{other}."))]
+            found |= {name + key.removeprefix(other): found[key] for key in given}
+        return found
 
 
 def read_yaml(path: str | PathLike[str]) -> YamlFile:
@@ -117,29 +121,6 @@ def _explained(error: MarkedYAMLError) -> tuple[str, str]:
     if "another document" in problem:
         return "the file holds more than one document", "keep one, and remove the `---` between them"
     return f"not YAML: {problem}", "check the quotes, brackets and colons on this line and the one before"
-
-
-Made = TypeVar("Made")
-
-
-def from_yaml(
-    make: Callable[..., Made],
-    path: str | PathLike[str],
-    overrides: Mapping[str, Any],
-    spellings: Mapping[str, str] = MappingProxyType({}),
-) -> Made:
-    """Make settings of a YAML file by calling `make` with them, those in `overrides` in place of the file's. A
-    `ConfigError` names file, line and key. `spellings` are other names in the file, each with the setting's."""
-    file = read_yaml(path)
-    try:
-        return make(**{**file.values, **overrides})
-    except SettingsError as error:
-        places = file.places()
-        for other, name in spellings.items():
-            inside = (f"{other}[", f"{other}.")
-            given = {key: at for key, at in places.items() if key == other or key.startswith(inside)}
-            places |= {name + key.removeprefix(other): at for key, at in given.items()}
-        raise error.located(places, overrides) from error.__cause__
 
 
 def _num_values(node: Node, known: dict[int, int]) -> int:

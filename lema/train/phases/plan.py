@@ -10,15 +10,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from os import PathLike
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from lema.config.problems import Problem, as_problem
 from lema.config.settings import Settings, part
 from lema.config.types import Count
-from lema.config.yaml import from_yaml
 from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
@@ -120,15 +118,6 @@ class PhasePlan(Settings):
                 if not samples:
                     what = f"the fade is less than one row of {self.max_length} tokens"
                     yield problem_at(key, what, "make it longer")
-
-    @classmethod
-    def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
-        return from_yaml(cls, path, overrides)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every setting as plain JSON types."""
-        return self.model_dump(mode="json")
 
     def steps(self, index: int) -> TokenSteps:
         """Return the optimizer steps of a phase, counted from 0, and its tokens."""

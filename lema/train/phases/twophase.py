@@ -3,10 +3,9 @@
 The fields and their defaults are those of the two-phase trainer; what it has no name for is below them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from os import PathLike
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -15,7 +14,6 @@ from lema.config.adapter import AdapterSettings
 from lema.config.problems import Problem, SettingsError, as_problem
 from lema.config.settings import Settings, part
 from lema.config.types import Beta, Count, Name, NotNegative, PhaseScheduler, Positive, Scale, Targets, Tokens
-from lema.config.yaml import from_yaml
 from lema.data import Sampling
 from lema.data.sampling import check_rates
 from lema.engine.schedules import SCHEDULES, takes
@@ -76,6 +74,7 @@ class LoRATrainerConfig(Settings):
     """
 
     model_config = ConfigDict(frozen=True)
+    _spellings: ClassVar[Mapping[str, str]] = _SINGULAR
 
     batch_size: Count = 512
     """Rows per optimizer step, of all processes together."""
@@ -203,15 +202,6 @@ class LoRATrainerConfig(Settings):
             for problem in error.problems:
                 key = next(key for end, key in own.items() if problem.key.endswith(end))
                 yield problem_at(key, problem.what.partition(": ")[2], problem.how)
-
-    @classmethod
-    def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
-        return from_yaml(cls, path, overrides, _SINGULAR)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every setting as plain JSON types."""
-        return self.model_dump(mode="json", by_alias=True)
 
     def plan(self) -> PhasePlan:
         """Return the phases, one per stage; the optimizer begins anew with the adapters, and is carried otherwise."""
