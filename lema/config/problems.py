@@ -124,9 +124,9 @@ class SettingsError(ConfigError):
         return SettingsError(found)
 
 
-def as_problem(error: ConfigError, key: str) -> Problem:
-    """Return what a function refused as a problem of a setting."""
-    return Problem(key, f"{key}: {error.what}", error.how)
+def problem_at(key: str, what: str, how: str) -> Problem:
+    """Return a problem whose sentence begins with the path of its setting, because several phases have one of it."""
+    return Problem(key, f"{key}: {what}", how)
 
 
 def prefixed(problem: Problem, path: str) -> Problem:

@@ -19,7 +19,7 @@ from pydantic import (
 
 from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
-from lema.config.problems import Problem, SettingsError, Several, as_problem, unknown_setting
+from lema.config.problems import Problem, SettingsError, Several, problem_at, unknown_setting
 from lema.config.settings import Settings, part
 from lema.config.types import Beta, Count, NameList, NotNegative, PhaseScheduler, Positive, Tokens
 from lema.data import Sampling
@@ -43,11 +43,6 @@ OVERRIDES = frozenset(
         *("device_memory", "host_memory", "prefetch_depth"),
     ]
 )
-
-
-def problem_at(key: str, what: str, how: str) -> Problem:
-    """Return a problem whose sentence begins with the path of its setting, because several phases have one of it."""
-    return Problem(key, f"{key}: {what}", how)
 
 
 def _items(value: Any) -> Any:
@@ -226,10 +221,7 @@ class Phase(AdapterSettings):
         try:
             check_rates(self.mixture)
         except ConfigError as error:
-            yield as_problem(error, "mixture")
-        yield from self._overrides_wrong()
-
-    def _overrides_wrong(self) -> Iterator[Problem]:
+            yield problem_at("mixture", error.what, error.how)
         if wrong := self.overrides.keys() - OVERRIDES:
             yield Problem("overrides", f"overrides has {min(wrong)!r}, which a phase cannot change", "leave it out")
             return

@@ -8,20 +8,20 @@ its writer may not have meant, before anything is trained.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from lema.config.problems import Problem, as_problem
+from lema.config.problems import Problem, problem_at
 from lema.config.settings import Settings, part
 from lema.config.types import Count
 from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
 from lema.errors import ConfigError
-from lema.train.phases.phase import Phase, between_phases, problem_at
+from lema.train.phases.phase import Phase, between_phases
 
 __all__ = ["Boundary", "PhasePlan", "TokenSteps", "steps_of"]
 
@@ -92,20 +92,17 @@ class PhasePlan(Settings):
     def disagreements(self) -> Iterator[Problem]:
         """Yield what does not fit between phases, or into the steps that one has."""
         yield from between_phases(self.phases)
-        yield from self._lengths()
-
-    def _lengths(self) -> Iterator[Problem]:
         for place, phase in enumerate(self.phases):
             path = f"phases[{place}]"
             try:
                 steps = self.steps(place).steps
             except ConfigError as error:
-                yield as_problem(error, f"{path}.tokens")
+                yield problem_at(f"{path}.tokens", error.what, error.how)
                 continue
             try:
                 phase.spans(steps)
             except ConfigError as error:
-                yield as_problem(error, f"{path}.{error.where}")
+                yield problem_at(f"{path}.{error.where}", error.what, error.how)
             if (ends := phase.schedule_start + steps) > phase.schedule_total(steps):
                 what = f"the schedule has {phase.schedule_steps} steps, and the phase ends at {ends}"
                 yield problem_at(f"{path}.schedule_steps", what, "make it longer, or lower schedule_start or tokens")
@@ -170,7 +167,8 @@ class PhasePlan(Settings):
 
     def warnings(self) -> tuple[Problem, ...]:
         """Return what to look at before it is run."""
-        return tuple(warning for index in range(len(self.phases)) for warning in _warnings(self, index))
+        found = (warning for index in range(len(self.phases)) for warning in _warnings(self, index))
+        return tuple(replace(warning, place=warning.key) for warning in found)
 
     def numbers(self, num_phases: int | None = None) -> dict[str, Any]:
         """Return what decides the numbers of the first so many phases, as JSON types: not names, the micro-batch size,
@@ -243,10 +241,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 _NOTABLE = 0.01
 
 
-def _warning(key: str, what: str, how: str) -> Problem:
-    return Problem(key, what, how, place=key)
-
-
 def _warnings(plan: PhasePlan, index: int) -> Iterator[Problem]:
     phase, size = plan.phases[index], plan.steps(index)
     path, called = f"phases[{index}]", f"phase {index + 1} ({phase.name})"
@@ -258,13 +252,13 @@ def _warnings(plan: PhasePlan, index: int) -> Iterator[Problem]:
         what = f"{called} ends inside its warm-up: {size.steps} steps, and {spans.warmup} of warm-up; {moves}"
         what += f", and never reaches {phase.learning_rate:.2g}"
         key, how = f"{path}.{phase.length_key('warmup')}", "shorten the warm-up, or give the phase more tokens"
-        yield _warning(key, what, how)
+        yield Problem(key, what, how)
     elif not goes_on and ends < total:
         what = f"{called} ends at step {ends} of a schedule of {total}; {moves}"
-        yield _warning(f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase")
+        yield Problem(f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase")
     if size.leftover > _NOTABLE * phase.tokens:
         what = f"{called} leaves out {size.leftover} of {phase.tokens} tokens, which are less than a step"
-        yield _warning(f"{path}.tokens", what, f"give {size.tokens} or {size.tokens + size.tokens // size.steps}")
+        yield Problem(f"{path}.tokens", what, f"give {size.tokens} or {size.tokens + size.tokens // size.steps}")
 
 
 def _goes_on(plan: PhasePlan, index: int, ends: int, total: int) -> bool:

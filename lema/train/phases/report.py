@@ -163,14 +163,18 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
     phase, boundary, size = plan.phases[index], plan.boundaries()[index], plan.steps(index)
     risen = min(max(0, phase.spans(size.steps).warmup - phase.schedule_start), size.steps - 1)
     rates = [plan.learning_rate(index, step) for step in (0, risen, size.steps - 1)]
-    disk, seconds = _disk(config, plan, index, needs), needs.seconds
+    blueprint, seconds = needs.planner.blueprint, needs.seconds
+    count = math.ceil(size.steps / config.save_steps) if config.save_steps else 1
+    kept, leaves = min(count, config.save_total_limit or count), Places(Path(config.output_dir), plan).leaves_model
+    # What the phase leaves: checkpoints, and the model that the next phase begins with.
+    disk = {"checkpoints": kept * blueprint.checkpoint_bytes, "model": leaves(index) * blueprint.model_bytes}
     host = sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared
     parts = {"device": needs.device, "host": needs.host, "disk": disk}
     return PhaseEntry(
         name=boundary.name,
         trains=phase.trains,
-        trainable=needs.planner.blueprint.adapter_parameters,
-        parameters=needs.planner.blueprint.parameters,
+        trainable=blueprint.adapter_parameters,
+        parameters=blueprint.parameters,
         first_step=boundary.first_step + 1,
         last_step=boundary.stop_step,
         tokens=size.tokens,
@@ -182,14 +186,6 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         at_once=needs.planner.shape.micro_batch.rows,
         hours=None if seconds is None else size.steps * seconds / 3600,
     )
-
-
-def _disk(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> dict[str, int]:
-    """Return the bytes of what a phase leaves: checkpoints, and the model that the next phase begins with."""
-    blueprint, leaves = needs.planner.blueprint, Places(Path(config.output_dir), plan).leaves_model(index)
-    count = math.ceil(plan.steps(index).steps / config.save_steps) if config.save_steps else 1
-    kept = min(count, config.save_total_limit or count)
-    return {"checkpoints": kept * blueprint.checkpoint_bytes, "model": leaves * blueprint.model_bytes}
 
 
 Row = tuple[str, str, str]

@@ -2,23 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lema.config.problems import Problem, SettingsError, meant
 
-__all__ = ["Selection", "layer_selection", "may_overlap", "selection_problems"]
+__all__ = ["layer_selection", "may_overlap", "selection_problems"]
 
 _ENDS = ("embeddings", "head")
 _FORMS = 'use a layer\'s number from 0 on, "first:2", "last:4", "embeddings" or "head"'
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The decoder layers selected, counted from 0; whether the input embeddings are, and the head with its norm."""
-
-    layers: frozenset[int]
-    embeddings: bool = False
-    head: bool = False
 
 
 def selection_problems(items: Sequence[object], num_layers: int | None = None, key: str = "layers") -> list[Problem]:
@@ -32,12 +22,12 @@ def selection_problems(items: Sequence[object], num_layers: int | None = None, k
     ]
 
 
-def layer_selection(items: Sequence[int | str], num_layers: int, key: str = "layers") -> Selection:
+def layer_selection(items: Sequence[int | str], num_layers: int) -> frozenset[int]:
     """Return what a list like `["last:4", "first:2", 3, "embeddings", "head"]` selects of so many decoder layers,
     counted from 0; a `SettingsError` holds each problem."""
-    if problems := selection_problems(items, num_layers, key):
+    if problems := selection_problems(items, num_layers):
         raise SettingsError(problems)
-    return Selection(_layers_of(items, num_layers) or frozenset(), "embeddings" in items, "head" in items)
+    return _layers_of(items, num_layers) or frozenset()
 
 
 def _span(item: str) -> tuple[str, int]:

@@ -66,6 +66,7 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
     embeddings, head = (set(), set()) if selection is None else (_embeddings(model), _head(model))
+    named = {"embeddings", "head"} & set(phase.layers or ())
     found, unmatched, towers = set(), set(phase.trainable or ()), find_towers(model)
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{layers_name}.")
@@ -76,15 +77,14 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
             wanted = True
         elif inside:
             number = int(name.removeprefix(f"{layers_name}.").partition(".")[0])
-            within = selection is None or number in selection.layers
+            within = selection is None or number in selection
             ends = {end for end in phase.trainable or () if f".{module}".endswith(f".{end}")}
             unmatched -= ends
             wanted = within and (phase.trainable is None or bool(ends))
         else:
             # A tied head is the embeddings' weight, which trains with either, as it does in the whole model.
-            wanted = selection is not None and (
-                (selection.embeddings and id(parameter) in embeddings)
-                or (selection.head and (id(parameter) in head or id(parameter) not in embeddings))
+            wanted = ("embeddings" in named and id(parameter) in embeddings) or (
+                "head" in named and (id(parameter) in head or id(parameter) not in embeddings)
             )
         if wanted:
             found.add(name)

@@ -11,14 +11,14 @@ from pydantic import ConfigDict, Field
 
 from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
-from lema.config.problems import Problem, SettingsError, as_problem
+from lema.config.problems import Problem, SettingsError, problem_at
 from lema.config.settings import Settings, part
 from lema.config.types import Beta, Count, Name, NotNegative, PhaseScheduler, Positive, Scale, Targets, Tokens
 from lema.data import Sampling
 from lema.data.sampling import check_rates
 from lema.engine.schedules import SCHEDULES, takes
 from lema.errors import ConfigError
-from lema.train.phases.phase import LENGTHS, Mixture, Phase, problem_at
+from lema.train.phases.phase import LENGTHS, Mixture, Phase
 from lema.train.phases.plan import PhasePlan, steps_of
 
 __all__ = ["LoRAConfig", "LoRATrainerConfig"]
@@ -186,12 +186,12 @@ class LoRATrainerConfig(Settings):
             try:
                 check_rates(mixture)
             except ConfigError as error:
-                yield as_problem(error, f"{time}_datasets[{stage}]")
+                yield problem_at(f"{time}_datasets[{stage}]", error.what, error.how)
         for stage, count in enumerate(tokens):
             try:
                 steps_of(count, self.batch_size, self.block_size)
             except ConfigError as error:
-                yield as_problem(error, f"{time}_tokens[{stage}]")
+                yield problem_at(f"{time}_tokens[{stage}]", error.what, error.how)
 
     def _schedule_wrong(self) -> Iterator[Problem]:
         """What is wrong with the plan still, said of the settings here: the parts of a schedule may not fit into it."""
