@@ -274,18 +274,11 @@ def _matching(levels: Sequence[nn.Module], patterns: Sequence[str]) -> Iterator[
                 ) from error
             found = [module for name, module in named if whole.fullmatch(name)]
         if not found:
-            raise _no_match(pattern, [name for name, _ in named])
+            known = {one for name, _ in named for one in (name, name.rpartition(".")[2])}
+            close = ", ".join(difflib.get_close_matches(pattern, sorted(known), n=3))
+            how = f"close names are: {close}" if close else "name the end of a module's name, or all by a pattern"
+            raise ConfigError(f"no module matches {pattern!r}", where="exclude_modules", how=how)
         yield from found
-
-
-def _no_match(pattern: str, names: Sequence[str]) -> ConfigError:
-    ends = {name.rpartition(".")[2] for name in names}
-    close = difflib.get_close_matches(pattern, sorted(ends | set(names)), n=3)
-    return ConfigError(
-        f"no module matches {pattern!r}",
-        where="exclude_modules",
-        how=f"close names are: {', '.join(close)}" if close else "name the end of a module's name, or all by a pattern",
-    )
 
 
 def _plain(name: str) -> str:

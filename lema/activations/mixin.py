@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -70,11 +70,17 @@ class ActivationOffloadingMixin(Below):
         activation_offloading_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = next((one for one in (*args, *kwargs.values()) if hasattr(one, "activation_offloading")), None)
+        given: Any = next((one for one in (*args, *kwargs.values()) if hasattr(one, "activation_offloading")), None)
         if activation_offloading is None:
             activation_offloading = getattr(given, "activation_offloading", None)
-        with _asked_of_nobody_else(given):
+        asked: Any = getattr(given, "activation_offloading", False)
+        if asked:  # so that the trainer below prepares no offloading of its own
+            given.activation_offloading = False
+        try:
             super().__init__(*args, **kwargs)
+        finally:
+            if asked:
+                given.activation_offloading = asked
         if hasattr(self, THEIRS):
             setattr(self, THEIRS, nullcontext())  # because a subclass may have made one all the same
         if activation_offloading is None:
@@ -145,17 +151,3 @@ class ActivationOffloadingMixin(Below):
                 what = "two ways to offload are asked for: activation_offloading, and that of the checkpoints"
                 how = 'leave that out; activation_offloading="hidden_states" moves the same tensors'
                 raise ConfigError(what, where=f"{name}: offload", how=how)
-
-
-@contextmanager
-def _asked_of_nobody_else(arguments: Any) -> Iterator[None]:
-    """Let `arguments` not ask for offloading while a trainer is made, so that it prepares none of its own."""
-    asked = getattr(arguments, "activation_offloading", False)
-    if not asked:
-        yield
-        return
-    arguments.activation_offloading = False
-    try:
-        yield
-    finally:
-        arguments.activation_offloading = asked

@@ -241,18 +241,15 @@ class Offload:
             piece, came = self._lost.popleft()
             piece.alive -= 1
             if piece.alive == 0:
-                self._drop(piece)
+                others = self._pieces[piece.key]
+                others.remove(piece)
+                if not others:
+                    del self._pieces[piece.key]
+                piece.gone()
             elif came != piece.round:
                 piece.wanted -= 1
                 if piece.wanted == 0:
                     piece.forget()
-
-    def _drop(self, piece: Piece) -> None:
-        others = self._pieces[piece.key]
-        others.remove(piece)
-        if not others:
-            del self._pieces[piece.key]
-        piece.gone()
 
     def _piece_of(self, tensor: Tensor) -> Piece | None:
         """Return the piece that `tensor` lies in, new if need be; None: there is no room for it."""
@@ -263,7 +260,10 @@ class Offload:
                 return piece
         place = self._store.place(nbytes)
         if place is None:
-            self._say_full(nbytes)
+            if not self._full:
+                what = f"there is no room for {nbytes:,} bytes of activations in host memory: they stay on the device; "
+                warnings.warn(f"{what}make room, or give a directory on a disk for the rest", stacklevel=1)
+            self._full = True
             return None
         device = tensor.device
         if device not in self._carriers:
@@ -291,15 +291,6 @@ class Offload:
     def _forget(self, backward: int) -> None:
         for piece in list(self._back.pop(backward, ())):
             piece.forget()
-
-    def _say_full(self, nbytes: int) -> None:
-        if not self._full:
-            self._full = True
-            warnings.warn(
-                f"there is no room for {nbytes:,} bytes of activations in host memory: they stay on the device; "
-                "make room, or give a directory on a disk for the rest",
-                stacklevel=2,
-            )
 
 
 def check_version(now: int, then: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
