@@ -18,6 +18,7 @@ from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
 from lema.storage.index import PREPARED_MARK, check_inside
+from lema.storage.modelfiles import CODE, COMPANIONS
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_into, read_pieces
@@ -28,8 +29,6 @@ __all__ = ["bytes_of", "cast_pieces", "read_tensor", "stored_name", "write_cast"
 
 METADATA = {"format": "pt", PREPARED_MARK: "true"}  # of a file with the names `transformers` uses in memory
 STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, generation settings
-CODE = ("*.py",)
 
 
 def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
@@ -96,7 +95,7 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
     """Copy the small files beside a model's weights, but for `config.json` and the index of its shards. The model's own
     code is copied as well if `code`. `WeightsError`: one of them is a link that leaves the directory; `DiskError`: one
     could not be written."""
-    patterns = (*COMPANIONS, *CODE) if code else COMPANIONS
+    patterns = COMPANIONS + (CODE if code else ())
     found = {file.name: file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
     for name, file in sorted(found.items()):
         if name != "config.json" and not name.endswith(".index.json"):

@@ -10,12 +10,9 @@ from typing import Any
 
 from lema.errors import DiskError, WeightsError
 from lema.storage.diskspace import is_full
-from lema.storage.modelfiles import require_commit
+from lema.storage.modelfiles import CODE, COMPANIONS, require_commit
 
-__all__ = ["ALLOWED_FILES", "CODE_FILES", "IGNORED_FILES", "own_weights", "resolve_model"]
-
-ALLOWED_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-CODE_FILES = ("*.py",)
+__all__ = ["own_weights", "resolve_model"]
 
 # A second copy of the same weights, in the layout of the model's makers or of another runtime.
 IGNORED_FILES = ("*/*.safetensors", "consolidated*.safetensors")
@@ -51,7 +48,8 @@ def resolve_model(
         raise WeightsError(f"{name} does not exist", where=str(path.absolute()), how="check the path of the model")
     if trust_remote_code:
         require_commit(name, revision)
-    return _download(name, revision, ALLOWED_FILES + (CODE_FILES if trust_remote_code else ()), download)
+    files = ("*.safetensors", *COMPANIONS, *(CODE if trust_remote_code else ()))
+    return _download(name, revision, files, download)
 
 
 def own_weights(name_or_path: str | os.PathLike[str], directory: Path) -> Path:

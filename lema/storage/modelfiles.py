@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_code", "load_generation_config", "load_tokenizer", "read_config_file", "require_commit"]
 
-COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
+COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, settings
+CODE = ("*.py",)
 TEMPLATES = "additional_chat_templates"
 MAX_BYTES = 500_000_000  # ten times the largest tokenizers
 
@@ -39,7 +40,7 @@ def check_companions(directory: Path) -> None:
     if folder.is_symlink() or folder.exists():
         check_inside(folder)
     for place in (directory, folder):
-        for file in sorted({file for pattern in COMPANIONS for file in place.glob(pattern)}):
+        for file in sorted({file for pattern in COMPANIONS + CODE for file in place.glob(pattern)}):
             check_inside(file)
             if not file.is_dir() and regular_size(file) > MAX_BYTES:
                 what = f"{file.name} is larger than the {MAX_BYTES:,} bytes that such a file may have"

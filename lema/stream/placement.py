@@ -10,10 +10,10 @@ them, one after the other, are the slot, with some padding at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from lema.storage.slices import AssembledRecord, Move, Piece
 
 __all__ = ["DTYPES", "PAGE", "ByteRun", "LayerBytes", "part_bytes", "place"]
 
+T = TypeVar("T")
 PAGE = 4096
 VECTOR = 16  # bytes that kernels load at once
 CACHE_LINE = 64  # what memory for a tensor of its own begins at, and kernels are fastest at
@@ -154,11 +155,12 @@ def _place_plain(
     casts: list[Cast] = []
     end = 0
     direct = {
-        name: (record, dtype)
+        name: record
         for name, (record, dtype) in tensors.items()
         if isinstance(record, TensorRecord) and DTYPES[record.dtype] == dtype and record.offset % dtype.itemsize == 0
     }
-    for group in _consecutive(direct):
+    ordered = sorted(direct.items(), key=lambda item: (str(item[1].file), item[1].offset))
+    for group in grouped(ordered, _follows):
         first, last = group[0][1], group[-1][1]
         # As far into its page as it lies in the file's, because reads past the page cache copy whole aligned pages.
         start = _round_up(end) + first.offset % PAGE
@@ -180,6 +182,11 @@ def _place_plain(
             casts.append(Cast(record, placed[name]))
         end = placed[name].offset + placed[name].nbytes
     return placed, tuple(runs), tuple(casts), _round_up(end)
+
+
+def _follows(group: Sequence[tuple[str, TensorRecord]], item: tuple[str, TensorRecord]) -> bool:
+    last = group[-1][1]
+    return (item[1].file, item[1].offset) == (last.file, last.offset + last.nbytes)
 
 
 def _lead(record: AssembledRecord, dtype: torch.dtype) -> int:
@@ -243,16 +250,14 @@ def view(buffer: Tensor, placed: Placed) -> Tensor:
     return buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype).view(placed.shape)
 
 
-def _consecutive(tensors: Mapping[str, tuple[TensorRecord, torch.dtype]]) -> Iterable[list[tuple[str, TensorRecord]]]:
-    group: list[tuple[str, TensorRecord]] = []
-    ordered = sorted(tensors.items(), key=lambda item: (str(item[1][0].file), item[1][0].offset))
-    for name, (record, _) in ordered:
-        if group:
-            previous = group[-1][1]
-            if record.file != previous.file or record.offset != previous.offset + previous.nbytes:
-                yield group
-                group = []
-        group.append((name, record))
+def grouped(items: Iterable[T], continues: Callable[[Sequence[T], T], bool]) -> Iterator[list[T]]:
+    """Yield lists of neighbours: an item that `continues` the list before it is in that, another begins one."""
+    group: list[T] = []
+    for item in items:
+        if group and not continues(group, item):
+            yield group
+            group = []
+        group.append(item)
     if group:
         yield group
 

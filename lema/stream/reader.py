@@ -27,7 +27,7 @@ from lema.storage.directio import open_direct, read_all
 from lema.storage.quantized.formats import move_elements
 from lema.storage.slices import RowRange
 from lema.storage.spillfile import as_bytes
-from lema.stream.placement import DTYPES, PAGE, ByteRun, Cast, LayerBytes
+from lema.stream.placement import DTYPES, PAGE, ByteRun, Cast, LayerBytes, grouped
 from lema.stream.weightcheck import BaseGuard, first_non_finite, refusal
 from lema.stream.workers import Ticket, Workers
 
@@ -117,7 +117,9 @@ class LayerReader:
     ) -> Ticket:
         """Start reading `layer` into `buffer`, uint8 `[at least layer.nbytes]`, page-aligned. `before` is called in a
         reader thread ahead of the first byte; it blocks until the buffer may be overwritten. A trace says `name`."""
-        parts: list[Callable[[], None]] = [partial(self._read, name, runs, buffer) for runs in _requests(layer)]
+        # What follows each other in a file, as the pieces of experts commonly do, is what one read takes.
+        requests = grouped(sorted(_segments(layer), key=lambda run: (str(run.file), run.offset)), _continues)
+        parts: list[Callable[[], None]] = [partial(self._read, name, runs, buffer) for runs in requests]
         parts += [partial(self._cast, name, cast, buffer) for cast in layer.casts]
         ticket = Ticket(parts, before)
         self._workers.submit(ticket)
@@ -262,18 +264,6 @@ def _segments(layer: LayerBytes) -> Iterator[ByteRun]:
             stop = min(end, (offset // PAGE) * PAGE + SEGMENT)
             yield replace(run, offset=offset, nbytes=stop - offset, slot_offset=run.slot_offset + offset - run.offset)
             offset = stop
-
-
-def _requests(layer: LayerBytes) -> Iterator[Sequence[ByteRun]]:
-    """Group pieces that follow each other in a file, as those of experts commonly do, into what one read takes."""
-    group: list[ByteRun] = []
-    for run in sorted(_segments(layer), key=lambda run: (str(run.file), run.offset)):
-        if group and not _continues(group, run):
-            yield group
-            group = []
-        group.append(run)
-    if group:
-        yield group
 
 
 def _continues(group: Sequence[ByteRun], run: ByteRun) -> bool:

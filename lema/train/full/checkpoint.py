@@ -64,7 +64,12 @@ def write_full(
     the first writes. Errors are as `write_checkpoint`'s, in every process."""
 
     def write_weights(part: Path) -> None:  # with the memory of one more layer
-        for file, names in _files(masters):
+        files: dict[str, Iterable[str]] = {
+            f"{KIND}-{layer:05}.safetensors": names for layer, names in masters.by_layer.items()
+        }
+        if masters.outside:
+            files[f"{KIND}-outside.safetensors"] = masters.outside
+        for file, names in files.items():
             tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
             check_finite(tensors, directory / file)
             save_file(tensors, part / file)
@@ -123,13 +128,6 @@ def _state(directory: Path) -> dict[str, Any]:
         what = f"this is a checkpoint of {kind}, not of weights"
         raise AdapterError(what, where=str(directory), how="name one of this kind of training")
     return state
-
-
-def _files(masters: Masters) -> Iterator[tuple[str, Iterable[str]]]:
-    for layer, names in masters.by_layer.items():
-        yield f"{KIND}-{layer:05}.safetensors", names
-    if masters.outside:
-        yield f"{KIND}-outside.safetensors", masters.outside
 
 
 def _tensors(masters: Masters, optimizer: Optimizer, name: str) -> Iterator[tuple[str, Tensor]]:
