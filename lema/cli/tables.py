@@ -19,7 +19,7 @@ from rich.progress import track
 from rich.text import Text
 
 from lema.config.printing import print_table
-from lema.config.problems import nearest
+from lema.config.problems import meant
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import ConfigError, DiskError
 from lema.lora.survey import Row as Survey
@@ -57,7 +57,25 @@ def rows(plan: Plan) -> Iterator[Row]:
         (f"disk: {PARTS.get(part, part)}", "", human_bytes(size)) for part, size in plan.memory.disk.items() if size
     )
     yield from _step(plan)
-    yield from _more(plan)
+    if plan.room.crossover is not None:
+        yield "room", "tokens per step above which reading is hidden", human_count(plan.room.crossover)
+    yield "room", "largest micro_batch_size", str(plan.room.largest_micro_batch)
+    yield "room", "most tokens per step", human_count(plan.room.largest_step)
+    yield "room", "1 GB more on the device saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
+    yield "room", "1 GB more in host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
+    machine = plan.machine
+    yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
+    yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
+    if not machine.shared:
+        yield "machine", "link", f"{human_bytes(machine.speeds.link)}/s"
+    yield "machine", "matrix products", f"{human_count(machine.flops(plan.itemsize))}FLOP/s"
+    if (epoch := plan.epoch) is not None:
+        yield "an epoch", "rows, tokens", f"{human_count(epoch.rows)}, {human_count(epoch.tokens)}"
+        yield "an epoch", "steps", f"{epoch.steps:,}"
+        yield "an epoch", "takes", human_duration(3600 * epoch.hours)
+        if epoch.cost is not None:
+            yield "an epoch", "costs", f"{epoch.cost:,.2f}"
+        yield "the run", f"{epoch.run_steps:,} steps take", human_duration(3600 * epoch.run_hours)
     for note in plan.notes:
         yield "note", note, ""
 
@@ -109,28 +127,6 @@ def _step(plan: Plan) -> Iterator[Row]:
     }
     for what, amount in told.items():
         yield "a step", what, amount
-
-
-def _more(plan: Plan) -> Iterator[Row]:
-    if plan.room.crossover is not None:
-        yield "room", "tokens per step above which reading is hidden", human_count(plan.room.crossover)
-    yield "room", "largest micro_batch_size", str(plan.room.largest_micro_batch)
-    yield "room", "most tokens per step", human_count(plan.room.largest_step)
-    yield "room", "1 GB more on the device saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
-    yield "room", "1 GB more in host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
-    machine = plan.machine
-    yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
-    yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
-    if not machine.shared:
-        yield "machine", "link", f"{human_bytes(machine.speeds.link)}/s"
-    yield "machine", "matrix products", f"{human_count(machine.flops(plan.itemsize))}FLOP/s"
-    if (epoch := plan.epoch) is not None:
-        yield "an epoch", "rows, tokens", f"{human_count(epoch.rows)}, {human_count(epoch.tokens)}"
-        yield "an epoch", "steps", f"{epoch.steps:,}"
-        yield "an epoch", "takes", human_duration(3600 * epoch.hours)
-        if epoch.cost is not None:
-            yield "an epoch", "costs", f"{epoch.cost:,.2f}"
-        yield "the run", f"{epoch.run_steps:,} steps take", human_duration(3600 * epoch.run_hours)
 
 
 def draw(plan: Plan, planner: Planner, path: Path) -> None:
@@ -241,6 +237,5 @@ def _summary(rows: Sequence[Survey]) -> str:
 def _check(name: str, known: Sequence[str]) -> None:
     """Tell a misspelt type before anything is tried; a path or a hub id is looked up when its turn comes."""
     if name not in known and "/" not in name and not Path(name).expanduser().exists():
-        near = nearest(name, known)
-        how = f"did you mean {' or '.join(near)}?" if near else "`lema models` lists the types"
+        how = meant(name, known) or "`lema models` lists the types"
         raise ConfigError(f"{name!r} is neither a type of model nor a directory", where="lema models", how=how)

@@ -1,7 +1,6 @@
 """`lema demo`: makes a small model, fine-tunes it by streaming, saves it, and compares it with what PEFT reads.
 Its directory is marked as its own, so that running twice replaces its files and nothing else."""
 
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,22 +40,18 @@ def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console
 
 def claim(directory: Path) -> None:
     """Make the directory, or take away what an earlier run wrote to it; or `ConfigError`: the demo did not make it."""
-    if problem := next(_problems(directory), None):
-        where, what = problem
-        how = "name a directory that does not exist yet, as in: lema demo DIRECTORY"
-        raise ConfigError(what, where=str(where), how=how)
+    how = "name a directory that does not exist yet, as in: lema demo DIRECTORY"
+    for place in map(directory.joinpath, _OWN):
+        if place.is_symlink() or (place.exists() and not place.is_dir()):
+            raise ConfigError("this is not a directory that the demo made", where=str(place), how=how)
+        if place == directory and place.exists() and any(place.iterdir()) and not (place / MARK).is_file():
+            what = "this directory was not made by the demo, and it is not empty"
+            raise ConfigError(what, where=str(place), how=how)
+    for checkpoint in (directory / "adapter").glob("checkpoint-*"):
+        what = "there are checkpoints of another run in the demo's directory"
+        raise ConfigError(what, where=str(checkpoint), how=how)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MARK).write_text(_MARK_TEXT, encoding="utf-8")
     for folder, patterns in _OWN.items():
         for file in chain(*map((directory / folder).glob, patterns.split())):
             file.unlink()
-
-
-def _problems(directory: Path) -> Iterator[tuple[Path, str]]:
-    for folder in (directory, directory / "model", directory / "data", directory / "adapter"):
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            yield folder, "this is not a directory that the demo made"
-        if folder == directory and folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
-            yield folder, "this directory was not made by the demo, and it is not empty"
-    for checkpoint in (directory / "adapter").glob("checkpoint-*"):
-        yield checkpoint, "there are checkpoints of another run in the demo's directory"

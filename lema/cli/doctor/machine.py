@@ -248,16 +248,11 @@ def _standing(requirement: Requirement, extra: str) -> Finding:
     if found is None:
         level, what = (Level.NOTE, f"; extra {extra} brings it") if extra else (Level.PROBLEM, "; LEMA needs it")
         return Finding(VERSIONS, name, level, f"{name} is not installed{what}.", how, facts=facts)
-    if _contains(requirement.specifier, found):
-        return Finding(VERSIONS, name, Level.OK, f"{name} {found}.", facts=facts)
+    with suppress(InvalidVersion):
+        if requirement.specifier.contains(found, prereleases=True):
+            return Finding(VERSIONS, name, Level.OK, f"{name} {found}.", facts=facts)
     level = Level.WARNING if extra else Level.PROBLEM
     return Finding(VERSIONS, name, level, f"{name} {found} is not what LEMA asks for: {wanted}.", how, facts=facts)
-
-
-def _contains(specifier: SpecifierSet, found: str) -> bool:
-    with suppress(InvalidVersion):
-        return specifier.contains(found, prereleases=True)
-    return False
 
 
 def _facts(installed: str | None, wanted: str = "", required: bool = False) -> dict[str, str | bool | None]:
