@@ -47,41 +47,6 @@ __all__ = [
     "transition_to_lora",
 ]
 
-_HOMES = {
-    "LemaConfig": "lema.config",
-    "LemaError": "lema.errors",
-    "LemaModel": "lema.train.model",
-    "LemaTrainer": "lema.train.trainer",
-    "LoRAConfig": "lema.train.phases.twophase",
-    "LoRATrainState": "lema.train.phases.loratrainer",
-    "LoRATrainer": "lema.train.phases.loratrainer",
-    "LoRATrainerConfig": "lema.train.phases.twophase",
-    "MemoryStrategy": "lema.config",
-    "Phase": "lema.train.phases.phase",
-    "PhasePlan": "lema.train.phases.plan",
-    "Sampling": "lema.data.sampling",
-    "StreamingMixin": "lema.train.hf.mixin",
-    "prepare_monolithic_safetensors": "lema.convert.prepare",
-    "streamed": "lema.train.hf.peftmodel",
-    "transition_to_lora": "lema.train.phases.loratrainer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562)."""
-    if name == "__version__":
-        value: Any = _installed_version()
-    elif name in _HOMES:
-        value = getattr(_quiet_import(_HOMES[name]), name)
-    else:
-        raise AttributeError(f"module 'lema' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a package whose names are imported when they are first used (PEP 562).
@@ -118,3 +83,35 @@ def _installed_version() -> str:
         return version("lema")
     except PackageNotFoundError:
         return "0+not.installed"
+
+
+_public, _ = lazy_exports(
+    __name__,
+    {
+        "LemaConfig": "config",
+        "LemaError": "errors",
+        "LemaModel": "train.model",
+        "LemaTrainer": "train.trainer",
+        "LoRAConfig": "train.phases.twophase",
+        "LoRATrainState": "train.phases.loratrainer",
+        "LoRATrainer": "train.phases.loratrainer",
+        "LoRATrainerConfig": "train.phases.twophase",
+        "MemoryStrategy": "config",
+        "Phase": "train.phases.phase",
+        "PhasePlan": "train.phases.plan",
+        "Sampling": "data.sampling",
+        "StreamingMixin": "train.hf.mixin",
+        "prepare_monolithic_safetensors": "convert.prepare",
+        "streamed": "train.hf.peftmodel",
+        "transition_to_lora": "train.phases.loratrainer",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562)."""
+    return _installed_version() if name == "__version__" else _public(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
