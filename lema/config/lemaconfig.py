@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from lema.config import types
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.config.batching import BatchSettings, disagreements_of_batches
@@ -18,26 +19,6 @@ from lema.config.objective import ObjectiveName, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Said, Settings, Silent
-from lema.config.types import (
-    AutoCount,
-    Beta,
-    Columns,
-    Count,
-    DataFiles,
-    Dtype,
-    Location,
-    Memory,
-    MemoryStrategy,
-    Name,
-    NotNegative,
-    Offloading,
-    Optimizer,
-    Packing,
-    RowSplit,
-    Scale,
-    Scheduler,
-    Strategy,
-)
 from lema.errors import ConfigError, DiskError
 
 __all__ = ["CONFIG_NAME", "LemaConfig"]
@@ -53,22 +34,22 @@ _AT = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 class _First(Settings):
     """What stands first, in the order in which it is given by position; two settings of adapters are among it."""
 
-    model_name_or_path: Silent[Location]
+    model_name_or_path: Silent[types.Location]
     """Model directory, one .safetensors file in such a directory, or hub id."""
-    model_type: Silent[Name | None] = None
+    model_type: Silent[types.Name | None] = None
     """The `model_type` of the model's config.json, to check against; None takes what is there."""
-    gbi_path: Silent[Location | None] = None
+    gbi_path: Silent[types.Location | None] = None
     """Weights to stream instead of the model directory's own: a .safetensors file or an index."""
-    device: Silent[Name] = "auto"
+    device: Silent[types.Name] = "auto"
     """Backend to run on; `lema backends` lists them. auto: the first that can run here, the processor last."""
-    strategy: Silent[Strategy] = MemoryStrategy.STREAMING
+    strategy: Silent[types.Strategy] = types.MemoryStrategy.STREAMING
     """`streaming`: weights stay on disk. `resident`: weights stay in host memory."""
-    save_steps: Silent[NotNegative] = 500
+    save_steps: Silent[types.NotNegative] = 500
     """Optimizer steps between checkpoints; 0: never."""
-    output_dir: Silent[Location] = "output"
+    output_dir: Silent[types.Location] = "output"
     """Directory for the adapter, checkpoints and metrics."""
-    lora_rank: OfAdapter[Count] = 16
-    lora_alpha: OfAdapter[Scale] = 32
+    lora_rank: OfAdapter[types.Count] = 16
+    lora_alpha: OfAdapter[types.Scale] = 32
     learning_rate: Said[Annotated[float, Field(ge=0)]] = 1e-4
     """Peak learning rate."""
     gradient_checkpointing: Silent[bool | Literal["auto"]] = "auto"
@@ -86,97 +67,97 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
 
     model_config = ConfigDict(validate_assignment=True)
 
-    dtype: Refused[Dtype | None] = None
+    dtype: Refused[types.Dtype | None] = None
     """Type of the frozen weights; None: the checkpoint's."""
-    attn_implementation: Said[Name | None] = None
+    attn_implementation: Said[types.Name | None] = None
     """Attention of `transformers` ("eager", "sdpa", ...); None: its choice."""
-    micro_batch_size: Silent[AutoCount] = None
+    micro_batch_size: Silent[types.AutoCount] = None
     """Rows computed at once, of which a pair has two; None or auto: the whole batch, or as much as `device_memory`
     holds. With dropout fewer draw otherwise, without it nothing but rounding changes."""
     gradient_accumulation_steps: Refused[Annotated[int, Field(ge=1, le=100_000)]] = 1
     """Batches per optimizer step."""
     max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None
     """Gradients longer than this are scaled down to it; None: no clipping."""
-    prefetch_depth: Silent[AutoCount] = None
+    prefetch_depth: Silent[types.AutoCount] = None
     """Layers read ahead of the one being computed; None or auto: 2, or 1 where memory is short."""
-    device_memory: Silent[Memory | None] = "auto"
+    device_memory: Silent[types.Memory | None] = "auto"
     """Limit of device memory: "8GB", "512MiB", a fraction, bytes; auto: nine tenths of what is free; None: what
     streaming needs, whatever there is."""
-    host_memory: Silent[Memory | None] = None
+    host_memory: Silent[types.Memory | None] = None
     """Limit of host memory for weights and activations, written in the same ways."""
     seed: Refused[Annotated[int, Field(ge=0, lt=2**32)]] = 42
     """Seed of adapters, shuffling and dropout."""
-    loss_chunk_tokens: Said[AutoCount] = None
+    loss_chunk_tokens: Said[types.AutoCount] = None
     """Tokens whose logits exist at once; None or auto: 1024, or fewer where memory is short."""
-    batch_size: Refused[Count] = 8
+    batch_size: Refused[types.Count] = 8
     """Rows per batch, pairs where rows come in pairs; of all processes together where there are several."""
-    max_length: OfData[Count | None] = None
+    max_length: OfData[types.Count | None] = None
     """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
     overlong: OfData[Literal["truncate", "drop", "error"]] = "truncate"
     """What becomes of longer rows."""
-    packing: OfData[Packing] = False
+    packing: OfData[types.Packing] = False
     """Join rows into packs of `max_length` tokens, in which none attends to another; a row of a batch is then a pack.
     "wrapped": rows of any length end to end, cut at every `max_length` tokens, for raw text."""
-    columns: OfData[Columns] = Field(default_factory=dict)
+    columns: OfData[types.Columns] = Field(default_factory=dict)
     """What the data call the columns read here: {prompt: question, completion: answer}; `role` and `content` are those
     of a message."""
-    chat_template: OfData[Name | None] = None
+    chat_template: OfData[types.Name | None] = None
     """A .jinja file, the Jinja text itself, or one of the tokenizer's templates by name; None: the tokenizer's own."""
     train_on: OfData[Literal["assistant", "last", "all", "completion"]] = "assistant"
     """Which words are trained on: `assistant`: all answers; `last`: the last one; `completion`: those after the last
     user's message; `all`: everything, prompts too."""
-    data_cache: Silent[bool | Location] = True
+    data_cache: Silent[bool | types.Location] = True
     """The folder that keeps the tokens of large data for later starts; true: one below the user's cache directory
     (XDG_CACHE_HOME); false: none, and data are tokenised in memory at every start."""
     shuffle: Refused[bool] = True
     """Draw the rows of each epoch in an order made from the seed."""
     num_train_epochs: Said[Annotated[float, Field(gt=0)]] = 1.0
     """Passes over the data; `max_steps` overrides it."""
-    max_steps: Said[Count | None] = None
+    max_steps: Said[types.Count | None] = None
     """Optimizer steps to train for; None: as `num_train_epochs` says."""
     weight_decay: Said[Annotated[float, Field(ge=0)]] = 0.0
     """AdamW's decoupled weight decay (arXiv:1711.05101)."""
-    adam_beta1: Said[Beta] = 0.9
+    adam_beta1: Said[types.Beta] = 0.9
     """Decay of AdamW's first moment."""
-    adam_beta2: Said[Beta] = 0.999
+    adam_beta2: Said[types.Beta] = 0.999
     """Decay of AdamW's second moment."""
-    optim: Refused[Optimizer] = "adamw_torch"
+    optim: Refused[types.Optimizer] = "adamw_torch"
     """The optimizer of adapters, by `transformers`' name; weights that train themselves have adamw_torch."""
-    optim_args: Refused[Name | None] = None
+    optim_args: Refused[types.Name | None] = None
     """Further arguments of that optimizer, as `transformers` takes them: "alpha=2,beta3=0.999" of ademamix."""
     loraplus_lr_ratio: Refused[Annotated[float, Field(gt=0)] | None] = None
     """LoRA+ (arXiv:2402.12354): the learning rate of adapters' B is so many times that of A; None: the same."""
     adam_epsilon: Said[Annotated[float, Field(gt=0)]] = 1e-8
     """Added to AdamW's denominator."""
-    lr_scheduler_type: Said[Scheduler] = "linear"
+    lr_scheduler_type: Said[types.Scheduler] = "linear"
     """How the learning rate moves, by `transformers`' name; or wsd, wsds, cosine_rewarm (`lema.engine.schedules`)."""
     lr_scheduler_kwargs: Said[dict[str, Any] | None] = None
     """What else a schedule of `transformers` takes: {min_lr_rate: 0.1} of cosine_with_min_lr, for one."""
-    warmup_steps: Said[NotNegative] = 0
+    warmup_steps: Said[types.NotNegative] = 0
     """Optimizer steps over which the learning rate rises from 0."""
-    warmup_ratio: Said[Beta] = 0.0
+    warmup_ratio: Said[types.Beta] = 0.0
     """The same as a fraction of all steps; where both are 0, it is 0.01 for wsd, wsds and cosine_rewarm."""
-    train_data: OfData[DataFiles | None] = None
+    train_data: OfData[types.DataFiles | None] = None
     """Files, directories or globs of .jsonl, .txt (and of either with .gz or .zst), .json, .csv, .parquet or .arrow; a
     data set of the hub, {path: org/name, name: subset, split: train}; or several of them by name."""
-    eval_data: Said[DataFiles | None] = None
+    eval_data: Said[types.DataFiles | None] = None
     """Data to evaluate on, given in the same ways."""
-    eval_split: OfData[RowSplit | None] = None
+    eval_split: OfData[types.RowSplit | None] = None
     """Or rows to hold back from `train_data`: a fraction, or a number of rows."""
-    max_train_samples: OfData[Count | None] = None
+    max_train_samples: OfData[types.Count | None] = None
     """The first so many rows to train on are used, after some were held back; None: all."""
-    max_eval_samples: Said[Count | None] = None
+    max_eval_samples: Said[types.Count | None] = None
     """The same of the rows to evaluate on."""
-    adapter_name_or_path: Silent[Location | None] = None
+    adapter_name_or_path: Silent[types.Location | None] = None
     """A saved PEFT adapter to train on from, a directory or a hub id, with its own rank, targets and options; None: a
     fresh one."""
     neftune_noise_alpha: Said[Annotated[float, Field(gt=0)] | None] = None
     """Noise on the input's embeddings while training (NEFTune, arXiv:2310.05914), as `transformers` draws it."""
-    revision: Silent[Name | None] = None
+    revision: Silent[types.Name | None] = None
     """Branch, tag or commit of a hub id; None: its main branch. A directory has none."""
     boundary_activations: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
     """Where each layer's inputs wait from the forward to the backward; auto: the first of the others they fit."""
-    offload_dir: Silent[Location | None] = None
+    offload_dir: Silent[types.Location | None] = None
     """Directory for what is written to disk for lack of memory, such as those inputs; None: `output_dir`."""
     cache_frozen_prefix: Silent[bool] = False
     """Keep what the layers below the lowest adapter make of each batch on disk: later epochs leave those layers out."""
@@ -194,18 +175,18 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     the last bits. auto: streamed where `device_memory` does not hold it, if it has 16 MiB and more."""
     shard_weights: Silent[bool] = False
     """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
-    activation_offloading: Silent[Offloading] = False
+    activation_offloading: Silent[types.Offloading] = False
     """Have what waits for the backward wait off the device, which costs copying it there and back: the layers' inputs
     with `gradient_checkpointing`; without it all that layers keep, so that nothing is computed twice. true: in host
     memory; "disk": in `offload_dir`; "hidden_states": inputs of layers alone; "legacy": true, waiting for each copy."""
-    tensor_parallel_size: Said[Count | None] = None
+    tensor_parallel_size: Said[types.Count | None] = None
     """Processes that share each layer, every one with its part of it; None: all on a backend made for that, else 1."""
     sequence_parallel: Said[bool] = False
     """With those: between attention and MLP each process holds its part of the sequence only."""
-    pad_to_multiple_of: Said[Count | None] = None
+    pad_to_multiple_of: Said[types.Count | None] = None
     """Make rows longer, to a multiple of so many tokens: few shapes on devices that compile each, one where it is
     `max_length`. None: no longer than the longest of their micro-batch, or what `sequence_parallel` needs."""
-    max_skipped_steps: Silent[NotNegative] = 0
+    max_skipped_steps: Silent[types.NotNegative] = 0
     """Steps of a run that may be dropped for a loss or gradient that is NaN or infinite; at the next one it ends."""
     check_base_weights: Silent[bool] = True
     """Refuse a model with a weight that is NaN or infinite; each is looked at when it is first read."""
@@ -214,7 +195,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     objective: Refused[ObjectiveName] = "sft"
     """What is learnt: `sft`, the tokens of rows; from pairs of a `chosen` and a `rejected` row `dpo`, `ipo`, `orpo` or
     `simpo`; from rows with a `label`, or from pairs, `kto`. The reference is the model without adapters."""
-    loss_type: Said[Name | None] = None
+    loss_type: Said[types.Name | None] = None
     """A form of its loss, by TRL's name. sft: nll or dft; dpo: sigmoid, hinge, robust, ...; kto: kto or
     apo_zero_unpaired. None: the first of these."""
     beta: Said[Annotated[float, Field(gt=0)] | None] = None

@@ -64,10 +64,8 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
         how = "it needs at least `model_name_or_path: ...`"
         raise ConfigError("the config file is empty", where=str(file), how=how)
     if not isinstance(root, MappingNode):
-        where, how = (
-            f"{file}:{root.start_mark.line + 1}",
-            "write one `key: value` per line, with a space after the colon",
-        )
+        how = "write one `key: value` per line, with a space after the colon"
+        where = f"{file}:{root.start_mark.line + 1}"
         raise ConfigError("a config file is a list of `key: value` lines", where=where, how=how)
     if _num_values(root, {}) > MAX_VALUES:
         how = "write fewer settings, and fewer aliases (`*name`) of aliases"
