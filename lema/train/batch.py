@@ -53,7 +53,12 @@ def as_batch(
             for source in (text_config, vars(files).get("tokenizer") if files is not None else None):
                 _check_padding(ids, getattr(source, "pad_token_id", None), getattr(source, "eos_token_id", None))
         batch["labels"] = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
-    _check_shapes(batch)
+    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+    if len(set(shapes.values())) != 1 or batch["input_ids"].ndim != 2 or batch["input_ids"].numel() == 0:
+        raise DataError(f"a batch is [batch, sequence] throughout and not empty, not {shapes}", where="train_step")
+    for name in ("input_ids", "labels"):
+        if batch[name].dtype not in (torch.int64, torch.int32):
+            raise DataError(f"{name} should be whole numbers, not {batch[name].dtype}", where="train_step")
     if isinstance(inputs, Mapping):  # what an objective knows of rows, such as their advantages
         rows = {name: one for name, one in inputs.items() if isinstance(one, Tensor) and name not in NAMES}
         if wrong := [name for name, one in rows.items() if len(one) != len(batch["input_ids"])]:
@@ -75,15 +80,6 @@ def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
     if ids.shape[1] > 2 and any(bool((edge == pad).all(dim=1).any()) for edge in edges):
         how = "give the tokenizer's whole batch, train_step(batch), or attention_mask, or labels with -100 at padding"
         raise DataError("rows are padded, and no attention_mask says where", where="train_step", how=how)
-
-
-def _check_shapes(batch: Mapping[str, Tensor]) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-    if len(set(shapes.values())) != 1 or batch["input_ids"].ndim != 2 or batch["input_ids"].numel() == 0:
-        raise DataError(f"a batch is [batch, sequence] throughout and not empty, not {shapes}", where="train_step")
-    for name in ("input_ids", "labels"):
-        if batch[name].dtype not in (torch.int64, torch.int32):
-            raise DataError(f"{name} should be whole numbers, not {batch[name].dtype}", where="train_step")
 
 
 def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:

@@ -92,10 +92,9 @@ class StepSampler:
     def row(self, steps: int) -> dict[str, float]:
         """Return what a line of metrics begins with after so many steps."""
         told = {"step": steps, "epoch": self.epoch(steps)}
-        seen = (
-            {} if self._config.tokens_per_step is None else {"tokens": self._batches.tokens_before(self._done(steps))}
-        )
-        return told | seen
+        if self._config.tokens_per_step is not None:
+            told["tokens"] = self._batches.tokens_before(self._done(steps))
+        return told
 
     def position(self, steps: int) -> dict[str, int]:
         """Return how many whole epochs, and batches of the next one, lie behind so many steps."""

@@ -274,10 +274,8 @@ class FullTraining:
         norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
         length = float(norm)
         if not math.isfinite(length) and self._clipped:
-            where, how = (
-                f"{self._place}; no weight was stepped",
-                "lower learning_rate, or look at the rows of this step",
-            )
+            how = "lower learning_rate, or look at the rows of this step"
+            where = f"{self._place}; no weight was stepped"
             raise self._faulty(NonFiniteError(f"the norm of the gradients is {length}", where=where, how=how))
         self._stepped = True
         if self.config.max_grad_norm is not None:

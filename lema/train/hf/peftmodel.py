@@ -211,7 +211,8 @@ class StreamedPeftModel(PeftModel):
 
     def merge_adapter(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
-        self._refuse("an adapter is to be merged into weights that are in files", MERGE)
+        what = "an adapter is to be merged into weights that are in files"
+        self._refuse(what, "save the adapter, and let `lema merge` merge it")
 
     def merge_and_unload(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
@@ -244,9 +245,6 @@ def _room_of(opened: LemaModel) -> Callable[[], int] | None:
         return (free - (memory.peak - memory.used)) // 2
 
     return room
-
-
-MERGE = "save the adapter, and let `lema merge` merge it"
 
 
 def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:

@@ -173,7 +173,13 @@ class LoRATrainer:
         `output_dir` it must be the run's last checkpoint. Returns where the run is then, from where `train()` goes on.
         Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged."""
         given = Path(path).absolute()
-        self._refuse(given)
+        if is_delta(given):
+            what = "this is a delta: what training has changed of a model, alone"
+            raise ConfigError(what, where=str(given), how="make a model of it first: `lema merge DELTA OUT`")
+        if (given / "adapter_config.json").is_file() and not (given / STATE).is_file():
+            what = "this is an adapter without the state of a run: no optimizer, no step"
+            how = "name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model"
+            raise ConfigError(what, where=str(given), how=how)
         if not (given / STATE).is_file() and (given / "config.json").is_file() and self._first_lora() == 0:
             self.model = with_model(self.model, given)
             self._start, self._begun = None, False
@@ -227,15 +233,6 @@ class LoRATrainer:
             how = "go on from it in another output_dir, or name the last one"
             raise ConfigError(what, where=str(checkpoint), how=how)
         return True
-
-    def _refuse(self, given: Path) -> None:
-        if is_delta(given):
-            what = "this is a delta: what training has changed of a model, alone"
-            raise ConfigError(what, where=str(given), how="make a model of it first: `lema merge DELTA OUT`")
-        if (given / "adapter_config.json").is_file() and not (given / STATE).is_file():
-            what = "this is an adapter without the state of a run: no optimizer, no step"
-            how = "name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model"
-            raise ConfigError(what, where=str(given), how=how)
 
 
 def transition_to_lora(trainer: LoRATrainer) -> LoRATrainState:
