@@ -5,8 +5,6 @@ length, and what the longest needed will be needed again. Off the device boundar
 is known beforehand: so a few slots on the device serve all that come back.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ NUM_BUFFERS = 3  # boundaries between where they wait and the layer: one in use,
 ALIGNMENT = 64  # of a boundary in memory: torch's own
 
 
-def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> Tier:
+def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> "Tier":
     """Return an empty tier; `directory` is where one on disk has its file, `trace` records what goes there."""
     if name == "device":
         return _OnDevice(backend.device)

@@ -1,7 +1,5 @@
 """The public context managers: inside one of them, what autograd saves for the backward waits off the device."""
 
-from __future__ import annotations
-
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence

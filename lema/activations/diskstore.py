@@ -4,8 +4,6 @@ Bytes pass through a few buffers in host memory. Such a buffer is kept with what
 so what was written last is there when it is wanted first.
 """
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections import OrderedDict, deque
@@ -29,7 +27,7 @@ Kind = Literal["write", "read", "drain"]  # a drain waits until a device has cop
 class _Transfer:
     """What touches the buffer of a piece; `landed`, of a write, waits for the copy to the buffer that comes before."""
 
-    piece: DiskPiece
+    piece: "DiskPiece"
     kind: Kind
     future: Future[None]
     landed: Callable[[], None] | None = None
@@ -39,7 +37,7 @@ class DiskPiece:
     """Where the bytes of one piece of device memory wait: on the disk, and at times in a buffer. Its methods are called
     from one thread at a time, `drop` excepted, which any thread may call at any time, also a garbage collector."""
 
-    def __init__(self, store: DiskStore, start: int, nbytes: int, buffer: Tensor) -> None:
+    def __init__(self, store: "DiskStore", start: int, nbytes: int, buffer: Tensor) -> None:
         self._store, self.start, self.nbytes = store, start, nbytes
         self.buffer: Tensor | None = buffer  # uint8 `[size]` with the bytes, if it has one
         self.lent = True  # the buffer is the caller's

@@ -4,8 +4,6 @@ Hooks on the model's modules say it to whatever context is open, and do nothing 
 every context built on the model, are put on once however many ask for them, and taken off when the last one is closed.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import threading

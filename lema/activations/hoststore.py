@@ -1,7 +1,5 @@
 """A store of activations in host memory, with a bound, and another store for what the bound does not hold."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -165,10 +163,10 @@ class HostStore:
     is used again for the next piece while the copy from there may still be under way: whoever drops a place must have
     made compute wait for that copy, which the next copy to the buffer comes after."""
 
-    def __init__(self, pool: HostPool, beyond: DiskStore | None = None) -> None:
+    def __init__(self, pool: HostPool, beyond: "DiskStore | None" = None) -> None:
         self.pool, self.beyond = pool, beyond
 
-    def place(self, nbytes: int) -> HostPiece | DiskPiece | None:
+    def place(self, nbytes: int) -> "HostPiece | DiskPiece | None":
         """Return room for `nbytes`; None: there is none. What `beyond` raises, this does."""
         if (buffer := self.pool.take(nbytes)) is not None:
             return HostPiece(buffer, self.pool.give)

@@ -6,8 +6,6 @@ Of layers that are not recomputed the saved tensors of each micro-batch's graph 
 takes the graphs in turn, and while one is differentiated the copies for the next one begin.
 """
 
-from __future__ import annotations
-
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -62,7 +60,7 @@ class KeptGraphs:
         """Bytes that wait for a backward."""
         return 0 if self._offload is None else self._offload.live_bytes
 
-    def step(self) -> StepGraphs:
+    def step(self) -> "StepGraphs":
         """Return what takes the graphs of one step; a file that cannot be made is a `DiskError`."""
         if self._offload is None:
             choice = everything(self._weights, {self._carrier.device.type}, held=self._held)
@@ -158,7 +156,7 @@ class BoundaryArena:
         """The bytes of boundaries that have left the device so far."""
         return 0 if self.tier == "device" else self._away.bytes_out
 
-    def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> StepBoundaries:
+    def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> "StepBoundaries":
         """Return where the boundaries of one step go, of the `layers` that keep their inputs. `hidden` are the hidden
         states before the first of these, `[batch, sequence, hidden]` per micro-batch; where those of later layers look
         otherwise, more room is made on the way. The memory of the step before is used again, unless that step still

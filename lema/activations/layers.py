@@ -4,8 +4,6 @@ A checkpoint saves the tensors it is given by position, and holds on the device 
 input that comes by keyword is handed to it by position.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -7,21 +7,18 @@
 A step is inside the offloading context as a whole: forward, loss and backward. Evaluation and prediction are outside.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from lema.activations.context import MODES, Mode, get_lora_act_offloading_ctx_manager
 from lema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import Trainer as Below
 else:
     Below = object

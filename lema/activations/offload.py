@@ -6,8 +6,6 @@ graph may be kept, differentiated twice, dropped half way, or live beside others
 them for adapters, are kept as the weight and the type, and are cast again (`lema.activations.policy.WeightView`).
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import deque
@@ -78,7 +76,7 @@ class OffloadedTensor:
 
     __slots__ = ("_dtype", "_first", "_offload", "_order", "_piece", "_place", "_round", "_shape", "_stride")
 
-    def __init__(self, offload: Offload, piece: Piece, order: Order[Piece], tensor: Tensor) -> None:
+    def __init__(self, offload: "Offload", piece: Piece, order: Order[Piece], tensor: Tensor) -> None:
         self._offload, self._piece, self._order = offload, piece, order
         self._place, self._round = order.add(piece), piece.round
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()

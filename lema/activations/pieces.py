@@ -9,8 +9,6 @@ copy; what comes back lies in memory of its own, and compute waits until that is
 either reads and frees it in the order of compute.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef

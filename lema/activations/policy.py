@@ -5,10 +5,8 @@ which is no parameter but a view. Weights are on the device anyway, or come back
 moved; a view is kept as a reference, which pins nothing of a weight whose memory is away between forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -34,7 +32,7 @@ class WeightView:
         self._shape, self._stride, self._first, self._cast = view.shape, view.stride(), first, cast
 
     @classmethod
-    def of(cls, tensor: Tensor) -> WeightView | None:
+    def of(cls, tensor: Tensor) -> Self | None:
         """Return the reference that stands for `tensor`; None: it is no plain view of a parameter."""
         parameter = tensor if isinstance(tensor, nn.Parameter) else tensor._base
         plain = isinstance(parameter, nn.Parameter) and type(tensor) in (Tensor, nn.Parameter)
@@ -45,7 +43,7 @@ class WeightView:
         return cls(parameter, tensor, int(tensor.storage_offset() - parameter.storage_offset()))
 
     @classmethod
-    def of_cast(cls, tensor: Tensor) -> WeightView | None:
+    def of_cast(cls, tensor: Tensor) -> Self | None:
         """Return what stands for `tensor`, cast again on demand; None: it is no cast of a parameter, or view of one."""
         whole = tensor if tensor._base is None else tensor._base
         made_by = whole.grad_fn

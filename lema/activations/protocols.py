@@ -3,8 +3,6 @@
 Where to is a store (`lema.activations.diskstore.Store`); how bytes travel is `lema.backend.Carrier`, as every backend.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

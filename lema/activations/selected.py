@@ -4,8 +4,6 @@ For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=offl
 to compute again and little to keep. Torch's own keeps such outputs on the device; here they are moved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ The picture of a plan shows the seconds of a step over its tokens, and from how 
 transfer of weights. The models are JSON, too, and the page of the docs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Settings of how many tokens a step and a micro-batch have, and of rows that are drawn by length or in shares."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -36,7 +34,7 @@ class BatchSettings(Settings):
         return self.tokens_per_step is not None or self.micro_batch_tokens is not None
 
 
-def disagreements_of_batches(config: LemaConfig) -> Iterator[Problem]:
+def disagreements_of_batches(config: "LemaConfig") -> Iterator[Problem]:
     """Yield which of these settings contradict others: two that say how much is computed, for one."""
     in_rows = ("batch_size", "gradient_accumulation_steps", "micro_batch_size")
     for name, rows in (("tokens_per_step", in_rows), ("micro_batch_tokens", in_rows[2:])):

@@ -1,7 +1,5 @@
 """What the settings of an objective have to do with each other: which of them say something beside which objective."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -43,7 +41,7 @@ SAYS = {
 OF_OBJECTIVES = ("objective", *SAYS)
 
 
-def disagreements_of_objective(config: LemaConfig) -> Iterator[Problem]:
+def disagreements_of_objective(config: "LemaConfig") -> Iterator[Problem]:
     """Yield what does not go with the objective."""
     objective, kind = config.objective, config.loss_type
     for name, known in SAYS.items():

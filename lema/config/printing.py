@@ -5,8 +5,6 @@ they could not load. LEMA cannot avoid that without replacing functions for the 
 need; so it hushes them, while it imports its own modules (`lema.lazy_exports`) or for the whole process of a command.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +21,13 @@ __all__ = ["hush", "hushed", "line_printer", "print_table"]
 CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 
-def line_printer(console: Console) -> Callable[[str], None]:
+def line_printer(console: "Console") -> Callable[[str], None]:
     """Return what prints a line as one record, whatever the terminal's width; a path in it may hold brackets."""
     return partial(console.print, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_table(
-    rows: Iterable[Sequence[str | Text]], console: Console, *, headers: Sequence[str] = (), amounts: bool = False
+    rows: "Iterable[Sequence[str | Text]]", console: "Console", *, headers: Sequence[str] = (), amounts: bool = False
 ) -> None:
     """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a pipe can follow. The
     first cell of a row names a section, which a table without `headers` shows once for all rows of it. A table aligns a

@@ -4,8 +4,6 @@ A delta holds new values and not differences, since differences do not restore b
 (`delta.safetensors`, or several and their index), and `lema_delta.json`, which names the base and its fingerprint.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields

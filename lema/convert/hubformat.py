@@ -1,7 +1,5 @@
 """A model in the hub's format: opened where it lies on disk, and written again, shard by shard."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ is rounded once, to the type that is written. Every other tensor is copied piece
 memory, and the directory appears under its name only when it is complete.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

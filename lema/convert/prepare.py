@@ -5,8 +5,6 @@ it is read. Never more than two layers are in memory, however deep the model: co
 and a tensor that is put together from several, or is quantised, is held whole.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from copy import deepcopy

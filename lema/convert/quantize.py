@@ -1,12 +1,10 @@
 """Quantises the weights of layers on their way into a prepared file, and measures what that costs in precision."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -64,7 +62,7 @@ class Quantizer:
     _errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Quantizer:
+    def of(cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Self:
         """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype.
         Parameters may be on `meta`; `dtypes` say what each tensor of the state dict is written as. `ConfigError`: the
         library that quantises to `kind` is not installed; `ModelError`: there is nothing to quantise."""

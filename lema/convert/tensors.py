@@ -1,7 +1,5 @@
 """Tensors on their way from one checkpoint into another: read, cast, and laid out as bytes; small files are copied."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing

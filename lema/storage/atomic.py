@@ -10,8 +10,6 @@ A single file is written under the name `.NAME.<token>.partial` (`open_partial`,
 The process that works on one holds its lock (`flock`), which goes with it: what can be locked may be swept.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Free space on the disk: whether what is to be written fits, and whether an error was a lack of space."""
 
-from __future__ import annotations
-
 import errno
 import os
 import warnings

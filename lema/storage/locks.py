@@ -4,8 +4,6 @@ A second run would rotate the first one's checkpoints away and mix their logs. T
 file in that directory. It goes with the process that holds it, so the file of a killed run locks nothing.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

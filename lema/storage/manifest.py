@@ -4,8 +4,6 @@
 safetensors itself has no checksum, so a flipped bit would load without an error.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

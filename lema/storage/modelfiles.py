@@ -9,8 +9,6 @@ Code runs only where the user allowed it, from a directory or one fixed commit o
 have read. Settings come from files, and files come from strangers, so this is no setting. It is a flag, or an argument.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -47,7 +45,7 @@ def check_companions(directory: Path) -> None:
                 raise DataError(what, where=str(file))
 
 
-def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model's directory, and run code that comes with it if `trusted`. `DataError`: there is
     none, it cannot be loaded, or one of its files is not what it should be; `how` says what to do."""
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -101,7 +99,7 @@ def _check_growth(file: Path) -> None:
         raise DataError(what, where=str(file), how="use the tokenizer that was published with the model")
 
 
-def load_generation_config(directory: Path) -> GenerationConfig | None:
+def load_generation_config(directory: Path) -> "GenerationConfig | None":
     """Load a model's own settings of generation; None: it has none. `ModelError`: the file cannot be read;
     `WeightsError`: it is a link that leaves the directory, or no regular file."""
     from transformers import GenerationConfig

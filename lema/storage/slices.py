@@ -4,8 +4,6 @@ Such a tensor is a list of pieces. A piece moves elements of one stored tensor t
 arithmetic. Where both lie side by side, a piece is one range of bytes of a file, which is read straight to its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -35,7 +33,7 @@ class Move:
         """Whether the elements lie side by side, in the same order, in both arrays."""
         return not self.dims or (len(self.dims) == 1 and self.dims[0][1:] == (1, 1))
 
-    def joined(self) -> Move:
+    def joined(self) -> "Move":
         """Return the same move in as few dimensions as can be."""
         dims: list[tuple[int, int, int]] = []
         for size, read, write in self.dims:

@@ -6,8 +6,6 @@ from the cache as soon as they are on the disk, because the file is there to sav
 which bytes of the file are in use and which may be used again.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -40,7 +38,7 @@ def whole_blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def as_bytes(memory: Tensor) -> memoryview:
+def as_bytes(memory: "Tensor") -> memoryview:
     """Return host memory as files are read into it and written from it."""
     return memoryview(memory.numpy())  # type: ignore[arg-type] # numpy's stubs lack the buffer protocol before 3.12
 
@@ -78,7 +76,7 @@ class OffloadFile:
             raise self._error(DiskError, f"{nbytes:,} bytes cannot be had", error) from error
         self.size = nbytes
 
-    def mapped(self) -> Tensor:
+    def mapped(self) -> "Tensor":
         """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes. The
         space is taken until this object and what lies there are gone. `DiskError`: it cannot be mapped."""
         try:

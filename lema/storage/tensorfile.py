@@ -5,8 +5,6 @@ file appears under its name only when it is complete and on disk, so a kill or a
 What a killed run left, the next run to the same place removes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -33,7 +31,7 @@ def tensor_file(
     tensors: Iterable[TensorSpec],
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[TensorFile]:
+) -> "Iterator[TensorFile]":
     """Give a safetensors file to write, which appears at the end of the `with` block, replacing one that was there.
     `DiskError`: the disk is full, read-only or failing; nothing is left behind, `file` is as it was. `tensors`: name,
     dtype and shape of every tensor, in the order their bytes shall have. `metadata`: strings for the header.

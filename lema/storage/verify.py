@@ -3,8 +3,6 @@
 The fingerprint of a model tells its files from another's: a hash of all tensors' names, shapes, types and some bytes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from hashlib import sha256

@@ -6,8 +6,6 @@ lease or gathered last is still there, as at each turn of a training pass. Betwe
 way, because there processes send each other gradients, and one may have announced the next order earlier than another.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,7 +46,7 @@ class GatheredBuffers:
         parts: Sequence[int],
         backend: Backend,
         take: Callable[[int], Upload],
-        counters: StreamCounters,
+        counters: "StreamCounters",
         *,
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,

@@ -3,8 +3,6 @@
 Quantised weights are expanded, on the device, into memory that every layer uses in turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

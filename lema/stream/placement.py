@@ -8,8 +8,6 @@ buffer, which it is expanded into. With `shard_weights` a layer is cut into equa
 them, one after the other, are the slot, with some padding at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

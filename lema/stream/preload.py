@@ -5,8 +5,6 @@ Where the device computes in host memory, that memory is then made read-only, so
 other processes compute with.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 

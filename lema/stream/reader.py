@@ -4,8 +4,6 @@ A read that fails is never lost: the ticket carries the error to the training th
 too, many small reads through the page cache, which keeps the rows of common tokens.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -4,8 +4,6 @@ Buffers and slots are refilled by Belady's rule: the one whose layer is wanted l
 layer, so a layer that is still there is neither read nor uploaded again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -117,7 +115,7 @@ class LayerRing:
         spans: Sequence[slice],
         reader: LayerReader,
         in_use: Callable[[], Collection[int]],
-        counters: StreamCounters,
+        counters: "StreamCounters",
         trace: NoTrace,
         clock: Callable[[], float],
     ) -> None:

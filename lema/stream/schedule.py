@@ -6,8 +6,6 @@ distinct layers that come next; a layer that is wanted last gives way to one tha
 layers are those visited last: with `k` places and `n` layers through them, a whole step fetches `2 (n - k)`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 The plan of a run and `lema doctor` measure with the reader, buffers and slots that training has.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

@@ -6,8 +6,6 @@ a training pass turns without reading the last layers again. Quantised weights s
 and are expanded when a lease begins. With `shard_weights` a lease begins by gathering the parts of all processes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The check looks at bits, in the thread that has just read them: of the numbers w
 the largest. No whole copy is made, nothing is rounded, and what is read again is not checked again.
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterable, Mapping
 from pathlib import Path

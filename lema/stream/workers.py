@@ -4,8 +4,6 @@ A ticket may have a gate, a wait that may block before its parts may be done. A 
 one after the other, while the others do the parts of other tickets.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ One of them takes a training step twice, on the same device: streamed, and of th
 PEFT alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The promises of a backend about bytes: host buffers, slots, and what goes from one to the other and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing

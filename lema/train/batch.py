@@ -1,7 +1,5 @@
 """What a user hands in to train on: a batch as one mapping of tensors, checked; data of any form as rows of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

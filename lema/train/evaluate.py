@@ -1,7 +1,5 @@
 """The mean loss of rows that are not trained on: every trained token counts once, whatever batch it is in."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Steps are those of the whole run, so that every curve and bar goes on over the boundaries of phases.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings

@@ -1,7 +1,5 @@
 """One call of `LemaTrainer.fit`: a run over one data set, measured in epochs or steps, as the loop drives it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial

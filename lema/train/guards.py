@@ -5,8 +5,6 @@ leaves the layer is not. So the gradients of the hidden states between the layer
 step are kept until its numbers are known to be finite, so that a bad step can be run again to find its origin.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ It drives `Steps` over a `Stage`: a whole plain run, or one phase of a run of ph
 evaluation, checkpoints, a disk that is full, a stop amid a step and the agreement of several processes are here, once.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext

@@ -3,8 +3,6 @@
 A window holds losses, tokens, and the cost of streaming since the line before.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`lema train`: from a config to an adapter on disk."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Which batches of a data set each optimizer step of a plain run takes, and where the run ends."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

@@ -5,8 +5,6 @@ What both do alike when a step is dropped or a checkpoint needs room is here, to
 `Update`, without asking the device: gradients added up, made whole, clipped, and applied.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence

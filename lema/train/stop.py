@@ -1,7 +1,5 @@
 """Stop requests: a signal, or a file named `stop`, is noted here and seen by the run before its next layer."""
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Trains adapters, one step after the other: micro-batches, accumulation, guards, clipping, optimizer, checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial

@@ -4,8 +4,6 @@ The files are text, a tokenizer trained on it, a model with random weights and a
 against what LEMA claims, and the commands to try next are shown.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

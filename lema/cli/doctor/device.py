@@ -6,8 +6,6 @@ disk and dropped from the cache first. It loses its name before its first byte i
 this process ends.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

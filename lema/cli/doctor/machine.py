@@ -4,8 +4,6 @@ Installed packages are compared with the requirements in LEMA's own metadata, so
 such as those of `/proc` are read below `root`, which tests put elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -4,8 +4,6 @@ An examination that fails becomes a finding, and the others go on. The report is
 tab-separated columns anywhere else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial

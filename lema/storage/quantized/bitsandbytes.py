@@ -4,8 +4,6 @@ The format is that of QLoRA (https://arxiv.org/abs/2305.14314); the names are th
 library's int8, one scale per row (https://arxiv.org/abs/2208.07339), is expanded where a model is published in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any

@@ -5,8 +5,6 @@ stored tensors by arithmetic. The operations are those of its quantizers, run on
 temporaries are several times as large as what they are given, so they are run for one expert, or some rows, at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 The libraries that quantise and expand are imported only when a quantised model is prepared or opened (`quiet_import`).
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 https://github.com/pytorch/ao/tree/main/torchao/prototype/safetensors has the layout, which `transformers` writes too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Checkpoints have masters and moments by name, in one file for each layer. One fi
 a checkpoint needs only the memory of one more layer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ What a limit of host memory does not hold of separate masters, moments and waiti
 nameless file that is mapped into memory. The optimizer can step a part of all this in a thread behind the backward.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

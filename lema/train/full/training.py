@@ -10,8 +10,6 @@ bfloat16 they become those of a whole model whose gradients (in bfloat16) step m
 these masters rounded to the nearest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial

@@ -14,8 +14,6 @@ call, such as that of a reference without adapters, is made for all batches in t
 So what a trainer does with a batch before its last call of the layers is done more than once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike

@@ -7,8 +7,6 @@ It is the model that `LemaModel` opens and `LemaTrainer` drives, with `lema.engi
 Its base weighs nothing: the layers' weights are on `meta`, and in nobody's state dict.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from copy import deepcopy
@@ -53,7 +51,7 @@ def streamed(
     trust_remote_code: bool = False,
     num_labels: int | None = None,
     **settings: Any,
-) -> StreamedPeftModel:
+) -> "StreamedPeftModel":
     """Open a model, by its directory or hub id, whose layers stream, with adapters, as a PEFT model.
 
     Args:

@@ -4,8 +4,6 @@ The harness asks for all log-likelihoods of all tasks at once, so that they shar
 taken apart and results put together by its own base class and functions, so that both are as with its `HFLM`.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,7 @@ class Harness:
 
 
 def evaluate_tasks(
-    model: LemaModel, tasks: Sequence[str], harness: Harness, told: Callable[[str], object] = lambda _: None
+    model: "LemaModel", tasks: Sequence[str], harness: Harness, told: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any]:
     """Return the harness's results of some tasks; `told` is called after each pass over rows, and batch of texts.
     Raises `ConfigError` where the harness is not installed, or knows no such task."""
@@ -85,7 +83,7 @@ def _harness() -> Any:
 
 
 def harness_model(
-    model: LemaModel, harness: Harness | None = None, told: Callable[[str], object] = lambda _: None
+    model: "LemaModel", harness: Harness | None = None, told: Callable[[str], object] = lambda _: None
 ) -> Any:
     """Return a model as the harness takes it, an `lm_eval.api.model.LM`."""
     _harness()
@@ -110,7 +108,7 @@ class _Answers:
     max_length: int  # tokens that the model has positions for
     prefix_token_id: int  # the token before the first of a text
 
-    def __init__(self, model: LemaModel, harness: Harness, told: Callable[[str], object]) -> None:
+    def __init__(self, model: "LemaModel", harness: Harness, told: Callable[[str], object]) -> None:
         super().__init__()
         self._model, self._harness, self._told = model, harness, told
 

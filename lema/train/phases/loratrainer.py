@@ -3,8 +3,6 @@
 It runs the phases of `lema.train.phases`, and counts what each trains on a model without weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike

@@ -10,8 +10,6 @@ with its manifest, and a missing one written again from the phase's last checkpo
 elsewhere is linked into the new run's directory, so that the run is like any other from then on.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

@@ -3,8 +3,6 @@
 It is a table on a terminal and lines of tab-separated columns anywhere else.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

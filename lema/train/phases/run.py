@@ -5,8 +5,6 @@ train, and with a model in the hub's format where the next one builds on its wei
 from. So a run that was stopped anywhere continues as if it had not been, and no phase leaves anything in memory.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing

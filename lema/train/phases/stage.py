@@ -1,7 +1,5 @@
 """One phase of a run: its settings, its rows, what trains in it, its checkpoints, and the model that it leaves."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
