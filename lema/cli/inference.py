@@ -22,47 +22,40 @@ if TYPE_CHECKING:
 __all__ = ["evaluate", "generate"]
 
 
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Prompts: lines of .txt, `prompt` or `messages` of .jsonl; - for standard input."
-    ),
-]
-Output = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Where results go, a JSON object a line, as batches end.")
-]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Prompts at once; by default as many as fit, 64 at most.")]
-DoSample = Annotated[
-    bool, typer.Option("--do-sample", help="Draw tokens; else always the likeliest. A temperature says so, too.")
-]
-Temperature = Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token.")]
-TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest, up to this mass.")]
-MinP = Annotated[
-    float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
-]
-Seed = Annotated[int | None, typer.Option(min=0, help="Of what is drawn; by default that of the settings.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Put texts through the chat template, as the user's.")]
-
-
 def generate(
     source: Source,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")
     ] = None,
-    prompts: Prompts = None,
-    output: Output = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prompts: lines of .txt, `prompt` or `messages` of .jsonl; - for standard input."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where results go, a JSON object a line, as batches end.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what is in the output, and make the rest.")] = False,
-    batch_size: BatchSize = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts at once; by default as many as fit, 64 at most.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
-    do_sample: DoSample = False,
-    temperature: Temperature = None,
-    top_p: TopP = None,
+    do_sample: Annotated[
+        bool, typer.Option("--do-sample", help="Draw tokens; else always the likeliest. A temperature says so, too.")
+    ] = False,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest, up to this mass.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many of the likeliest.")] = None,
-    min_p: MinP = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
+    ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens come again less often.")] = None,
-    seed: Seed = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn; by default that of the settings.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
-    chat: Chat = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Put texts through the chat template, as the user's.")] = False,
     kv: Annotated[str, typer.Option(metavar="device|host", help="Where keys and values wait.")] = "device",
     settings: Settings = None,
     trust_remote_code: Trust = False,

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from torch import Tensor
 from lema.backend import Backend, Gathering, Upload
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.stream.lease import NAN_BYTE
-
-if TYPE_CHECKING:
-    from lema.stream.stream import StreamCounters
+from lema.stream.ring import StreamCounters
 
 __all__ = ["NUM_BUFFERS", "GatheredBuffers"]
 
@@ -46,7 +43,7 @@ class GatheredBuffers:
         parts: Sequence[int],
         backend: Backend,
         take: Callable[[int], Upload],
-        counters: "StreamCounters",
+        counters: StreamCounters,
         *,
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,

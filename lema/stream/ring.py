@@ -6,7 +6,6 @@ layer, so a layer that is still there is neither read nor uploaded again.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,10 +16,27 @@ from lema.stream.reader import LayerReader
 from lema.stream.schedule import Order, place_to_refill
 from lema.stream.workers import Ticket
 
-if TYPE_CHECKING:
-    from lema.stream.stream import StreamCounters
+__all__ = ["DeviceSlot", "HostBuffer", "LayerRing", "StreamCounters"]
 
-__all__ = ["DeviceSlot", "HostBuffer", "LayerRing"]
+
+@dataclass
+class StreamCounters:
+    """What streaming has cost so far."""
+
+    layers_read: int = 0  # layers read from disk on the way to a lease
+    layers_kept: int = 0  # leases of layers on disk that cost no read, for the layer was still there
+    bytes_read: int = 0  # from disk, those of residents, of host memory and of rows of embeddings among them
+    bytes_uploaded: int = 0  # handed to device slots
+    bytes_gathered: int = 0  # of layers, that came from other processes, device to device
+    bytes_offloaded: int = 0  # of activations that left the device, to wait for the backward in host memory or on disk
+    leases: int = 0  # leases begun
+    seconds_blocked_disk: float = 0.0  # how long leases waited for reads
+    seconds_blocked_upload: float = 0.0  # how long leases waited for the device to take their bytes
+    # How long the next read waited for a buffer whose layer was still to be computed with.
+    seconds_blocked_compute: float = 0.0
+    seconds_blocked_gather: float = 0.0  # how long leases waited for bytes of other processes
+    # How long leases were busy expanding quantised weights; on a device that queues its work, how long queueing it.
+    seconds_expanding: float = 0.0
 
 
 @dataclass
@@ -115,7 +131,7 @@ class LayerRing:
         spans: Sequence[slice],
         reader: LayerReader,
         in_use: Callable[[], Collection[int]],
-        counters: "StreamCounters",
+        counters: StreamCounters,
         trace: NoTrace,
         clock: Callable[[], float],
     ) -> None:
