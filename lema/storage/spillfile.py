@@ -14,15 +14,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from lema.backend.hostmemory import mapped
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import DiskError, ReadError
 from lema.storage.directio import BLOCK, read_all, reserve, write_all
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Extents", "OffloadFile", "as_bytes", "whole_blocks"]
 
@@ -38,7 +36,7 @@ def whole_blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def as_bytes(memory: "Tensor") -> memoryview:
+def as_bytes(memory: Tensor) -> memoryview:
     """Return host memory as files are read into it and written from it."""
     return memoryview(memory.numpy())  # type: ignore[arg-type] # numpy's stubs lack the buffer protocol before 3.12
 
@@ -76,7 +74,7 @@ class OffloadFile:
             raise self._error(DiskError, f"{nbytes:,} bytes cannot be had", error) from error
         self.size = nbytes
 
-    def mapped(self) -> "Tensor":
+    def mapped(self) -> Tensor:
         """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes. The
         space is taken until this object and what lies there are gone. `DiskError`: it cannot be mapped."""
         try:

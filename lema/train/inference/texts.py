@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from lema.data.chat.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.files import Row
@@ -31,8 +31,6 @@ from lema.storage.atomic import replace_file
 from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from lema.train.model import LemaModel
 
 __all__ = ["SAMPLES", "Completion", "Samples", "Scored", "batches_of", "completions", "plan_of", "scores", "texts_of"]
