@@ -4,8 +4,6 @@ On such a device nothing is known of storages, views or streams, and looking at 
 cut the graph in two. So only the inputs of layers are moved, whole, between two layers, where the graph is cut anyway.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet, ref
@@ -17,6 +15,15 @@ from lema.activations.offload import KeptTensor, Order, Packed
 from lema.activations.protocols import Choice, Counters
 
 __all__ = ["ByValue"]
+
+
+class _Value:
+    def __init__(self, source: Tensor) -> None:
+        self.device, self.nbytes = source.device, source.numel() * source.element_size()
+        self.host = source.to("cpu")
+        self.waiting: WeakSet[_Away] = WeakSet()  # what graphs keep of it and have not asked for yet
+        self.back: Tensor | None = None  # what came back; it stays until all of them have asked
+        self.reached = False  # one of them has asked, and others are waiting
 
 
 class ByValue:
@@ -93,15 +100,6 @@ class ByValue:
             self.counters.copies_out += 1
             self.counters.bytes_out += value.nbytes
         return value
-
-
-class _Value:
-    def __init__(self, source: Tensor) -> None:
-        self.device, self.nbytes = source.device, source.numel() * source.element_size()
-        self.host = source.to("cpu")
-        self.waiting: WeakSet[_Away] = WeakSet()  # what graphs keep of it and have not asked for yet
-        self.back: Tensor | None = None  # what came back; it stays until all of them have asked
-        self.reached = False  # one of them has asked, and others are waiting
 
 
 class _Away:
