@@ -85,7 +85,7 @@ class PhasePlan(Settings):
     max_length: Count = 1024
     """Tokens of a row, padding included."""
     micro_batch_size: Count | None = None
-    """Most rows that a process computes at once; None: as many as it gets. Changes no number."""
+    """Most rows that a process computes at once; None: as many as it gets. Without dropout it changes no result."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the order of data, of adapters and of dropout."""
 
