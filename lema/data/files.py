@@ -63,7 +63,11 @@ def _kind(path: Path) -> str:
 
 def _expand(given: str | Path, first: int | None) -> list[Path]:
     if is_stream(given):
-        return hub_files(str(given), first)
+        with _asked(str(given)) as (datasets, name, options, how):
+            if how.get("streaming") == "true":
+                return [Path(given if first is None or "take" in how else f"{given}&take={first}")]
+            kept = datasets.load_dataset(name, keep_in_memory=False, split=how["split"], **options)
+            return [Path(file["filename"]) for file in kept.cache_files]
     path = Path(given).expanduser()
     if path.is_dir():
         found = sorted(p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith("."))
@@ -234,8 +238,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
 
 
 def _skip_blank(text: str, start: int) -> int:
-    match = _BLANK.match(text, start)
-    return match.end() if match else start
+    return match.end() if (match := _BLANK.match(text, start)) else start
 
 
 def _jsonl(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -348,13 +351,13 @@ HUB = "hub:"
 
 
 def is_stream(path: str | Path) -> bool:
-    """Whether this names a data set of the hub; among what `find_files` returns, one that is streamed."""
+    """Whether this names a data set of the hub; of what `find_files` returns, one that is streamed, not downloaded."""
     return str(path).startswith(HUB)
 
 
 @contextmanager
 def _asked(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
-    """Give the library `datasets`, a data set's path and options, and how it is read; what is raised is `DataError`."""
+    """Give the library `datasets`, a data set's path and options, and how it is read. `DataError`: what is raised."""
     path, _, query = given.removeprefix(HUB).partition("?")
     options = dict(parse_qsl(query))
     how = {"split": "train"} | {name: options.pop(name) for name in ("split", "streaming", "take") if name in options}
@@ -373,15 +376,6 @@ def _asked(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str
     except Exception as error:  # whatever the network, the builder or the files raise
         mend = "check path, name and split; without a network it has to be in the cache of `datasets`"
         raise DataError(f"the data set cannot be had: {error}", where=given, how=mend) from error
-
-
-def hub_files(given: str, first: int | None = None) -> list[Path]:
-    """The Arrow files of a data set of the hub, downloaded if need be; of a stream, the name of its `first` rows."""
-    with _asked(given) as (datasets, path, options, how):
-        if how.get("streaming") == "true":
-            return [Path(given if first is None or "take" in how else f"{given}&take={first}")]
-        found = datasets.load_dataset(path, keep_in_memory=False, split=how["split"], **options)
-        return [Path(file["filename"]) for file in found.cache_files]
 
 
 def version_of(stream: Path) -> str:
