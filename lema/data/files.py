@@ -63,10 +63,10 @@ def _kind(path: Path) -> str:
 
 def _expand(given: str | Path, first: int | None) -> list[Path]:
     if is_stream(given):
-        with _asked(str(given)) as (datasets, name, options, how):
-            if how.get("streaming") == "true":
-                return [Path(given if first is None or "take" in how else f"{given}&take={first}")]
-            kept = datasets.load_dataset(name, keep_in_memory=False, split=how["split"], **options)
+        with _asked(str(given)) as (datasets, name, options, asked):
+            if asked.get("streaming") == "true":
+                return [Path(given if first is None or "take" in asked else f"{given}&take={first}")]
+            kept = datasets.load_dataset(name, keep_in_memory=False, split=asked["split"], **options)
             return [Path(file["filename"]) for file in kept.cache_files]
     path = Path(given).expanduser()
     if path.is_dir():
