@@ -223,9 +223,14 @@ def told_of(out: Path, said: str) -> dict[str, Any]:
 
 def difference(told: Mapping[str, Any], straight: Mapping[str, Any]) -> str:
     """Say in what two ends differ; empty: in nothing."""
-    names = sorted(name for name in straight.keys() | told.keys() if told.get(name) != straight.get(name))
-    if not names:
-        return ""
-    mine, theirs = told["metrics"], straight["metrics"]
-    lines = f"missing {[row for row in theirs if row not in mine]}, more {[row for row in mine if row not in theirs]}"
-    return f"{', '.join(names)} differ; {len(mine)} lines of metrics for {len(theirs)}: {lines}"
+    found = []
+    for name in sorted(straight.keys() | told.keys()):
+        mine, theirs = (one.get(name, "not there") for one in (told, straight))
+        if mine != theirs and isinstance(mine, list) and isinstance(theirs, list):
+            missing, more = (
+                [row for row in one if row not in other] for one, other in ((theirs, mine), (mine, theirs))
+            )
+            found.append(f"{name} has {len(mine)} lines for {len(theirs)}, missing {missing}, more {more}")
+        elif mine != theirs:
+            found.append(f"{name} is {mine}, not {theirs}")
+    return "; ".join(found)
