@@ -42,25 +42,26 @@ class Straight:
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Make `count` kills, a third of each kind of run."""
-    began, draw, failures, lost, chains = time.monotonic(), random.Random(seed), list[str](), 0, dict[str, int]()
-    made, known, done = short_run(), dict[str, Straight](), 0
-    for number, (kind, ways) in enumerate(WAYS.items()):
-        left, chain = count // len(WAYS) + (number < count % len(WAYS)), 0
-        while left > 0:
-            way, chain = ways[chain % len(ways)], chain + 1
+    began, draw, failures, lost, done = time.monotonic(), random.Random(seed), list[str](), 0, 0
+    made, known, chains = short_run(), dict[str, Straight](), dict.fromkeys(WAYS, 0)
+    left = {kind: count // len(WAYS) + (number < count % len(WAYS)) for number, kind in enumerate(WAYS)}
+    while kinds := [kind for kind in WAYS if left[kind] > 0]:
+        for kind in kinds:
+            way = WAYS[kind][chains[kind] % len(WAYS[kind])]
             if way.straight not in known:
                 known[way.straight] = _straight(made, way)
-            length = min(left, draw.randint(1, LONGEST))
+            length = min(left[kind], draw.randint(1, LONGEST))
             killed, fault = _chain(made, way, known[way.straight], length, draw)
-            left, done, chains[kind] = left - len(killed), done + len(killed), chain
-            told = f"{way.name}, chain {chain}, killed {'; '.join(killed) or 'never'}"
+            left[kind], chains[kind], done = left[kind] - len(killed), chains[kind] + 1, done + len(killed)
+            told = f"{way.name}, chain {chains[kind]}, killed {'; '.join(killed) or 'never'}"
             if fault:
                 lost += max(1, len(killed))
                 failures.append(f"{told}: {fault}")
             if report is not None:
                 report(f"kill {done}/{count}, {told}{': ' + fault if fault else ''}")
-    said = ", ".join(f"{chains[kind]} {kind}" for kind in chains)
-    return Outcome(f"{FAULT} ({said})", REQUIRED, count, count - lost, tuple(failures), time.monotonic() - began)
+    said = ", ".join(f"{number} {kind}" for kind, number in chains.items())
+    fault = f"{FAULT} (runs: {said})"
+    return Outcome(fault, REQUIRED, count, count - lost, tuple(failures), time.monotonic() - began)
 
 
 def _straight(made: ShortRun, way: Way) -> Straight:
