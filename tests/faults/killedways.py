@@ -65,7 +65,7 @@ def _phase(name: str, trains: str, steps: int, rate: float) -> dict[str, Any]:
 
 
 PHASES: Mapping[str, Any] = {
-    "phases": [_phase("whole", "full", 3, 1e-2), _phase("adapters", "lora", 4, 1e-2)],
+    "phases": [_phase("whole", "full", 2, 1e-2), _phase("adapters", "lora", 3, 1e-2)],
     "train_data": {"one": "rows.jsonl"},
     "eval_data": {"one": "eval.jsonl"},
     "eval_rows": 2,

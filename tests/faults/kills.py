@@ -25,6 +25,8 @@ FAULT = "kill -9, again and again, at changes of the disk and at any time"
 REQUIRED = "the run that goes on ends with the same bytes, record, summary and card"
 NAME = "killed-run"
 LONGEST = 6  # kills of one run
+LOOK = 0.01  # seconds between two looks at what a run has written
+STANDSTILL = 900.0  # seconds of a wall clock, on a machine that does much else
 BY_CHANGE = 0.5  # of the kills, those at a change of the disk
 EARLY = 0.15  # of the others, those that may come before anything was written
 ALL = 0.4  # of those of two processes, those that kill both and `torchrun` too
@@ -70,8 +72,8 @@ def _straight(made: ShortRun, way: Way) -> Straight:
     while not child.ended():
         if first is None and _written(out):
             first = time.monotonic()
-        time.sleep(0.001)
-    end, ended, changes = time.monotonic(), child.wait(), made.marks[killedways.CHANGES]
+        time.sleep(LOOK)
+    end, ended, changes = time.monotonic(), child.wait(STANDSTILL), made.marks[killedways.CHANGES]
     if ended.code:
         raise RuntimeError(f"the run without a kill ended with {ended.code}: {ended.said}")
     import_noted(killedways.imports_of(made, way.straight))  # which none of the others has to do then
@@ -97,7 +99,7 @@ def _chain(made: ShortRun, way: Way, straight: Straight, length: int, draw: rand
     while ended is None and len(killed) < length:
         when, ended = _life(made, way, straight, share, draw)
         killed += [when] if when else []
-    ended = ended or begun(made, way, NAME, resume=is_there(way, out)).wait()
+    ended = ended or begun(made, way, NAME, resume=is_there(way, out)).wait(STANDSTILL)
     if ended.code:
         return killed, f"it ended with {ended.code}: {last_lines(ended.said)}"
     return killed, killedways.difference(told_of(out, ended.said), straight.told)
@@ -109,7 +111,7 @@ def _life(made: ShortRun, way: Way, straight: Straight, share: float, draw: rand
     if way.anew or draw.random() >= BY_CHANGE:
         return _at_any_time(begun(made, way, NAME, resume=resume), made.out(NAME), straight, share, draw)
     at = draw.randrange(max(1, int(straight.changes * share)))
-    ended = begun(made, way, NAME, resume=resume, at=at).wait()
+    ended = begun(made, way, NAME, resume=resume, at=at).wait(STANDSTILL)
     return (f"at change {at}", None) if made.marks[killedways.DIED] and ended.code != HUNG else ("", ended)
 
 
@@ -119,12 +121,12 @@ def _at_any_time(
     early, found = draw.random() < EARLY, _written(out)
     delay = draw.uniform(0, straight.before if early else straight.after * share)
     while not early and not child.ended() and _written(out) == found:
-        time.sleep(0.001)
+        time.sleep(LOOK)
     time.sleep(delay)
     when = f"{delay:.3f} s after {'the start' if early else 'something was written'}"
     if not (trains := killedways.held_by(child)) or draw.random() < ALL:
-        return (when, None) if killedways.end_all(child) else ("", child.wait())
+        return (when, None) if killedways.end_all(child) else ("", child.wait(STANDSTILL))
     number = draw.randrange(len(trains))
     trains[number].kill()
-    ended = child.wait()  # of torchrun, which sees it, and ends the others
+    ended = child.wait(STANDSTILL)  # of torchrun, which sees it, and ends the others
     return (f"{when}, process {number} alone", None) if ended.code not in (0, HUNG) else ("", ended)
