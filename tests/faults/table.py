@@ -31,7 +31,7 @@ class Row:
 
 
 ROWS = (
-    Row("kills", "kills", 200, 2),
+    Row("kills", "kills", 200, 3),
     Row("instants", "instants", 0, 6),
     Row("power", "instants", 0, 3, "power"),
     Row("over", "instants", 0, 2, "over"),

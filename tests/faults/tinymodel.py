@@ -80,8 +80,10 @@ def tiny_model() -> TinyModel:
     Raises:
         RuntimeError: a command fails on what is not harmed.
     """
+    import smallrun  # here, because the child would do it, and then this process
     import torch
 
+    assert smallrun
     torch.set_num_threads(1)
     made = TinyModel(Path(tempfile.mkdtemp(prefix="lema-bombs-")))
     atexit.register(shutil.rmtree, made.place, ignore_errors=True)

@@ -133,7 +133,7 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     left_open = [name for name in ("micro_batch_size", "loss_chunk_tokens") if getattr(config, name) is None]
     with suppress(AdapterError):  # which the trainer tells
         then = {} if checkpoint is None else settings_then(checkpoint)
-        return config.model_copy(update={name: then.get(name) for name in left_open})
+        return config.model_copy(update={name: then[name] for name in left_open if then.get(name) is not None})
     return config
 
 
