@@ -4,6 +4,9 @@ One tree, rooted in `LemaError`. Each class carries the exit code the command li
 mistyped config from a full disk without reading the message.
 """
 
+from collections.abc import Iterable
+from itertools import accumulate
+
 __all__ = [
     "AdapterError",
     "BackendUnavailable",
@@ -18,10 +21,19 @@ __all__ = [
     "ReadError",
     "Stopped",
     "WeightsError",
+    "listed",
 ]
 
+MAX_LINES = (16, 2, 2)  # of what, where and how: a message is 20 lines at most
 
 SAYINGS = ("out of memory", "status_alloc_failed")  # of drivers, and of libraries of kernels that allocate themselves
+
+
+def listed(items: Iterable[str], most: int = 14) -> str:
+    """Lines of a list for a message: the first items, as far as they have 125 characters each, and how many more."""
+    lines = [f"\n  - {' '.join(item.split())[:400]}" for item in items]
+    shown = max(1, sum(total <= 125 * most for total in accumulate(map(len, lines[:most]))))
+    return "".join(lines[:shown]) + (f"\n  and {len(lines) - shown:,} more" if len(lines) > shown else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,15 +52,19 @@ class LemaError(Exception):
     """
 
     exit_code = 1
-    max_length = 2000  # characters of each part: a message that lists what is wrong may list millions
+    max_length = 2000  # characters of each part: what is told of may have millions
 
     def __init__(self, what: str, *, where: str = "", how: str = "") -> None:
-        self.what, self.where, self.how = (self._shortened(part) for part in (what, where, how))
+        parts = zip((what, where, how), MAX_LINES, strict=True)
+        self.what, self.where, self.how = (self._shortened(part, most) for part, most in parts)
         super().__init__(self.what)
 
-    def _shortened(self, text: str) -> str:
-        more = len(text) - self.max_length
-        return f"{text[: self.max_length]} ... and {more:,} characters more" if more > 100 else text
+    def _shortened(self, text: str, most: int) -> str:
+        lines = text.splitlines()
+        if len(lines) <= most and len(text) <= self.max_length + 100:
+            return text
+        kept = "\n".join(lines[:most])[: self.max_length]
+        return f"{kept} ... and {len(text) - len(kept):,} characters more"
 
     def __str__(self) -> str:
         lines = [self.what]

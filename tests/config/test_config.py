@@ -18,7 +18,7 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.problems import SettingsError
 from lema.config.types import Scheduler
 from lema.config.units import parse_memory
-from lema.errors import ConfigError, DiskError
+from lema.errors import ConfigError, DiskError, listed
 
 # Run in a fresh process: every field misspelt in many ways, every field given every wrong type. Prints what was wrong
 # with the refusals, and whether torch had been imported by then.
@@ -577,6 +577,19 @@ def test_an_error_that_lists_millions_tells_of_the_first_and_how_much_more() -> 
     assert str(error).startswith("0, 1, 2")
     assert "characters more" in str(error)
     assert len(str(error)) < 3000
+
+
+def test_a_message_has_twenty_lines_at_most_and_says_how_many_items_it_leaves_out() -> None:
+    whole = listed(map(str, range(1000)))
+    error = ConfigError(f"so many:{whole}", where="a\nb\nc\nd", how="e\nf\ng\nh")
+    assert whole.splitlines()[1:] == [*(f"  - {number}" for number in range(14)), "  and 986 more"]
+    assert len(str(error).splitlines()) == 20
+    assert len(str(ConfigError("\n" * 1000))) < 100
+    assert listed(["a " * 1000] * 10).endswith("\n  and 6 more")
+    with pytest.raises(ConfigError, match="200 settings are wrong") as caught:
+        LemaConfig("model", **{f"lora_ranc_{number}": 1 for number in range(200)})
+    assert len(str(caught.value).splitlines()) <= 20
+    assert "and 186 more" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from lema.data import load_rows, prepare_data
-from lema.data.files import find_files
+from lema.data.files import find_files, pieces_of
 from lema.errors import DataError
 
 ROWS = [{"prompt": "a, b", "completion": 'say "x"\nand y'}, {"prompt": "é\u2028ü", "completion": "z"}]
@@ -142,6 +142,20 @@ def test_a_file_that_was_cut_off_is_named(write, tmp_path, form):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(DataError, match=r"a\.(arrow:|jsonl\.)"):
         load_rows(path)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_lines_that_unpack_to_hundreds_of_times_their_file_are_refused(write, codec):
+    """What is allowed is one row of the greatest length, and 300 times the file; the rows before are read."""
+    harmless, bomb = (write(f"{n}.txt{CODECS[codec]}", compressed("ab\n" * n, codec)) for n in (5_500_000, 8_000_000))
+    assert sum(len(piece.content) for piece in pieces_of(harmless)) == 3 * 5_500_000
+    with pytest.raises(DataError, match="unpacks to more than 300 times its size") as caught:
+        read = [piece.line for piece in pieces_of(bomb)]
+        assert read
+    file, line = caught.value.where.rsplit(":", 1)
+    assert file == str(bomb)
+    assert 5_500_000 < int(line) < 8_000_000
+    assert caught.value.exit_code == 3
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.csv", "text\n"), ("a.txt", "\n")])

@@ -143,7 +143,7 @@ def warm(work: Callable[[], int], log: Path) -> Ended:
         names.write_text("\n".join(sys.modules), encoding="utf-8")
         return code
 
-    ended = run(noted, log)
+    ended = run(noted, log, 5 * PATIENCE)
     for name in names.read_text(encoding="utf-8").split() if ended.code == 0 else ():
         if name not in sys.modules:
             with contextlib.suppress(ImportError):  # made in the child, or imported under another name

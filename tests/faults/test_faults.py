@@ -18,10 +18,10 @@ from faults.table import ROWS
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = (
     ("kills", "instants", "power", "over", "nonfinite"),
-    ("terms", "everystep", "damage", "fulldisk", "bombs", "settings", "smallfiles"),
+    ("terms", "everystep", "damage", "fulldisk", "bombs", "settings", "phases", "smallfiles"),
 )
 DEFAULT = {"kills", "fulldisk", "pickles"}  # rows of a default run
-SESSION = {"bombs", "settings", "smallfiles"}  # slow ones; the others are exhaustive
+SESSION = {"bombs", "settings", "phases", "smallfiles"}  # slow ones; the others are exhaustive
 ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
 
 
