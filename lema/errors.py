@@ -4,9 +4,6 @@ One tree, rooted in `LemaError`. Each class carries the exit code the command li
 mistyped config from a full disk without reading the message.
 """
 
-from collections.abc import Iterable
-from itertools import accumulate
-
 __all__ = [
     "AdapterError",
     "BackendUnavailable",
@@ -24,15 +21,14 @@ __all__ = [
     "listed",
 ]
 
-MAX_LINES = (16, 2, 2)  # of what, where and how: a message is 20 lines at most
 
 SAYINGS = ("out of memory", "status_alloc_failed")  # of drivers, and of libraries of kernels that allocate themselves
 
 
-def listed(items: Iterable[str], most: int = 14) -> str:
+def listed(items: list[str], most: int = 14) -> str:
     """Lines of a list for a message: the first items, as far as they have 125 characters each, and how many more."""
     lines = [f"\n  - {' '.join(item.split())[:400]}" for item in items]
-    shown = max(1, sum(total <= 125 * most for total in accumulate(map(len, lines[:most]))))
+    shown = next((n for n in range(min(most, len(lines)), 1, -1) if sum(map(len, lines[:n])) <= 125 * most), 1)
     return "".join(lines[:shown]) + (f"\n  and {len(lines) - shown:,} more" if len(lines) > shown else "")
 
 
@@ -55,16 +51,14 @@ class LemaError(Exception):
     max_length = 2000  # characters of each part: what is told of may have millions
 
     def __init__(self, what: str, *, where: str = "", how: str = "") -> None:
-        parts = zip((what, where, how), MAX_LINES, strict=True)
-        self.what, self.where, self.how = (self._shortened(part, most) for part, most in parts)
+        # Lines of each, so that a message has 20 at most.
+        self.what, self.where, self.how = map(self._shortened, (what, where, how), (16, 2, 2))
         super().__init__(self.what)
 
     def _shortened(self, text: str, most: int) -> str:
-        lines = text.splitlines()
-        if len(lines) <= most and len(text) <= self.max_length + 100:
-            return text
-        kept = "\n".join(lines[:most])[: self.max_length]
-        return f"{kept} ... and {len(text) - len(kept):,} characters more"
+        kept = "\n".join(text.split("\n", most)[:most])[: self.max_length]
+        more = len(text) - len(kept)
+        return f"{kept} ... and {more:,} characters more" if more else text
 
     def __str__(self) -> str:
         lines = [self.what]

@@ -106,7 +106,7 @@ class SettingsError(ConfigError):
             only = self.problems[0]
             super().__init__(only.what, where=only.place or only.key, how=only.how)
         else:
-            super().__init__(f"{len(self.problems)} settings are wrong:{listed(map(str, self.problems))}")
+            super().__init__(f"{len(self.problems)} settings are wrong:{listed([*map(str, self.problems)])}")
 
     def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
         """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.

@@ -103,11 +103,10 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
             "of another shape": misshapen,
             "of a type the model cannot be loaded from": mistyped,
         }
-        found = {what: items for what, items in complaints.items() if items}
-        lists = [f"\n{len(items)} {what}:{listed(items, 15 // len(found) - 2)}" for what, items in found.items()]
-        what = "".join(["the checkpoint does not fit the model", *lists])
+        wrong = {what: items for what, items in complaints.items() if items}
+        told = "".join(f"\n{len(one)} {what}:{listed(one, 15 // len(wrong) - 2)}" for what, one in wrong.items())
         how = "check that config.json and the weights are of the same model"
-        raise WeightsError(what, where=str(index.path), how=how)
+        raise WeightsError(f"the checkpoint does not fit the model{told}", where=str(index.path), how=how)
     return names
 
 

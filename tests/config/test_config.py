@@ -580,7 +580,7 @@ def test_an_error_that_lists_millions_tells_of_the_first_and_how_much_more() -> 
 
 
 def test_a_message_has_twenty_lines_at_most_and_says_how_many_items_it_leaves_out() -> None:
-    whole = listed(map(str, range(1000)))
+    whole = listed([*map(str, range(1000))])
     error = ConfigError(f"so many:{whole}", where="a\nb\nc\nd", how="e\nf\ng\nh")
     assert whole.splitlines()[1:] == [*(f"  - {number}" for number in range(14)), "  and 986 more"]
     assert len(str(error).splitlines()) == 20

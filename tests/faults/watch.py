@@ -190,6 +190,6 @@ def _judged(code: int, said: str, named: Sequence[str]) -> str:
         return f"exit {code}: {told[:600]}"
     if code and named and not any(name in told for name in named):
         return f"names nothing, exit {code}: {told[:600]}"
-    if len(told.splitlines()) > MAX_LINES or len(told) > 10_000:
+    if told.rstrip("\n").count("\n") >= MAX_LINES or len(told) > 10_000:
         return f"a message of {len(told.splitlines())} lines, {len(told)} characters"
     return ""

@@ -157,7 +157,7 @@ def check_same_run(
     if any(one.name not in CLASSES for one in rows):
         refused += changed_settings(then, now, Change.DATA)
     if refused:
-        what = f"the run began with other settings or data (then -> now):{listed(map(str, refused))}"
+        what = f"the run began with other settings or data (then -> now):{listed([*map(str, refused)])}"
         how = "resume with those it began with, or begin a new run in another output_dir"
         raise ConfigError(what, where=str(checkpoint), how=how)
     return changed_settings(then, now, Change.SAID)
