@@ -599,7 +599,8 @@ def test_a_message_has_twenty_lines_at_most_and_says_how_many_items_it_leaves_ou
         ({"gradient_accumulation_steps": 10**5000}, "gradient_accumulation_steps must lie between"),
         ({"gradient_accumulation_steps": 10**8}, "gradient_accumulation_steps must be at most 100000"),
         ({"output_dir": "a\0b"}, "output_dir must not hold a NUL character"),
-        ({"train_data": {"one": ["a", "b\0"]}}, "train_data must not hold a NUL character"),
+        ({"train_data": {"one": ["a", "b\0"]}}, r"train_data\.one\[1\] must not hold a NUL character"),
+        ({"train_data": {"one\0": "a"}}, "train_data must not hold a NUL character"),
     ],
     ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
 )

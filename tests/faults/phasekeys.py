@@ -169,7 +169,7 @@ def _end(schema: Mapping[str, Any], kinds: Mapping[str, Any], draw: Random) -> A
             return draw.choice(TEXTS)
         case "array":
             items = [_end(schema.get("items", {}), kinds, draw) for _ in range(draw.choice((0, 1, 1, 1, 2, 3)))]
-            return items * draw.choice((1, 1, 1, 1, 2, 1000))
+            return items * draw.choice((1, 1, 1, 1, 2, 300))
         case "object":
             inside = schema.get("properties") or {draw.choice(TEXTS): schema.get("additionalProperties") or {}}
             chosen = draw.sample(list(inside), draw.randrange(len(inside) + 1))
@@ -196,5 +196,5 @@ def _opened(file: Path, document: dict[str, Any], named: list[str]) -> str:
         plan = read_phase_file(file).plan
         short = plan.num_steps * plan.batch_size * plan.max_length <= SHORT
     except Exception:  # noqa: BLE001 - the command says how
-        return watch.command("plan", "--profile", "cpu", file, named=(*named, "the config file"))
+        return watch.command("plan", "--profile", "cpu", file, named=(*named, "train_data", "the config file", "not YAML"))
     return watch.command(*(("train",) if short else ("plan", "--profile", "cpu")), file)
