@@ -108,8 +108,8 @@ def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple
             yield from _unreasonable(key, path, depth - 1)
             yield from _unreasonable(one, f"{path}.{key}".removeprefix("."), depth - 1)
     elif isinstance(value, list | tuple):
-        for place, one in enumerate(value):
-            yield from _unreasonable(one, f"{path}[{place}]", depth - 1)
+        places = ((f"{path}[{place}]", one) for place, one in enumerate(value))
+        yield from (found for place, one in places for found in _unreasonable(one, place, depth - 1))
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:

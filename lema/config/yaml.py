@@ -72,7 +72,7 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
         how = "write fewer settings, and fewer aliases (`*name`) of aliases"
         raise ConfigError(f"the file stands for more than {MAX_VALUES:,} values", where=str(file), how=how)
     lines = dict(_lines(root, "", set()))
-    values = _parsed(lambda _: yaml.constructor.construct_document(root), text, str(file))  # parsing is most of the time
+    values = _parsed(lambda _: yaml.constructor.construct_document(root), text, str(file))  # it is not parsed again
     for key in values:
         if not isinstance(key, str):
             line = lines.get(str(key))

@@ -196,5 +196,6 @@ def _opened(file: Path, document: dict[str, Any], named: list[str]) -> str:
         plan = read_phase_file(file).plan
         short = plan.num_steps * plan.batch_size * plan.max_length <= SHORT
     except Exception:  # noqa: BLE001 - the command says how
-        return watch.command("plan", "--profile", "cpu", file, named=(*named, "train_data", "the config file", "not YAML"))
+        named = [*named, "train_data", "the config file", "not YAML"]
+        return watch.command("plan", "--profile", "cpu", file, named=named)
     return watch.command(*(("train",) if short else ("plan", "--profile", "cpu")), file)
