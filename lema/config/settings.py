@@ -103,13 +103,10 @@ def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple
         yield path, "must not hold a NUL character, or half of a character"
     elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
         yield path, "must lie between -1e18 and 1e18"
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _unreasonable(key, path, depth - 1)
-            yield from _unreasonable(one, f"{path}.{key}".removeprefix("."), depth - 1)
-    elif isinstance(value, list | tuple):
-        places = ((f"{path}[{place}]", one) for place, one in enumerate(value))
-        yield from (found for place, one in places for found in _unreasonable(one, place, depth - 1))
+    elif isinstance(value, Mapping | list | tuple):
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            inner = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".removeprefix(".")
+            yield from (*_unreasonable(key, path, depth - 1), *_unreasonable(one, inner, depth - 1))
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:
