@@ -159,7 +159,7 @@ def warm(work: Callable[[], int], log: Path) -> Ended:
         note_imports(names)
         return code
 
-    ended = run(noted, log)
+    ended = run(noted, log, 5 * PATIENCE)
     if ended.code == 0:
         import_noted(names)
     return ended
