@@ -191,18 +191,10 @@ def _one_of_each(
         for parameter in split.layers[index].parameters():
             if blank and not parameter.is_meta:
                 made_up(parameter)
+    own = trained or [()] * len(layers)
     found = [
-        layer_seconds(
-            split,
-            layers,
-            index,
-            calls[index],
-            with_values(given[index], backend),
-            backend,
-            clock,
-            trained[index] if trained else (),
-        )
-        for index in firsts
+        layer_seconds(split, layers, one, calls[one], with_values(given[one], backend), backend, clock, own[one])
+        for one in firsts
     ]
     return firsts, tuple(found), given[-1]
 
