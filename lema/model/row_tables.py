@@ -14,21 +14,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lema.backend import Backend
+from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses, kept_unasked
 from lema.config.units import human_bytes
 from lema.errors import ConfigError
-from lema.model.capture import has_values
+from lema.model.capture import has_values, replaced
 from lema.model.inputs import Inputs
 from lema.model.outer_weights import StoredTensors
 from lema.model.skeleton import ends_of, find_layers
 from lema.model.weight_names import grouped
+from lema.storage.header import TensorRecord
 
 __all__ = ["RowTables"]
 
@@ -62,7 +63,7 @@ class _Table:
 
     def take_out(self) -> None:
         """Let the embedding be as the model made it."""
-        del self.module.forward
+        vars(self.module).pop("forward", None)
         self.module._parameters["weight"] = self.weight
 
 
@@ -73,9 +74,10 @@ class RowTables:
     embeddings only large ones are. Those that train, or are adapted, are whole. `ConfigError`: the input embeddings
     cannot be looked up as the setting says. `where`: the setting: rows come from "host" memory or from "disk";
     "device": all are whole. "auto": from disk, unless layers stay on the device unasked, or it compiles what is run on
-    it, for every number of rows. `planned_for`: a device, or the name of one, that a plan is made for: nothing is read;
-    None: the model is used. `head`: the head's weight, where it is leased in pieces: a table that has the same one is
-    not loaded either.
+    it, for every number of rows. The input's are then divided among the processes `parallel` that hold the model
+    together, and are here until `handed_over`. `planned_for`: a device, or the name of one, that a plan is made for:
+    nothing is read; None: the model is used. `head`: the head's weight, where it is not loaded: a table that has the
+    same one is not loaded either.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class RowTables:
         where: Place,
         planned_for: Backend | str | None = None,
         head: nn.Parameter | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
         self._layers_name, self._given, self._head = find_layers(model)[0], ends_of(model)[0], head
@@ -94,7 +97,9 @@ class RowTables:
         self._tables: dict[str, _Table] = {}
         self._whole_input = ""  # why the input embeddings are not among them
         kept = kept_unasked(planned_for or stored.backend) > 0 or not has_addresses(stored.backend.device)
-        if where != "device" and not (where == "auto" and kept):
+        self._parts = (parallel or stored.backend.parallel).size
+        self._divided = where == "auto" and kept and self._parts > 1
+        if self._divided or not (where == "device" or (where == "auto" and kept)):
             self._choose()
         self._embeddings = {name: table.module for name, table in self._tables.items()}
         self._put_in()
@@ -142,7 +147,9 @@ class RowTables:
         """Look nothing up for the length of a `with` block: what the embeddings return is thrown away."""
         self._looked_at = False
         try:
-            yield
+            # Nor are processes asked for their words.
+            with replaced({self._given: self._nothing} if self._divided and self._given is not None else {}):
+                yield
         finally:
             self._looked_at = True
 
@@ -183,6 +190,16 @@ class RowTables:
                     table.module._parameters["weight"] = weight
         return nbytes
 
+    def handed_over(self) -> frozenset[str]:
+        """Return the names of what is divided among processes, which is looked after here until then."""
+        names = self.names if self._divided else frozenset[str]()
+        self._tables, self._divided = {} if names else self._tables, bool(names)
+        return names
+
+    def _nothing(self, ids: Tensor) -> Tensor:
+        given: Any = self._given
+        return torch.zeros(*ids.shape, given.embedding_dim, dtype=given.weight.dtype, device=ids.device)
+
     def _choose(self) -> None:
         """Find the embeddings to look up row by row."""
         asked = self._where != "auto"
@@ -195,9 +212,9 @@ class RowTables:
             assert isinstance(module.weight, nn.Parameter)
             dtype, in_layers = self._stored.dtypes[name], name.startswith(f"{self._layers_name}.")
             nbytes = module.weight.numel() * dtype.itemsize
-            wanted = (asked and is_input) or module.weight is self._head
-            divided = in_layers and self._stored.backend.parallel.size > 1  # each process has its part of the layer
-            if (nbytes < LEAST_BYTES and not wanted) or divided:
+            wanted = ((asked or self._divided) and is_input) or module.weight is self._head
+            part = in_layers and self._parts > 1  # each process has its part of the layer
+            if ((nbytes < LEAST_BYTES or self._divided) and not wanted) or part:
                 continue
             why = self._why_whole(name, module)
             if why is None:
@@ -220,13 +237,14 @@ class RowTables:
             return "they are the head's weight as well, which is needed whole on the device"
         if len(inspect.signature(type(module).forward).parameters) != 2:  # itself, and the ids
             return "the model looks its tokens up in no plain table"
-        if self._where != "host" and self._stored.rows(name) is None:
+        plain = isinstance(self._stored.records[name], TensorRecord) or not self._divided
+        if self._where != "host" and (self._stored.rows(name) is None or not plain):
             return "their rows are stored quantised, or each in several places"
         return None
 
     def _put_in(self) -> None:
         """Have the embeddings look their ids up here: each by itself, its class stays as it is."""
-        for name, table in self._tables.items():
+        for name, table in () if self._divided else self._tables.items():
             # A function, which a copy of the module shares: a copied object would bring copies of all it refers to.
             def look_up(input: Tensor, name: str = name, table: _Table = table) -> Tensor:
                 return self._look_up(name, table, input)

@@ -40,7 +40,7 @@ from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import StoredTensors, draw_head, layer_bytes, load_outside
-from lema.model.partition import held_records, open_backend
+from lema.model.partition import divide, open_backend
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
@@ -117,7 +117,7 @@ class LemaModel:
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)
         name = self.split.layers_name
         self._divided = False  # among the processes that hold the model together
-        self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
+        self._stored = self._held = StoredTensors(records, dtypes, self.backend, self._reader)
         self._head, self._tables = open_ends(self.skeleton, self._stored, config, self.backend.parallel)
         self.split.tables = self._tables
         self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names | self._head.names)
@@ -255,7 +255,7 @@ class LemaModel:
     def _layers(self) -> list[LayerBytes]:
         """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
         self._divide()
-        records = held_records(self.skeleton, self.records, self.backend.parallel)
+        records = self._held.records
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
@@ -270,9 +270,11 @@ class LemaModel:
             self.__dict__.pop("_layers", None)
 
     def _divide(self) -> None:
-        """Divide the layers, adapters attached or not, among the processes that hold the model together; once."""
+        """Divide the model, adapters attached or not, among the processes that hold it together; once."""
         if self.backend.parallel.size > 1 and not self._divided:
-            self.backend.parallel.shard(self.skeleton)
+            words = self._head.handed_over() | self._tables.handed_over()
+            self._held, ends = divide(self.skeleton, self._stored, words, self.backend.parallel)
+            self.outside_bytes += load_outside(self.skeleton, ends, self.split.layers_name, self._tables.names)
             self.split.adapters_changed()
         self._divided = True
 

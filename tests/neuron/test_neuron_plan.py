@@ -49,7 +49,7 @@ def weights(parts: dict[str, int]) -> int:
 
 
 @pytest.mark.slow
-def test_a_core_holds_its_part_of_the_layers_and_all_of_what_is_outside(base: Path) -> None:
+def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> None:
     (one, _, whole), (four, _, part) = planned(base), planned(base, tensor_parallel_size=4)
     hidden, inner, kv = 512, 1408, 2 * 64
     cut = 2 * 8 * (2 * hidden * hidden + 3 * hidden * inner)  # bytes of what each of four has a quarter of
@@ -57,7 +57,9 @@ def test_a_core_holds_its_part_of_the_layers_and_all_of_what_is_outside(base: Pa
     norms = weights(one) - cut - keys
     assert 0 < norms < 0.01 * cut
     assert weights(four) == pytest.approx(cut / 4 + keys / 2 + norms, rel=0.02)
-    assert four["outside"] == one["outside"]
+    words, norm, pages = 2 * hidden * 2, 2 * hidden, 3 * 4096  # bytes of a word's rows in both embeddings and head
+    assert 0 <= one["outside"] - (SHAPE["vocab_size"] * words + norm) < pages
+    assert 0 <= four["outside"] - (-(-SHAPE["vocab_size"] // 4) * words + norm) < pages
     assert four["adapters"] < 0.7 * one["adapters"]
     assert (part.adapter_parameters, part.stored_bytes) == (whole.adapter_parameters, whole.stored_bytes)
 
