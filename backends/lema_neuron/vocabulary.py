@@ -38,7 +38,7 @@ class Words:
     Attributes:
         each: how many a rank has; the last ones may have fewer.
         first: the first of this rank's.
-        apart: whether the head returns the logits of this rank's words alone.
+        apart: whether the head returns the logits of this rank's words alone, and vectors are not asked for.
     """
 
     def __init__(self, comm: Comm, size: int) -> None:
@@ -83,7 +83,8 @@ class Words:
 
     @contextmanager
     def left_apart(self) -> Iterator[None]:
-        """Let the head return the logits of this rank's words alone, in a `with` block."""
+        """Let the head return the logits of this rank's words alone, in a `with` block. What embeddings return in it is
+        thrown away, so that other ranks are not asked for it."""
         self.apart = True
         try:
             yield
@@ -106,10 +107,11 @@ def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
         comm: the group.
     """
     shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the whole ones, whose `id` is theirs till the end
+    vocabularies: dict[int, Words] = {}
     for name in sorted(names):
         module = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is of a {type(module).__name__}"
-        words = Words(comm, module.weight.shape[0])
+        words = vocabularies.setdefault(module.weight.shape[0], Words(comm, module.weight.shape[0]))
         if not words.is_enough:
             continue
         whole = module.weight
@@ -134,9 +136,10 @@ def _parts(module: Any) -> dict[str, Part]:
 def _vectors(module: Any, input: Tensor) -> Tensor:
     """Return the vectors of token ids, as the module's own class makes them."""
     at, mine = module.words.here(input)
-    vectors = type(module).forward(module, at)
+    vectors: Tensor = type(module).forward(module, at)
     # Chosen and not multiplied, because a row of another word may not be finite.
-    return reduce_from_group(torch.where(mine.unsqueeze(-1), vectors, 0.0), module.words.comm)
+    mine_alone = torch.where(mine.unsqueeze(-1), vectors, 0.0)
+    return mine_alone if module.words.apart else reduce_from_group(mine_alone, module.words.comm)
 
 
 def _logits(module: Any, input: Tensor) -> Tensor:

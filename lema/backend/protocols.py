@@ -169,7 +169,8 @@ class Parallel(Protocol):
 
     def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
         """Return torch's `cross_entropy` in fp32, with its `options`, of what the model's head makes when `logits` is
-        called, `[rows, tokens, vocabulary]`: of a head that is divided each rank then makes its words' only."""
+        called, `[rows, tokens, vocabulary]`. Of a head that is divided each rank then makes its words' only, and what
+        the embeddings return meanwhile is thrown away."""
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum over the group the gradients of which each rank has formed a part only."""

@@ -10,7 +10,7 @@ and its projections by their sizes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from lema.backend.layout import KvLayout, Layout, places
 from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
-from lema.model.outer_weights import StoredTensors
 from lema.model.weight_names import WRAPPED
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored
@@ -57,20 +56,9 @@ def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Para
             raise ConfigError(what, where="tensor_parallel_size", how=how)
         size = record.shape[layout.dim]
         ranges = [(start, start + length) for start, length in places(layout, size, parallel.rank)]
-        # Of words the last process has fewer; nothing else may be cut unevenly.
         assert layout.kind == "embedding" or all(stop <= size for _, stop in ranges), f"{record.name} would be padded"
         held[name] = part_of(record, layout.dim, [(start, min(stop, size)) for start, stop in ranges])
     return held
-
-
-def divide(
-    model: PreTrainedModel, stored: StoredTensors, words: Collection[str], parallel: Parallel
-) -> tuple[StoredTensors, StoredTensors]:
-    """Divide a model among the processes that hold it together; return what this one reads of its tensors, and of those
-    named `words` among them, which are divided over the vocabulary if the backend does that."""
-    parallel.shard(model, words)
-    held = replace(stored, records=held_records(model, stored.records, parallel))
-    return held, replace(held, records={name: held.records[name] for name in words if name in held.records})
 
 
 def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Tensor:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,11 @@ from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses, kept_unasked
 from lema.config.units import human_bytes
 from lema.errors import ConfigError
-from lema.model.capture import has_values, replaced
+from lema.model.capture import has_values
 from lema.model.inputs import Inputs
 from lema.model.outer_weights import StoredTensors
 from lema.model.skeleton import ends_of, find_layers
 from lema.model.weight_names import grouped
-from lema.storage.header import TensorRecord
 
 __all__ = ["RowTables"]
 
@@ -74,10 +73,9 @@ class RowTables:
     embeddings only large ones are. Those that train, or are adapted, are whole. `ConfigError`: the input embeddings
     cannot be looked up as the setting says. `where`: the setting: rows come from "host" memory or from "disk";
     "device": all are whole. "auto": from disk, unless layers stay on the device unasked, or it compiles what is run on
-    it, for every number of rows. The input's are then divided among the processes `parallel` that hold the model
-    together, and are here until `handed_over`. `planned_for`: a device, or the name of one, that a plan is made for:
-    nothing is read; None: the model is used. `head`: the head's weight, where it is not loaded: a table that has the
-    same one is not loaded either.
+    it, for every number of rows; the input's are then divided among processes (`parallel`), and are here until they are
+    `handed_over`. `planned_for`: a device, or its name, that a plan is made for: nothing is read; None: the model is
+    used. `head`: the head's weight, where it is not loaded: a table that has the same one is not loaded either.
     """
 
     def __init__(
@@ -147,9 +145,7 @@ class RowTables:
         """Look nothing up for the length of a `with` block: what the embeddings return is thrown away."""
         self._looked_at = False
         try:
-            # Nor are processes asked for their words.
-            with replaced({self._given: self._nothing} if self._divided and self._given is not None else {}):
-                yield
+            yield
         finally:
             self._looked_at = True
 
@@ -192,13 +188,8 @@ class RowTables:
 
     def handed_over(self) -> frozenset[str]:
         """Return the names of what is divided among processes, which is looked after here until then."""
-        names = self.names if self._divided else frozenset[str]()
-        self._tables, self._divided = {} if names else self._tables, bool(names)
+        names, self._tables = (self.names, {}) if self._divided else (frozenset[str](), self._tables)
         return names
-
-    def _nothing(self, ids: Tensor) -> Tensor:
-        given: Any = self._given
-        return torch.zeros(*ids.shape, given.embedding_dim, dtype=given.weight.dtype, device=ids.device)
 
     def _choose(self) -> None:
         """Find the embeddings to look up row by row."""
@@ -237,8 +228,7 @@ class RowTables:
             return "they are the head's weight as well, which is needed whole on the device"
         if len(inspect.signature(type(module).forward).parameters) != 2:  # itself, and the ids
             return "the model looks its tokens up in no plain table"
-        plain = isinstance(self._stored.records[name], TensorRecord) or not self._divided
-        if self._where != "host" and (self._stored.rows(name) is None or not plain):
+        if self._where != "host" and self._stored.rows(name) is None:
             return "their rows are stored quantised, or each in several places"
         return None
 

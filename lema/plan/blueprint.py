@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.model import meta_model, read_config
 from lema.model.outer_weights import StoredTensors, layer_bytes, place_outside
-from lema.model.partition import divide
+from lema.model.partition import held_records
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
@@ -107,9 +107,12 @@ def draw_up(
         outside_bytes += _attach(model, config, device, tables, head)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
-            stored, ends = divide(model, stored, head.handed_over() | tables.handed_over(), parallel)
-            outside_bytes += place_outside(model, ends, name)[1].nbytes
-        layers = layer_bytes(stored.records, dtypes, name, len(stack), tables.names)
+            words = head.handed_over() | tables.handed_over()
+            parallel.shard(model, words)
+            records = held_records(model, records, parallel)
+            stored = replace(stored, records=records)
+            outside_bytes += place_outside(model, stored, name, records.keys() - words)[1].nbytes
+        layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
         adapter = training_bytes(model, name)
     else:
         wanted = chosen(model)

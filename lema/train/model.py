@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -40,7 +41,7 @@ from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import StoredTensors, draw_head, layer_bytes, load_outside
-from lema.model.partition import divide, open_backend
+from lema.model.partition import held_records, open_backend
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
@@ -117,7 +118,7 @@ class LemaModel:
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)
         name = self.split.layers_name
         self._divided = False  # among the processes that hold the model together
-        self._stored = self._held = StoredTensors(records, dtypes, self.backend, self._reader)
+        self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
         self._head, self._tables = open_ends(self.skeleton, self._stored, config, self.backend.parallel)
         self.split.tables = self._tables
         self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names | self._head.names)
@@ -255,7 +256,7 @@ class LemaModel:
     def _layers(self) -> list[LayerBytes]:
         """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
         self._divide()
-        records = self._held.records
+        records = held_records(self.skeleton, self.records, self.backend.parallel)
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
@@ -273,8 +274,10 @@ class LemaModel:
         """Divide the model, adapters attached or not, among the processes that hold it together; once."""
         if self.backend.parallel.size > 1 and not self._divided:
             words = self._head.handed_over() | self._tables.handed_over()
-            self._held, ends = divide(self.skeleton, self._stored, words, self.backend.parallel)
-            self.outside_bytes += load_outside(self.skeleton, ends, self.split.layers_name, self._tables.names)
+            self.backend.parallel.shard(self.skeleton, words)
+            held = held_records(self.skeleton, self.records, self.backend.parallel)
+            given = replace(self._stored, records=held), self.split.layers_name, held.keys() - words
+            self.outside_bytes += load_outside(self.skeleton, *given)
             self.split.adapters_changed()
         self._divided = True
 
@@ -299,9 +302,9 @@ class LemaModel:
     def opened(self) -> Planner:
         """The same before anything is chosen or looked at."""
         adapter = training_bytes(self.skeleton, self.split.layers_name), self.num_adapter_parameters
-        ends = self.outside_bytes, self._tables, self._head
+        layers, ends = self._layers, (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
-        given = self.directory, self.skeleton, self._layers, *ends, *adapter, self.gbi.nbytes, count
+        given = self.directory, self.skeleton, layers, *ends, *adapter, self.gbi.nbytes, count
         return opened_planner(self.config, Blueprint(*given, parallel=self.backend.parallel), self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:

@@ -44,7 +44,7 @@ SHAPE: dict[str, Any] = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 8}),
     "llama, 2 kv": ("llama", {"num_key_value_heads": 2}),
-    "qwen3, 2 kv": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3, 2 kv": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
     "mistral, 1 kv": ("mistral", {"num_key_value_heads": 1, "sliding_window": 8, "tie_word_embeddings": True}),
     "mixtral, 2 kv": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
     "wide": ("llama", {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 128}),

@@ -117,8 +117,7 @@ class HeadCut:
 
     def handed_over(self) -> frozenset[str]:
         """Return the names of a weight that is divided among processes, which is looked after here until then."""
-        names = self.names
-        self.module = None
+        names, self.module = self.names, None
         return names
 
     def spans(self, layers: Iterable[LayerBytes]) -> tuple[Span, ...]:

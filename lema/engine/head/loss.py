@@ -102,7 +102,7 @@ class LossChunks:
         parallel: Parallel | None = None,
     ) -> None:
         # Where logits are asked for they are made whole, by each process.
-        self._cross_entropy = (parallel if parallel and logits is None else SingleProcess()).cross_entropy
+        self.cross_entropy = (parallel if parallel and logits is None else SingleProcess()).cross_entropy
         self._dft, self._smoothing = dft, smoothing
         self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
         # Counted in host memory where they are there too, because counting on the device would wait for it.
@@ -154,13 +154,8 @@ class LossChunks:
         leaf = hidden[rows, columns].detach().requires_grad_(torch.is_grad_enabled())
         if self._skipped(index, rows, columns):
             return torch.zeros((), device=hidden.device), leaf
-
-        def logits() -> Tensor:
-            made = self._head(leaf)
-            self.place(index, made.detach(), (rows, columns))
-            return made
-
-        return self._value(logits, self._targets[index][rows, columns]), leaf
+        target = self._targets[index][rows, columns]
+        return self._value(lambda: self.place(index, self._head(leaf), (rows, columns)), target), leaf
 
     def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield the blocks of a micro-batch of which logits are wanted, with their targets."""
@@ -173,17 +168,18 @@ class LossChunks:
 
     def _value(self, logits: Callable[[], Tensor], target: Tensor) -> Tensor:
         if self._dft:
-            losses = self._cross_entropy(logits, target, reduction="none")
+            losses = self.cross_entropy(logits, target, reduction="none")
             return (losses * torch.exp(-losses.detach())).sum() / self.num_tokens
-        return self._cross_entropy(logits, target, reduction="sum", label_smoothing=self._smoothing) / self.num_tokens
+        return self.cross_entropy(logits, target, reduction="sum", label_smoothing=self._smoothing) / self.num_tokens
 
-    def place(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> None:
+    def place(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> Tensor:
         """Put logits of a block (rows, columns), and of some words of `size`, where the caller asked for them."""
         if self._logits is None:
-            return
+            return block
         if len(self._logits) == index:
             self._logits.append(block.new_empty((*self._targets[index].shape, size or block.shape[-1])))
-        self._logits[index][at] = block
+        self._logits[index][at] = block.detach()
+        return block
 
     def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
         batch, sequence = self._targets[index].shape

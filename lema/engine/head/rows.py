@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from lema.backend import Parallel, SingleProcess
+from lema.backend import Parallel
 from lema.data.preference import EXAMPLE, Of
 from lema.engine.head.loss import IGNORED, LossChunks, blocks, targets_of
 from lema.engine.head.objectives import Measured, Objective, Scored, merged
@@ -66,12 +66,12 @@ class RowLoss:
         scale: float | Tensor = 1.0,
         parallel: Parallel | None = None,
     ) -> None:
-        self._parallel = parallel or SingleProcess()
         self._head, self._objective, self._batches = head, objective, batches
         self.targets: Sequence[Tensor] = targets
         self._chunk_tokens, self.scale = chunk_tokens, scale
         known = [row_targets(batch, objective) for batch in batches]
-        self._blocks = LossChunks(head, targets, chunk_tokens, known=known).blocks_to_form
+        chunks = LossChunks(head, targets, chunk_tokens, known=known, parallel=parallel)
+        self._blocks, self._cross_entropy = chunks.blocks_to_form, chunks.cross_entropy
         self._known = [one.cpu().numpy() for one in known]
         wanted = ADVANTAGES if objective.advantages else EXAMPLE
         if not all(wanted in batch for batch in batches):
@@ -163,7 +163,7 @@ class RowLoss:
             yield value
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        losses = self._parallel.cross_entropy(partial(self._head, hidden), targets, reduction="none")
+        losses = self._cross_entropy(partial(self._head, hidden), targets, reduction="none")
         return -losses.view(targets.shape)
 
     def _batch(
