@@ -45,7 +45,7 @@ COPIES = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.a
 
 
 class HeadCut:
-    """The head of a model, as long as it may be cut. `ConfigError`: it cannot be, as the setting asks for.
+    """The head of a model, as long as it may be cut, or divided. `ConfigError`: it cannot be, as the setting asks for.
 
     Args:
         model: without adapters, its weights on `meta`; `stored` says where these are.
