@@ -72,6 +72,9 @@ def cases(size: int) -> Iterator[Case]:
         yield Case("llama", False)
         yield Case("qwen3, 2 kv", True)
         yield Case("llama, 2 kv", True, {"gradient_checkpointing": False})
+        yield Case("llama", False, {"loss_chunk_tokens": 5, "label_smoothing_factor": 0.1})
+        yield Case("llama", False, {"lora_target_modules": ["q_proj", "lm_head"]})
+        yield Case("llama", False, {"lora_modules_to_save": ["embed_tokens"]})
     else:
         yield Case("mistral, 1 kv", True)
         yield Case("mixtral, 2 kv", False)
