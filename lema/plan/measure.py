@@ -250,7 +250,7 @@ def _ends(
         return nn.Parameter(made_up(real), requires_grad=False)
 
     with replaced_tensors(model, with_memory):
-        chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS)
+        chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS, parallel=split.parallel)
         head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), backend, clock)
         prelude = median_seconds(lambda: split.prelude({"input_ids": tokens}, {}), backend, clock)
     return head, prelude

@@ -11,13 +11,13 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from lema.backend import Parallel, load
@@ -303,8 +303,7 @@ def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> 
     with Tally() as tally:
         tally.leave_out([leaf, target, *split.model.parameters(), *split.model.buffers()])
         with torch.enable_grad():
-            logits = split.head(leaf)
-            value = cross_entropy(logits.float().view(-1, logits.shape[-1]), target.view(-1), reduction="sum")
+            value = split.parallel.cross_entropy(partial(split.head, leaf), target, reduction="sum")
         torch.autograd.grad(value, leaf)
     return HeadWork(tally.flops * rows * length // (block[0] * block[1]), tally.peak + beside)
 
