@@ -148,9 +148,9 @@ def test_a_file_that_was_cut_off_is_named(write, tmp_path, form):
 def test_lines_that_unpack_to_hundreds_of_times_their_file_are_refused(write, codec):
     """What is allowed is one row of the greatest length, and 300 times the file; the rows before are read."""
     harmless, bomb = (write(f"{n}.txt{CODECS[codec]}", compressed("ab\n" * n, codec)) for n in (5_500_000, 8_000_000))
-    assert sum(len(piece.content) for piece in pieces_of(harmless)) == 3 * 5_500_000
+    assert sum(len(piece.content) for _, piece in pieces_of(harmless)) == 3 * 5_500_000
     with pytest.raises(DataError, match="unpacks to hundreds of times its size") as caught:
-        read = [piece.line for piece in pieces_of(bomb)]
+        read = [piece.line for _, piece in pieces_of(bomb)]
         assert read
     file, line = caught.value.where.rsplit(":", 1)
     assert file == str(bomb)
