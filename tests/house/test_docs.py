@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import lema
+import lema.activations
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -85,6 +86,15 @@ def test_the_first_page_leads_to_every_other() -> None:
     links = re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
     pages = {str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS)}
     assert {*links, "index.md"} == pages and len(links) == len(set(links))
+    nav = re.findall(r"^ +- (?:LEMA: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(nav) == sorted(pages)
+
+
+def test_the_python_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: (lema[\w.]+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert not [name for name in named if not resolves(name)]
+    public = {*lema.__all__, *lema.activations.__all__, "BackendContract"} - {"__version__"}
+    assert {name.rpartition(".")[2] for name in named} == public
 
 
 def test_the_page_names_every_room_and_every_file_of_a_step() -> None:
