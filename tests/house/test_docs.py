@@ -5,9 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 import lema
 import lema.activations
+import lema.train
+from lema.config import LemaConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -76,6 +79,18 @@ def test_every_linked_heading_exists(page: Path) -> None:
         assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, anchor
 
 
+def test_the_settings_of_every_example_are_ours() -> None:
+    """Files of axolotl and TRL, which some pages show too, are between markers with their names."""
+    ours = {*LemaConfig.json_schema()["properties"], "phases"}
+    for page in PAGES:
+        text = re.sub(r"<!-- (?:axolotl|trl) yaml -->.*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
+            settings = YAML(typ="safe", pure=True).load(block)
+            assert settings.keys() <= ours, page.name
+            if "model_name_or_path" in settings:
+                LemaConfig(**settings)
+
+
 def test_pages_are_read_in_one_sitting() -> None:
     lines = {page: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
     assert lines[PAGE] <= MOST_LINES and lines[ROOT / "README.md"] <= MOST_LINES
@@ -93,7 +108,8 @@ def test_the_first_page_leads_to_every_other() -> None:
 def test_the_python_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: (lema[\w.]+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert not [name for name in named if not resolves(name)]
-    public = {*lema.__all__, *lema.activations.__all__, "BackendContract"} - {"__version__"}
+    rooms = (lema, lema.train, lema.activations)
+    public = {"BackendContract", *(name for room in rooms for name in room.__all__)} - {"__version__"}
     assert {name.rpartition(".")[2] for name in named} == public
 
 
