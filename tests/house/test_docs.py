@@ -91,6 +91,15 @@ def test_the_settings_of_every_example_are_ours() -> None:
                 LemaConfig(**settings)
 
 
+def test_every_message_that_is_explained_is_one_of_ours() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page.partition("| message | what to do |")[2].partition("\n\n")[0]
+    quoted = [text for row in table.splitlines() for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    code = "".join(source.read_text(encoding="utf-8") for source in SOURCES)
+    assert len(quoted) > 10
+    assert not [text for text in quoted for part in text.split("...") if part.strip() not in code]
+
+
 def test_pages_are_read_in_one_sitting() -> None:
     lines = {page: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
     assert lines[PAGE] <= MOST_LINES and lines[ROOT / "README.md"] <= MOST_LINES
