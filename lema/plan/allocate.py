@@ -25,7 +25,17 @@ from lema.stream.placement import part_bytes
 if TYPE_CHECKING:
     from lema.plan.planner import Planner
 
-__all__ = ["PARTS", "advise", "allocated", "ample", "layers_stay", "of_one_process", "untimed", "whether_recomputed"]
+__all__ = [
+    "PARTS",
+    "advise",
+    "allocated",
+    "ample",
+    "check_device",
+    "layers_stay",
+    "of_one_process",
+    "untimed",
+    "whether_recomputed",
+]
 
 
 PARTS = {
@@ -175,6 +185,28 @@ def untimed(demand: Demand) -> Demand:
     """Return a demand of which only the bytes are known."""
     layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
     return replace(demand, layers=layers, turn=0.0, rest=0.0)
+
+
+def check_device(planner: Planner, demand: Demand, allocation: Allocation) -> None:
+    """Raise a MemoryLimitError where weights that train take more device memory than there is."""
+    parts, limit, rows = device_parts(demand, allocation), planner.limits[0], planner.shape.micro_batch.rows
+    if (needed := sum(parts.values())) <= limit:
+        return
+    options = []
+    if allocation.saved:
+        options.append(f"gradient_checkpointing: true ({parts['saved']:,} bytes less)")
+    if rows > 1:
+        options.append(f"micro_batch_size: 1 (about {parts['working'] * (rows - 1) // rows:,})")
+    if parts["adapters"]:
+        options.append(f"a selection without embeddings and head ({parts['adapters']:,})")
+    if allocation.slots > 1:
+        options.append(f"prefetch_depth: {allocation.slots - 2} ({parts['slots'] // allocation.slots:,})")
+    raise MemoryLimitError(
+        f"training these weights takes {needed:,} bytes of device memory, and there are {limit:,}",
+        where="device_memory",
+        how=f"{', or '.join(options) or 'lower max_length'}; of it {parts['slots']:,} bytes are layers passing "
+        f"through, {parts['gradients']:,} their gradients, {parts['working']:,} one micro-batch in one layer",
+    )
 
 
 def ample(planner: Planner) -> bool:

@@ -5,7 +5,6 @@ It plans runs that train adapters and phases that train weights of the model: th
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -22,7 +21,7 @@ from lema.engine.head.loss import CHUNK_TOKENS
 from lema.errors import MemoryLimitError, ModelError
 from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
-from lema.plan.allocate import allocated, ample, layers_stay, of_one_process, untimed, whether_recomputed
+from lema.plan.allocate import allocated, ample, check_device, layers_stay, of_one_process, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import Allocation, Demand, HostTraining, Traffic, device_parts, host_parts, seconds, traffic
 from lema.plan.machine import Machine, Memory, Site, open_alone, site_of, this_machine, unknown_speeds
@@ -36,9 +35,9 @@ __all__ = ["Planner", "Site", "StepNeeds", "opened_planner", "planner_of", "sett
 
 
 Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
-ENOUGH = 512  # of a micro-batch: one of fewer computes slower than its tokens tell
-WORTH_IT = 0.98  # of the seconds of a step: fewer rows at once have to be that much faster
-LESS = (4, 16)  # by how much the logits of a chunk may be divided
+ENOUGH = 512  # tokens of a micro-batch: one of fewer computes slower than its tokens tell
+WORTH_IT = 0.98  # of the seconds of a step: less at once has to be that much faster
+LESS = (4, 16)  # by how much the logits of a chunk may be divided: by the first for speed, by both to fit
 
 
 @dataclass(frozen=True)
@@ -142,16 +141,34 @@ class Planner:
             raise
 
     def smaller(self) -> Iterator[Planner]:
-        """Yield this planner, and those with less to compute at once, as far as the settings leave it open."""
-        rows, each, chunk = self.shape.micro_batch.rows, rows_each(self.config), self.config.loss_chunk_tokens
-        yield self
+        """Yield this planner, and those with less to compute at once, as far as the settings leave it open: with fewer
+        rows, then with fewer logits, and only then with rows of fewer tokens than are enough."""
+        own, chunk = self.shape.micro_batch, self.config.loss_chunk_tokens
         if self.workload is None or self.blueprint.trained is not None:
+            yield self
             return
+        counts = [own.rows, *self._fewer_rows()]
+        enough = [rows for rows in counts if rows * own.length >= ENOUGH] or counts[:1]
+        for some in (enough, counts[len(enough) :]):
+            for each in [chunk, *(CHUNK_TOKENS // part for part in LESS if chunk is None)]:
+                # Because rows with fewer tokens than a chunk are one chunk, a smaller one is another plan only beneath.
+                some = [rows for rows in some if each == chunk or each < rows * own.length]
+                yield from (self.computing(rows, each) for rows in some)
+
+    def faster(self) -> Iterator[Planner]:
+        """Yield the planners with the next fewer rows, and with the next fewer logits, at once, if settings leave them
+        open and they have enough tokens to compute as fast."""
+        own, chunk = self.shape.micro_batch, self.config.loss_chunk_tokens
+        yield from (self.computing(rows, chunk) for rows in self._fewer_rows()[:1] if rows * own.length >= ENOUGH)
+        if chunk is None and own.tokens > CHUNK_TOKENS // LESS[0]:
+            yield self.computing(own.rows, CHUNK_TOKENS // LESS[0])
+
+    def _fewer_rows(self) -> list[int]:
+        """Return how many rows may be computed at once instead, the most first; none where the settings say."""
+        rows, each, found = self.shape.micro_batch.rows, rows_each(self.config), list[int]()
         while self.config.micro_batch_size is None and not self.config.counts_tokens and rows > each:
-            rows = max(each, rows // 2 // each * each)
-            yield self.computing(rows, chunk)
-        for part in LESS if chunk is None else ():
-            yield self.computing(rows, CHUNK_TOKENS // part)
+            found.append(rows := max(each, rows // 2 // each * each))
+        return found
 
     def unlimited(self) -> Planner:
         """Return the planner of what streaming needs, whatever memory there is."""
@@ -178,7 +195,7 @@ class Planner:
         allocation = self.allocation(demand)
         if (trained := self.blueprint.trained) is not None:
             demand = replace(demand, training=self._host_training(demand, allocation, trained))
-            self._check_device(demand, allocation)
+            check_device(self, demand, allocation)
         return StepNeeds(self, demand, allocation)
 
     def simulated(self, demand: Demand, allocation: Allocation) -> Simulated:
@@ -205,27 +222,6 @@ class Planner:
             where = "host_memory" if limited else "memory available on this machine"
             how = f"{error.how}: of these {there:,} are the weights as they stream"
             raise MemoryLimitError(error.what, where=where, how=how) from error
-
-    def _check_device(self, demand: Demand, allocation: Allocation) -> None:
-        """Raise a MemoryLimitError where weights that train take more device memory than there is."""
-        parts, limit, rows = device_parts(demand, allocation), self.limits[0], self.shape.micro_batch.rows
-        if (needed := sum(parts.values())) <= limit:
-            return
-        options = []
-        if allocation.saved:
-            options.append(f"gradient_checkpointing: true ({parts['saved']:,} bytes less)")
-        if rows > 1:
-            options.append(f"micro_batch_size: 1 (about {parts['working'] * (rows - 1) // rows:,})")
-        if parts["adapters"]:
-            options.append(f"a selection without embeddings and head ({parts['adapters']:,})")
-        if allocation.slots > 1:
-            options.append(f"prefetch_depth: {allocation.slots - 2} ({parts['slots'] // allocation.slots:,})")
-        raise MemoryLimitError(
-            f"training these weights takes {needed:,} bytes of device memory, and there are {limit:,}",
-            where="device_memory",
-            how=f"{', or '.join(options) or 'lower max_length'}; of it {parts['slots']:,} bytes are layers passing "
-            f"through, {parts['gradients']:,} their gradients, {parts['working']:,} one micro-batch in one layer",
-        )
 
 
 @dataclass(frozen=True)
@@ -377,14 +373,16 @@ def _fitted(planner: Planner) -> Planner:
 
 
 def _fastest(planner: Planner) -> Planner:
-    """Return the planner with fewer rows at once as long as a step is then faster, for what else memory goes to."""
-    best, least = planner, math.inf
-    for one in planner.smaller() if planner.undecided else ():
-        if one is not planner and one.shape.micro_batch.tokens < ENOUGH:
-            break
-        demand = one.demand()
-        taken = seconds(demand, one.allocation(demand), one.site.machine.speeds)
-        if taken >= WORTH_IT * least:
-            break  # because memory buys less and less
-        best, least = one, taken
+    """Return the planner with fewer rows, or fewer logits, at once as long as a step is then faster, for what else
+    memory goes to."""
+    if not planner.undecided:
+        return planner
+    best, least = planner, _seconds(planner)
+    while found := [(taken, one) for one in best.faster() if (taken := _seconds(one)) < WORTH_IT * least]:
+        least, best = min(found, key=lambda pair: pair[0])
     return best
+
+
+def _seconds(planner: Planner) -> float:
+    demand = planner.demand()
+    return seconds(demand, planner.allocation(demand), planner.site.machine.speeds)
