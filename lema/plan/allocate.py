@@ -25,17 +25,7 @@ from lema.stream.placement import part_bytes
 if TYPE_CHECKING:
     from lema.plan.planner import Planner
 
-__all__ = [
-    "PARTS",
-    "advise",
-    "allocated",
-    "ample",
-    "check_device",
-    "layers_stay",
-    "of_one_process",
-    "untimed",
-    "whether_recomputed",
-]
+__all__ = ["PARTS", "advise", "allocated", "ample", "layers_stay", "of_one_process", "untimed", "whether_recomputed"]
 
 
 PARTS = {
@@ -187,28 +177,6 @@ def untimed(demand: Demand) -> Demand:
     return replace(demand, layers=layers, turn=0.0, rest=0.0)
 
 
-def check_device(planner: Planner, demand: Demand, allocation: Allocation) -> None:
-    """Raise a MemoryLimitError where weights that train take more device memory than there is."""
-    parts, limit, rows = device_parts(demand, allocation), planner.limits[0], planner.shape.micro_batch.rows
-    if (needed := sum(parts.values())) <= limit:
-        return
-    options = []
-    if allocation.saved:
-        options.append(f"gradient_checkpointing: true ({parts['saved']:,} bytes less)")
-    if rows > 1:
-        options.append(f"micro_batch_size: 1 (about {parts['working'] * (rows - 1) // rows:,})")
-    if parts["adapters"]:
-        options.append(f"a selection without embeddings and head ({parts['adapters']:,})")
-    if allocation.slots > 1:
-        options.append(f"prefetch_depth: {allocation.slots - 2} ({parts['slots'] // allocation.slots:,})")
-    raise MemoryLimitError(
-        f"training these weights takes {needed:,} bytes of device memory, and there are {limit:,}",
-        where="device_memory",
-        how=f"{', or '.join(options) or 'lower max_length'}; of it {parts['slots']:,} bytes are layers passing "
-        f"through, {parts['gradients']:,} their gradients, {parts['working']:,} one micro-batch in one layer",
-    )
-
-
 def ample(planner: Planner) -> bool:
     """Whether memory holds the run by a guess that is far too high, so that nothing needs to be looked at."""
     blueprint, batch, rows = planner.blueprint, planner.shape.micro_batch, planner.shape.num_rows
@@ -219,6 +187,7 @@ def ample(planner: Planner) -> bool:
         width += WIDE * batch.length * getattr(text, "num_attention_heads", text.hidden_size)  # scores of one token
     width += WIDE * (text.vocab_size + text.hidden_size)
     weights = sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers) + blueprint.outside_bytes
+    weights *= 1 + (blueprint.trained is not None)  # with their gradients
     activations = 4 * width * rows * batch.length * (1 + batch.beside)
     return bool(weights + blueprint.head.nbytes + blueprint.adapter_bytes + activations < planner.limits[0])
 
