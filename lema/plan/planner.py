@@ -146,7 +146,7 @@ class Planner:
         own, chunk = self.shape.micro_batch, self.config.loss_chunk_tokens
         counts = [own.rows, *self._fewer_rows()]
         enough = max(1, sum(rows * own.length >= ENOUGH for rows in counts))
-        for some in (counts[:enough], counts[enough:]):
+        for some in (counts[:enough], *([rows] for rows in counts[enough:])):
             yield from (self.computing(rows, chunk) for rows in some)
             for less in LESS:
                 whole = (self.computing(rows, chunk) for rows in some)

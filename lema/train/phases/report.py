@@ -135,9 +135,9 @@ def phase_report(
 
 
 def _needs(config: LemaConfig, plan: PhasePlan, site: Site, processes: int, trusted: bool) -> list[StepNeeds]:
-    """Return what a step of each phase needs; phases that train the same need the same."""
+    """Return what a step of each phase needs; phases that train the same, and alike, need the same."""
     known: dict[str, StepNeeds] = {}
-    kinds = [repr([phase.trains, phase.trainable, phase.layers, phase.adapters]) for phase in plan.phases]
+    kinds = [repr([one.trains, one.trainable, one.layers, one.adapters, one.overrides]) for one in plan.phases]
     for kind, phase in zip(kinds, plan.phases, strict=True):
         if kind in known:
             continue

@@ -230,15 +230,19 @@ def rows_seen(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_weights_compute_as_many_rows_at_once_as_are_planned_as_if_that_were_set(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def plan(**settings: Any) -> PhasePlan:
-        phase = {**FULL, "tokens": 2 * 16 * 4 * BLOCK}
-        return plan_of(phase, **{"batch_size": 16, "max_length": 4 * BLOCK, "micro_batch_size": "auto", **settings})
+    phase = {**FULL, "tokens": 2 * 16 * 4 * BLOCK}
+
+    def plan(*more: dict[str, Any], **settings: Any) -> PhasePlan:
+        fixed = {"batch_size": 16, "max_length": 4 * BLOCK, "micro_batch_size": "auto"}
+        return plan_of(phase, *more, **{**fixed, **settings})
 
     sources = {name: rows(seed, 40, 4 * BLOCK) for seed, name in enumerate(SOURCES)}
     whole = phase_report(config_of(device_memory="1GB"), plan()).phases[0]
     limit = f"{whole.memory.device - whole.memory.parts['device']['working'] * 5 // 8}B"
-    planned = phase_report(config_of(device_memory=limit), plan()).phases[0].at_once
-    assert planned < whole.at_once == 16
+    beside = plan({**phase, "name": "less", "device_memory": limit})  # each phase has a limit of its own
+    first, second = phase_report(config_of(device_memory="1GB"), beside).phases
+    planned = second.at_once
+    assert planned < first.at_once == whole.at_once == 16
     seen = rows_seen(FullTraining, monkeypatch)
     left_open, by_hand = (config_of(device_memory=limit, save_steps=1, output_dir=tmp_path / name) for name in "ab")
     run_phases(left_open, plan(), sources)
