@@ -72,6 +72,11 @@ class Split:
         self.adapters_changed()
 
     @property
+    def keeps_tensors(self) -> bool:
+        """Whether layers return tensors beside the hidden state: those that layer 0 returned are kept."""
+        return any(isinstance(one, Tensor) for one in self._rest or ())
+
+    @property
     def num_layers(self) -> int:
         """How many decoder layers there are."""
         return len(self.layers)
