@@ -1,31 +1,37 @@
 """What is left open against thirty configurations set by hand, under the same limit of device memory.
 
     OMP_NUM_THREADS=1 python benchmarks/auto.py
-    OMP_NUM_THREADS=1 python benchmarks/auto.py --models dense --keep 30 30 30   # all of them several times
+    OMP_NUM_THREADS=1 python benchmarks/auto.py --quick    # a minute or two of one model, to see that it works
 
 `auto` is `device_memory` alone, the rest chosen by the plan. The grid sets rows at once, recomputation, prefetch depth
 and the chunk of the loss; those that do not fit are refused, and are told. Each configuration has a process of its own,
-forked off once everything is imported, which takes a step that is not counted, and then one whenever it is its turn.
-The grid is halved successively (Jamieson and Talwalkar 2016, arXiv:1502.07943): all take a turn, then the best that
-`--keep` says take more, beside `auto`, which takes part in all rounds. In a round the arms' turns are interleaved, so
-that what else the machine does falls on all alike. What one arm has measured of model and machine the others plan with,
-so that they differ by their settings alone. Of arms that the plan has made alike one takes steps.
+forked off once everything is imported. What one has measured of model and machine the others plan with, so that they
+differ by their settings alone. Of arms that the plan has made alike one takes steps.
 
-Arms are ranked by the least of their steps' processor time, user and system, of all threads: others that want the
-processor only add to it, by what they take of its caches, and less than to the seconds that pass. Both are told.
-`best / auto` is 1 or more where nothing set by hand was faster. The best is the best of several noisy numbers, and
-`auto` one: the ratio is hard on it. `planned` is what the plan believed of a step, in seconds.
+A turn of an arm is one step that is not counted, and then `--steps` that are, one right after the other: so the counted
+steps read ahead for each other, as those of a run do, and none finds its layers read while others had their turns. All
+arms of the grid take one turn, which says who the `--finalists` are and counts for nothing else. Then `auto`, the same
+once more, and the finalists take `--rounds` turns each, interleaved, in another order each round, so that what else the
+machine does falls on all alike. Each so has the same number of steps.
+
+What is told are medians and quartiles of these steps: processor time, user and system, of all threads, and the seconds
+that pass, of which others that want the processor take their part. `best` is the finalist with the least median
+processor time. `best / auto` is 1 or more where nothing set by hand was faster, and `again / auto` is what two arms of
+the same settings differ by: a `best / auto` that is no further from 1 says nothing. The best is the best of several
+noisy numbers, and `auto` one: the ratio is hard on it. `planned` is what the plan believed of a step, in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -68,13 +74,21 @@ GRID = {
 }
 
 
+STRIDE = 7  # because of settings taken by the sixth, all would have the same prefetch depth
+QUICK = {"models": ["dense"], "arms": 6, "finalists": 2, "rounds": 2, "steps": 2}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--arms", type=int, default=30, help="configurations of the grid")
-    parser.add_argument("--keep", type=int, nargs="+", default=[8, 5, 5, 5], help="arms of the second turn, and so on")
+    parser.add_argument("--finalists", type=int, default=5, help="arms of the grid that are compared with auto")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each arm that is compared")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps of a turn")
     parser.add_argument("--limit", type=int, help="bytes, in the place of each model's own")
-    arguments = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="one model, few arms, turns and steps")
+    given = parser.parse_args()
+    arguments = argparse.Namespace(**{**vars(given), **(QUICK if given.quick else {})})
     assert LemaTrainer is not None and peft is not None  # imported here, so that no fork has to
     found = []
     for name in arguments.models:
@@ -82,9 +96,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as place:
             AutoModelForCausalLM.from_config(config).save_pretrained(place)
             base = {"device_memory": arguments.limit or limit, "max_length": length, "batch_size": rows}
-            found.append({"model": name, **compared(place, base, arguments.arms, arguments.keep)})
+            found.append({"model": name, **compared(place, base, arguments)})
         for key, value in found[-1].items():
-            print(f"{key:>20}: {value}", flush=True)
+            print(f"{key:>22}: {value}", flush=True)
     report("auto", found, Shape(0, 0, 0, 0))
 
 
@@ -116,38 +130,63 @@ class Arm:
     chosen: str  # by the plan
     planned: float  # seconds of a step
     learnt: Learnt
-    cpu: list[float] = field(default_factory=list)  # seconds of each step
+    cpu: list[float] = field(default_factory=list)  # seconds of each counted step
     wall: list[float] = field(default_factory=list)
 
-    @property
-    def score(self) -> float:
-        return min(self.cpu)
-
-    def turn(self) -> None:
-        self.ends.send("step")
+    def turn(self, count: int) -> None:
+        self.ends.send(count)
         cpu, wall = self.ends.recv()
-        self.cpu.append(cpu)
-        self.wall.append(wall)
+        self.cpu += cpu
+        self.wall += wall
 
     def end(self) -> None:
-        self.ends.send("end")
+        self.ends.send(0)
         self.process.join()
 
 
 def configurations(count: int) -> Iterator[dict[str, Any]]:
     """Yield so many of the grid, spread over it."""
     whole = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
-    yield from (whole[index * len(whole) // count] for index in range(min(count, len(whole))))
+    assert math.gcd(STRIDE, len(whole)) == 1, "some of the grid would never come"
+    yield from (whole[index * STRIDE % len(whole)] for index in range(min(count, len(whole))))
 
 
-def compared(model: str, base: dict[str, Any], count: int, keep: list[int]) -> dict[str, Any]:
-    """Time all arms on one model."""
+def compared(model: str, base: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
+    """Time `auto` and the best arms of the grid on one model."""
     auto = opened("auto", model, base, Learnt())
     if auto is None:
         raise SystemExit(f"{base} holds no step at all")
+    finalists, told = chosen_of_grid(auto, model, base, asked)
+    again = opened("auto again", model, base, auto.learnt)
+    assert again is not None, "it fitted before"
+    arms = [auto, again, *finalists]
+    for arm in arms:
+        arm.cpu, arm.wall = [], []  # because who is a finalist is known by the turns before
+    for number in range(asked.rounds):
+        for arm in in_turn(arms, number):
+            arm.turn(asked.steps)
+    best = min(finalists, key=lambda arm: statistics.median(arm.cpu), default=again)
+    tokens = base["max_length"] * base["batch_size"]
+    told |= {"counted steps of each": len(auto.cpu)}
+    for arm, who in ((auto, "auto"), (again, "again"), (best, "best")):
+        told |= {who: f"{arm.name}: {arm.chosen}", f"{who} planned s": arm.planned}
+        told |= {f"{who} CPU s/step": quartiles(arm.cpu), f"{who} s/step": quartiles(arm.wall)}
+        told |= {f"{who} CPU ms/token": 1000 * statistics.median(arm.cpu) / tokens}
+    for arm, who in ((best, "best"), (again, "again")):
+        told[f"{who} / auto, CPU"] = statistics.median(arm.cpu) / statistics.median(auto.cpu)
+        told[f"{who} / auto, wall"] = statistics.median(arm.wall) / statistics.median(auto.wall)
+    for arm in arms:
+        arm.end()
+    return told
+
+
+def chosen_of_grid(
+    auto: Arm, model: str, base: dict[str, Any], asked: argparse.Namespace
+) -> tuple[list[Arm], dict[str, Any]]:
+    """Let every arm of the grid take a turn; return the best of them, the others ended, and what there is to tell."""
     arms: list[Arm] = []
-    refused, learnt, seen = 0, auto.learnt, {auto.chosen: "auto"}
-    for number, settings in enumerate(configurations(count)):
+    grid, refused, learnt, seen = list(configurations(asked.arms)), 0, auto.learnt, {auto.chosen: "auto"}
+    for number, settings in enumerate(grid):
         name = " ".join(f"{key}={value}" for key, value in settings.items())
         if (arm := opened(name, model, base | settings, learnt)) is None:
             refused += 1
@@ -157,40 +196,28 @@ def compared(model: str, base: dict[str, Any], count: int, keep: list[int]) -> d
             print(f"{number + 1:3} {name}  as {other}", flush=True)
             arm.end()
             continue
-        arm.turn()
-        arms = fewer([*arms, arm], max(keep, default=count))
-        if number % max(1, count // 3) == 0:
-            auto.turn()
-        print(f"{number + 1:3} {arm.score:7.3f} CPU s  {arm.planned:7.3f} s planned  {name}  {arm.chosen}", flush=True)
-    for left in keep:
-        arms = fewer(arms, left)
-        for one in (auto, *arms) if left % 2 else (*arms, auto):
-            one.turn()
-    tokens, best = base["max_length"] * base["batch_size"], min(arms, key=lambda arm: arm.score)
-    told = {
-        "limit": base["device_memory"],
-        "arms": count - refused,
-        "refused": refused,
-        "unlike": len(seen),
-        "turns": len(best.cpu),
-    }
-    for arm, who in ((auto, "auto"), (best, "best")):
-        told[who] = f"{arm.name}: {arm.chosen}"
-        told |= {f"{who} CPU ms/token": 1000 * arm.score / tokens, f"{who} s/step": min(arm.wall)}
-        told |= {f"{who} planned s": arm.planned, f"{who} CPU s of steps": [round(one, 3) for one in arm.cpu]}
-    told["best / auto, CPU"] = best.score / auto.score
-    told["best / auto, wall"] = min(best.wall) / min(auto.wall)
-    for arm in (auto, *arms):
-        arm.end()
-    return told
+        arm.turn(asked.steps)
+        arms = sorted([*arms, arm], key=lambda one: statistics.median(one.cpu))
+        for one in arms[asked.finalists :]:
+            one.end()
+        del arms[asked.finalists :]
+        taken = statistics.median(arm.cpu)
+        print(f"{number + 1:3} {taken:7.3f} CPU s  {arm.planned:7.3f} s planned  {name}  {arm.chosen}", flush=True)
+    counts = {"arms": len(grid) - refused, "refused": refused, "unlike": len(seen)}
+    return arms, {"limit": base["device_memory"], **counts}
 
 
-def fewer(arms: list[Arm], count: int) -> list[Arm]:
-    """Return the best so many arms, and end the others."""
-    ranked = sorted(arms, key=lambda arm: arm.score)
-    for arm in ranked[count:]:
-        arm.end()
-    return ranked[:count]
+def in_turn(arms: Sequence[Any], number: int) -> list[Any]:
+    """Return the arms in the order of a round: each goes first in one of as many rounds, every other time backwards."""
+    start = number % len(arms)
+    order = [*arms[start:], *arms[:start]]
+    return order if number % 2 == 0 else [order[0], *order[:0:-1]]
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, and the quartiles beside it."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"low": round(low, 4), "median": round(middle, 4), "high": round(high, 4)}
 
 
 def opened(name: str, model: str, settings: dict[str, Any], learnt: Learnt) -> Arm | None:
@@ -207,7 +234,7 @@ def opened(name: str, model: str, settings: dict[str, Any], learnt: Learnt) -> A
 
 
 def steps(ends: Connection, model: str, settings: dict[str, Any], learnt: Learnt) -> None:
-    """Take a step whenever it is asked for, after one that is not counted."""
+    """Take a turn whenever so many steps are asked for, until none are."""
     lema.train.model.opened_planner = lambda *given: learnt.given(opened_planner(*given))
     config = LemaConfig(model, device="cpu", save_steps=0, **settings)
     draw = torch.Generator().manual_seed(0)
@@ -226,15 +253,21 @@ def steps(ends: Connection, model: str, settings: dict[str, Any], learnt: Learnt
         found = Learnt(planner.known, planner.timings, rows, planner.site.machine.speeds)
         ends.send((chosen, planner.needs().seconds, found))
         trainer = open_model.get_trainer()
-        for number in itertools.count():
-            if ends.recv() != "step":
-                break
-            if not number:
-                trainer.train_step(batch)
-            cpu, began = cpu_seconds(), time.perf_counter()
-            trainer.train_step(batch)
-            ends.send((cpu_seconds() - cpu, time.perf_counter() - began))
+        while count := ends.recv():
+            ends.send(turn(lambda: trainer.train_step(batch), count))
     os._exit(0)  # because a fork should not end what its parent began
+
+
+def turn(step: Callable[[], object], count: int) -> tuple[list[float], list[float]]:
+    """Take one step that is not counted and then `count` that are, without a pause; return their seconds of processor
+    time, and those that passed."""
+    step()
+    marks = [(cpu_seconds(), time.perf_counter())]
+    for _ in range(count):
+        step()
+        marks.append((cpu_seconds(), time.perf_counter()))
+    cpu, wall = ([b - a for a, b in itertools.pairwise(series)] for series in zip(*marks, strict=True))
+    return cpu, wall
 
 
 if __name__ == "__main__":

@@ -187,6 +187,7 @@ def ample(planner: Planner) -> bool:
         width += WIDE * batch.length * getattr(text, "num_attention_heads", text.hidden_size)  # scores of one token
     width += WIDE * (text.vocab_size + text.hidden_size)
     weights = sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers) + blueprint.outside_bytes
+    weights *= 1 + (blueprint.trained is not None)  # with their gradients
     activations = 4 * width * rows * batch.length * (1 + batch.beside)
     return bool(weights + blueprint.head.nbytes + blueprint.adapter_bytes + activations < planner.limits[0])
 

@@ -126,8 +126,6 @@ def draw_up(
         outside_bytes += head.keep_whole(tables, "weights of the model train")
         outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
-        for one, parameter in model.named_parameters():  # of those inside the layers each call is given the values
-            parameter.requires_grad_(wanted(one) and not one.startswith(f"{name}."))
         trained = trained_bytes(model, layers, wanted)
         count, adapter = trained.parameters, trained.on_device
     ends, trains = (outside_bytes, tables, head), (adapter, count)

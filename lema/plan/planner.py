@@ -5,10 +5,9 @@ It plans runs that train adapters and phases that train weights of the model: th
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,21 +23,21 @@ from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
 from lema.plan.allocate import allocated, ample, layers_stay, of_one_process, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import Allocation, Demand, HostTraining, Traffic, device_parts, host_parts, seconds, traffic
+from lema.plan.cost import Allocation, Demand, Traffic, device_parts, host_parts, seconds, traffic
 from lema.plan.machine import Machine, Memory, Site, open_alone, site_of, this_machine, unknown_speeds
 from lema.plan.measure import calibrate, probe, process_bytes
 from lema.plan.simulator import Simulated, simulate
 from lema.plan.step import StepShape, Timings, by_arithmetic, demand_of, rows_each, step_shape
-from lema.plan.trainable_bytes import TrainedBytes, host_training
+from lema.plan.trainable_bytes import training_of
 from lema.plan.workload import MicroBatch, Workload, measure
 
 __all__ = ["Planner", "Site", "StepNeeds", "opened_planner", "planner_of", "settled", "site_of", "timed"]
 
 
 Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
-ENOUGH = 512  # of a micro-batch: one of fewer computes slower than its tokens tell
-WORTH_IT = 0.98  # of the seconds of a step: fewer rows at once have to be that much faster
-LESS = (4, 16)  # by how much the logits of a chunk may be divided
+ENOUGH = 512  # tokens of a micro-batch: one of fewer computes slower than its tokens tell
+WORTH_IT = 0.98  # of the seconds of a step: less at once has to be that much faster
+LESS = (256, 64)  # tokens of smaller chunks of the loss: the first may make a step faster, both may make it fit
 
 
 @dataclass(frozen=True)
@@ -143,20 +142,47 @@ class Planner:
             raise
 
     def smaller(self) -> Iterator[Planner]:
-        """Yield this planner, and those with less to compute at once, as far as the settings leave it open."""
-        rows, each, chunk = self.shape.micro_batch.rows, rows_each(self.config), self.config.loss_chunk_tokens
-        yield self
-        if self.workload is None or self.blueprint.trained is not None:
-            return
-        while self.config.micro_batch_size is None and not self.config.counts_tokens and rows > each:
-            rows = max(each, rows // 2 // each * each)
-            yield self.computing(rows, chunk)
-        for part in LESS if chunk is None else ():
-            yield self.computing(rows, CHUNK_TOKENS // part)
+        """Yield this planner, and those with less to compute at once, as far as the settings leave it open: with fewer
+        rows, then with fewer logits, and only then with rows of fewer tokens than are enough."""
+        own, chunk = self.shape.micro_batch, self.config.loss_chunk_tokens
+        counts = [own.rows, *self._fewer_rows()]
+        enough = max(1, sum(rows * own.length >= ENOUGH for rows in counts))
+        for some in (counts[:enough], *([rows] for rows in counts[enough:])):
+            yield from (self.computing(rows, chunk) for rows in some)
+            for less in LESS:
+                whole = (self.computing(rows, chunk) for rows in some)
+                yield from (one.computing(one.shape.micro_batch.rows, less) for one in whole if less in one._chunks())
+
+    def faster(self) -> Iterator[Planner]:
+        """Yield the planners with the next fewer rows, and logits, at once, if both are open and compute as fast."""
+        own, chunk = self.shape.micro_batch, self.config.loss_chunk_tokens
+        yield from (self.computing(rows, chunk) for rows in self._fewer_rows()[:1] if rows * own.length >= ENOUGH)
+        yield from (self.computing(own.rows, less) for less in self._chunks() if less == LESS[0])
+
+    def _fewer_rows(self) -> list[int]:
+        """Return how many rows may be computed at once instead, the most first; none where the settings say."""
+        rows, each, found = self.shape.micro_batch.rows, rows_each(self.config), list[int]()
+        free = self.workload is not None and self.config.micro_batch_size is None and not self.config.counts_tokens
+        while free and rows > each:
+            found.append(rows := max(each, rows // 2 // each * each))
+        return found
+
+    def _chunks(self) -> list[int]:
+        """Return the smaller chunks of the loss with which less memory is taken; none where the settings say."""
+        work = self.workload if self.config.loss_chunk_tokens is None else None
+        less = work is not None and self.demand().working_bytes > work.most(0)  # because no layer takes as much
+        return [chunk for chunk in LESS if less and chunk < self.shape.micro_batch.tokens]
 
     def unlimited(self) -> Planner:
         """Return the planner of what streaming needs, whatever memory there is."""
         return replace(self, config=self.config.model_copy(update={"device_memory": None}))
+
+    @property
+    def chosen(self) -> dict[str, int | None]:
+        """The settings of how much is computed at once, with which batches are cut so wherever the run goes on."""
+        rows, found = self.shape.micro_batch.rows, {"loss_chunk_tokens": self.config.loss_chunk_tokens}
+        whole = rows * self.config.gradient_accumulation_steps >= self.shape.num_rows
+        return found if whole or self.config.counts_tokens else {**found, "micro_batch_size": rows}
 
     @property
     def undecided(self) -> bool:
@@ -178,8 +204,7 @@ class Planner:
         demand = self.demand()
         allocation = self.allocation(demand)
         if (trained := self.blueprint.trained) is not None:
-            demand = replace(demand, training=self._host_training(demand, allocation, trained))
-            self._check_device(demand, allocation)
+            demand = replace(demand, training=training_of(self, trained, demand, allocation))
         return StepNeeds(self, demand, allocation)
 
     def simulated(self, demand: Demand, allocation: Allocation) -> Simulated:
@@ -193,40 +218,6 @@ class Planner:
         except MemoryLimitError:
             return False
         return sum(device_parts(demand, allocation).values()) <= self.site.machine.device_memory
-
-    def _host_training(self, demand: Demand, allocation: Allocation, trained: TrainedBytes) -> HostTraining:
-        """Return the bytes that masters and moments take of host memory, as many of them in files as has to be."""
-        cached = sum(demand.layers[index].slot_bytes for index in allocation.host_cached)
-        there = cached + demand.outside_bytes * demand.shared
-        settings = {"clipped": self.config.max_grad_norm is not None, "shared": demand.shared}
-        try:
-            return host_training(trained, there, self.limits[1], **settings, processes=demand.processes)
-        except MemoryLimitError as error:
-            limited = self.config.host_memory is not None
-            where = "host_memory" if limited else "memory available on this machine"
-            how = f"{error.how}: of these {there:,} are the weights as they stream"
-            raise MemoryLimitError(error.what, where=where, how=how) from error
-
-    def _check_device(self, demand: Demand, allocation: Allocation) -> None:
-        """Raise a MemoryLimitError where weights that train take more device memory than there is."""
-        parts, limit, rows = device_parts(demand, allocation), self.limits[0], self.shape.micro_batch.rows
-        if (needed := sum(parts.values())) <= limit:
-            return
-        options = []
-        if allocation.saved:
-            options.append(f"gradient_checkpointing: true ({parts['saved']:,} bytes less)")
-        if rows > 1:
-            options.append(f"micro_batch_size: 1 (about {parts['working'] * (rows - 1) // rows:,})")
-        if parts["adapters"]:
-            options.append(f"a selection without embeddings and head ({parts['adapters']:,})")
-        if allocation.slots > 1:
-            options.append(f"prefetch_depth: {allocation.slots - 2} ({parts['slots'] // allocation.slots:,})")
-        raise MemoryLimitError(
-            f"training these weights takes {needed:,} bytes of device memory, and there are {limit:,}",
-            where="device_memory",
-            how=f"{', or '.join(options) or 'lower max_length'}; of it {parts['slots']:,} bytes are layers passing "
-            f"through, {parts['gradients']:,} their gradients, {parts['working']:,} one micro-batch in one layer",
-        )
 
 
 @dataclass(frozen=True)
@@ -330,9 +321,13 @@ def opened_planner(config: LemaConfig, blueprint: Blueprint, backend: Backend) -
 def settled(planner: Planner, *, trains: bool) -> Planner:
     """Return the planner of a model that is open; if it `trains`, of steps that fit and are fastest. Nothing is
     measured without a limit of memory, or where it holds all there is to choose from; else disk, link and one layer of
-    each kind are, in a few seconds. Several processes ask for it at once, and get the same. Activations count where
-    they can be told ahead; else weights alone, with a warning where the limits are numbers."""
+    each kind are, in a few seconds; of weights that train nothing is. Several processes ask for it at once, and get the
+    same. Activations count where they can be told; else weights alone, with a warning where limits are numbers."""
     config, site = planner.config, planner.site
+    if planner.blueprint.trained is not None:
+        with suppress(ModelError):  # which the plan of the phases tells
+            planner = replace(planner, workload=None if ample(planner) else planner.work(planner.shape.micro_batch))
+        return _fitted(planner)
     limited = config.device_memory not in (None, "auto") or config.host_memory is not None
     unlimited = planner.unlimited()
     if not trains or (config.device_memory is None and not limited and not site.kept):
@@ -368,7 +363,7 @@ def _fitted(planner: Planner) -> Planner:
     for pieces in (True,) if head.module is not None and head.asked else (False, True)[: 1 + (head.module is not None)]:
         for found in planner.with_head(pieces=pieces).smaller():
             try:
-                found.allocation(found.demand())
+                found.needs()
             except MemoryLimitError as error:
                 if "device" not in error.where:
                     break
@@ -378,14 +373,16 @@ def _fitted(planner: Planner) -> Planner:
 
 
 def _fastest(planner: Planner) -> Planner:
-    """Return the planner with fewer rows at once as long as a step is then faster, for what else memory goes to."""
-    best, least = planner, math.inf
-    for one in planner.smaller() if planner.undecided else ():
-        if one is not planner and one.shape.micro_batch.tokens < ENOUGH:
-            break
-        demand = one.demand()
-        taken = seconds(demand, one.allocation(demand), one.site.machine.speeds)
-        if taken >= WORTH_IT * least:
-            break  # because memory buys less and less
-        best, least = one, taken
+    """Return the planner with fewer rows, or fewer logits, at once as long as a step is then faster, for what else
+    memory goes to."""
+    if not planner.undecided:
+        return planner
+    best, least = planner, _seconds(planner)
+    while found := [(taken, one) for one in best.faster() if (taken := _seconds(one)) < WORTH_IT * least]:
+        least, best = min(found, key=lambda pair: pair[0])
     return best
+
+
+def _seconds(planner: Planner) -> float:
+    demand = planner.demand()
+    return seconds(demand, planner.allocation(demand), planner.site.machine.speeds)

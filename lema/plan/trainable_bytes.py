@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,8 +18,11 @@ from transformers import PreTrainedModel
 
 from lema.errors import ConfigError, MemoryLimitError
 from lema.model.skeleton import find_layers
-from lema.plan.cost import HostTraining
+from lema.plan.cost import Allocation, Demand, HostTraining, device_parts
 from lema.stream.placement import LayerBytes
+
+if TYPE_CHECKING:
+    from lema.plan.planner import Planner
 
 __all__ = [
     "MASTER_BYTES",
@@ -31,6 +35,7 @@ __all__ = [
     "place_masters",
     "trainable_bytes",
     "trained_bytes",
+    "training_of",
     "unmovable_bytes",
 ]
 
@@ -151,12 +156,14 @@ class TrainedBytes:
 
 
 def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: Callable[[str], bool]) -> TrainedBytes:
-    """Look at a model without adapters for what trains: those of its parameters whose names are chosen. Raises a
-    ConfigError where a layer that trains is stored quantised, or anything that does is of a type that cannot."""
+    """Look at a model without adapters for what trains: those of its parameters whose names are chosen. Those outside
+    the layers are left to require gradients; of those inside each call is given the values. Raises a ConfigError where
+    a layer that trains is stored quantised, or anything that does is of a type that cannot."""
     prefix = f"{find_layers(model)[0]}."
     names: list[set[str]] = [set() for _ in layers]
     outside = []
     for name, parameter in model.named_parameters():
+        parameter.requires_grad_(chosen(name) and not name.startswith(prefix))
         if chosen(name) and name.startswith(prefix):
             number, _, own = name.removeprefix(prefix).partition(".")
             names[int(number)].add(own)
@@ -206,4 +213,36 @@ def host_training(
         gradients=landing + sum(layer.nbytes * clipped for layer in here),
         stepping=max(made, 0 if shared and not outside.not_single else gradients),
         mapped=sum(movable[index] for index in in_files),
+    )
+
+
+def training_of(planner: Planner, trained: TrainedBytes, demand: Demand, allocation: Allocation) -> HostTraining:
+    """Return the bytes that masters and moments take of host memory, as many of them in files as has to be, or raise
+    a MemoryLimitError: host memory does not hold the others, or the device what these weights take of it."""
+    cached = sum(demand.layers[index].slot_bytes for index in allocation.host_cached)
+    there, config = cached + demand.outside_bytes * demand.shared, planner.config
+    settings = {"clipped": config.max_grad_norm is not None, "shared": demand.shared}
+    try:
+        found = host_training(trained, there, planner.limits[1], **settings, processes=demand.processes)
+    except MemoryLimitError as error:
+        where = "memory available on this machine" if config.host_memory is None else "host_memory"
+        how = f"{error.how}: of these {there:,} are the weights as they stream"
+        raise MemoryLimitError(error.what, where=where, how=how) from error
+    parts, limit, rows = device_parts(demand, allocation), planner.limits[0], planner.shape.micro_batch.rows
+    if (needed := sum(parts.values())) <= limit:
+        return found
+    options = []
+    if allocation.saved:
+        options.append(f"gradient_checkpointing: true ({parts['saved']:,} bytes less)")
+    if rows > 1:
+        options.append(f"micro_batch_size: 1 (about {parts['working'] * (rows - 1) // rows:,})")
+    if parts["adapters"]:
+        options.append(f"a selection without embeddings and head ({parts['adapters']:,})")
+    if allocation.slots > 1:
+        options.append(f"prefetch_depth: {allocation.slots - 2} ({parts['slots'] // allocation.slots:,})")
+    raise MemoryLimitError(
+        f"training these weights takes {needed:,} bytes of device memory, and there are {limit:,}",
+        where="device_memory",
+        how=f"{', or '.join(options) or 'lower max_length'}; of it {parts['slots']:,} bytes are layers passing "
+        f"through, {parts['gradients']:,} their gradients, {parts['working']:,} one micro-batch in one layer",
     )

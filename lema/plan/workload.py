@@ -105,17 +105,17 @@ class Workload:
         """The most that one micro-batch needs at once beside adapters and gradients, before, in or after the layers."""
         # The graph of the top layer, and the gradient of its output, wait while the head is computed.
         top = self.of(len(self.kinds) - 1).forward_bytes + self.hidden_bytes
-        return self._most(top + self.head.working_bytes)
+        return self.most(top + self.head.working_bytes)
 
     def in_pieces(self, times: float) -> int:
         """The same where the head is in pieces, through each of which so many micro-batches go before the next."""
         assert self.pieces is not None
         # Less the hidden states, because those of all micro-batches are counted twice elsewhere.
         kept = (max(times, 1.0) - 1) * (self.pieces.kept_bytes - self.hidden_bytes)
-        return self._most(round(self.pieces.working_bytes + kept))
+        return self.most(round(self.pieces.working_bytes + kept))
 
-    def _most(self, turn: int) -> int:
-        """Return the most that is needed anywhere, given what the turn takes with the gradients of adapters."""
+    def most(self, turn: int) -> int:
+        """Return the most that is needed anywhere, given what the turn takes with the gradients of adapters, if any."""
         # These are not there yet at the turn, because they come on the way down.
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
         return max(self.prelude_bytes, turn - to_come, *(work.working_bytes for work in self.works))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -48,7 +47,6 @@ from lema.plan.allocate import advise, whether_recomputed
 from lema.plan.blueprint import Blueprint
 from lema.plan.plan import hiding_tokens
 from lema.plan.planner import Planner, opened_planner, settled
-from lema.plan.step import rows_each
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.verify import base_fingerprint
@@ -285,12 +283,8 @@ class LemaModel:
     def allocation(self) -> Allocation:
         """What memory is spent on within the limits, or `MemoryLimitError`; made, unless set, when first asked for."""
         allocation = self.planner.needs().allocation
-        if self.lora_manager is not None:  # so that batches are cut as they are planned, wherever the run goes on
-            rows, each = self.planner.shape.micro_batch.rows, rows_each(self.config)
-            share = each * math.ceil(self.config.batch_size / self.backend.replicas.size)
-            found = {"loss_chunk_tokens": self.planner.config.loss_chunk_tokens}
-            found |= {"micro_batch_size": rows} if not self.config.counts_tokens and rows < share else {}
-            self.config = self.config.model_copy(update=found)
+        if self.lora_manager is not None:
+            self.config = self.config.model_copy(update=self.planner.chosen)
         return allocation
 
     @cached_property

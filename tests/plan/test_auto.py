@@ -12,6 +12,7 @@ from hollowmodel import large_config, write_hollow
 from parity import Outcome, assert_same, draw_b
 from smallrun import write_model
 from torch import Tensor
+from transformers import LlamaConfig
 
 from lema import LemaConfig, LemaModel
 from lema.errors import MemoryLimitError
@@ -85,6 +86,34 @@ def test_no_layer_is_looked_at_twice_with_the_same_rows(model: Path, monkeypatch
 def test_auto_may_be_written_where_none_means_it(model: Path) -> None:
     names = ("micro_batch_size", "prefetch_depth", "loss_chunk_tokens")
     assert two_lines(model, **dict.fromkeys(names, "auto")) == two_lines(model)
+
+
+# Many words, so that it is logits that memory runs out of. A step of the run is 512 tokens.
+WORDS = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**WORDS, num_key_value_heads=2, vocab_size=8192, max_position_embeddings=2048)
+    return write_hollow(tmp_path_factory.mktemp("words") / "model", config)
+
+
+def test_rows_are_computed_together_where_fewer_logits_make_room(words: Path) -> None:
+    """Micro-batches of fewer rows would fit as well, and hand each layer to the device more often."""
+    chosen, by_hand = on(words, 30_000_000), on(words, 30_000_000, micro_batch_size=ROWS // 4)
+    assert (chosen.shape.micro_batch.rows, chosen.config.loss_chunk_tokens) == (ROWS, 64)
+    taken, otherwise = chosen.needs().seconds, by_hand.needs().seconds
+    assert taken is not None and otherwise is not None and taken < 0.3 * otherwise
+
+
+def test_fewer_logits_make_room_for_what_makes_a_step_faster(words: Path) -> None:
+    """All of them fit, and there are no fewer rows that compute as fast: 512 tokens are all that a step has."""
+    machine, settings = replace(profile("t4"), device_memory=68_000_000, launch=0.0), {"activation_offloading": False}
+    by_hand = planner_of(two_lines(words, micro_batch_size=ROWS, loss_chunk_tokens=1024, **settings), machine)
+    chosen = planner_of(two_lines(words, **settings), machine)
+    assert (chosen.shape.micro_batch.rows, chosen.config.loss_chunk_tokens) == (ROWS, 256)
+    taken, otherwise = chosen.needs().seconds, by_hand.needs().seconds
+    assert taken is not None and otherwise is not None and taken < 0.95 * otherwise
 
 
 @pytest.mark.slow

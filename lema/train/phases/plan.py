@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from lema.config.problems import Problem, problem_at
 from lema.config.settings import Settings, part
-from lema.config.types import Count
+from lema.config.types import AutoCount, Count
 from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
@@ -84,8 +84,8 @@ class PhasePlan(Settings):
     """Rows per optimizer step, of all processes together."""
     max_length: Count = 1024
     """Tokens of a row, padding included."""
-    micro_batch_size: Count | None = None
-    """Most rows that a process computes at once; None: as many as it gets. Without dropout it changes no result."""
+    micro_batch_size: AutoCount = None
+    """Most rows that a process computes at once; None: as many as fit. Without dropout it changes no result."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the order of data, of adapters and of dropout."""
 

@@ -135,9 +135,9 @@ def phase_report(
 
 
 def _needs(config: LemaConfig, plan: PhasePlan, site: Site, processes: int, trusted: bool) -> list[StepNeeds]:
-    """Return what a step of each phase needs; phases that train the same need the same."""
+    """Return what a step of each phase needs; phases that train the same, and alike, need the same."""
     known: dict[str, StepNeeds] = {}
-    kinds = [repr([phase.trains, phase.trainable, phase.layers, phase.adapters]) for phase in plan.phases]
+    kinds = [repr([one.trains, one.trainable, one.layers, one.adapters, one.overrides]) for one in plan.phases]
     for kind, phase in zip(kinds, plan.phases, strict=True):
         if kind in known:
             continue
@@ -219,6 +219,7 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     yield from ((f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items())
     yield "learning rate", "{first:.3g} at first, {peak:.3g} at its peak, {last:.3g} at last".format(**phase.rates)
     memory, moved = phase.memory, phase.moved
+    yield "rows at once", f"{phase.at_once:,}"
     where = "memory to compute in" if report.shared else "device memory"
     yield where, f"{human_bytes(memory.device)} of {human_bytes(report.device_memory)}"
     yield "host memory", f"{human_bytes(memory.host)} of {human_bytes(report.host_memory)}"

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from lema.engine.head.routers import add_router_loss
 from lema.engine.optim import follow
 from lema.errors import ConfigError, DiskError
 from lema.model.skeleton import find_layers, find_towers, is_in
+from lema.plan.machine import Memory
+from lema.plan.planner import settled
+from lema.plan.trainable_bytes import trained_bytes
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_errors
 from lema.train.evaluate import evaluate, passes_of_mixture
@@ -37,14 +41,20 @@ from lema.train.trainer import LemaTrainer
 __all__ = ["PhaseRun", "chosen_by", "copy_adapter", "mixture_of", "settings_of_phase", "trainer_of"]
 
 
-def trainer_of(model: LemaModel, phase: Phase) -> LemaTrainer | FullTraining:
-    """Return what takes the steps of a phase on an opened model, which has no adapters yet."""
+def trainer_of(model: LemaModel, phase: Phase, device_memory: Memory = None) -> LemaTrainer | FullTraining:
+    """Return what takes the steps of a phase on an opened model, which has no adapters yet. Weights that train have
+    `device_memory` for their limit, as the plan of the phases has it, and as many rows are computed at once as fit."""
     if phase.trains == "lora":
         model.initialize_lora()
         return model.get_trainer()
     model.skeleton.train()
     chosen = chosen_by(phase, model.skeleton)
     model.keep_whole(chosen, "weights of the model train")
+    opened = model.opened
+    trained = trained_bytes(model.skeleton, opened.blueprint.layers, chosen)
+    blueprint = replace(opened.blueprint, trained=trained, adapter_bytes=trained.on_device)
+    planner = settled(replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True)
+    model.config = model.config.model_copy(update=planner.chosen)
     add_router_loss(model.adapter, model.config, model.directory, "weights that train themselves")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
 

@@ -79,7 +79,7 @@ class LoRATrainerConfig(Settings):
     batch_size: Count = 512
     """Rows per optimizer step, of all processes together."""
     per_device_batch_size: Annotated[int, Field(ge=-1)] = -1
-    """Most rows that a process computes at once; -1: as many as it gets."""
+    """Most rows that a process computes at once; -1: as many as fit."""
     total_tokens: Tokens = 1_000_000_000
     """Tokens that train every parameter, in one stage, where `pre_lora_tokens` does not divide them into stages."""
     lr: Positive = 3e-4

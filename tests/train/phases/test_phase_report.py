@@ -21,6 +21,8 @@ from lema.plan import planner as planned
 from lema.plan.machine import profile
 from lema.stream.reader import LayerReader
 from lema.train import LemaTrainer
+from lema.train.full.training import FullTraining
+from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import PhaseReport, phase_report, report_rows, show_report
 from lema.train.phases.run import run_phases
@@ -44,14 +46,16 @@ SOURCES = {"one": rows(1), "two": rows(2)}
 
 
 def plan_of(*phases: dict[str, Any], **settings: Any) -> PhasePlan:
-    return PhasePlan(phases=list(phases), batch_size=ROWS, **{"max_length": BLOCK, "micro_batch_size": 2, **settings})
+    fixed = {"batch_size": ROWS, "max_length": BLOCK, "micro_batch_size": 2}
+    return PhasePlan(phases=list(phases), **{**fixed, **settings})
 
 
 @pytest.fixture
 def config_of(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., LemaConfig]:
     def make(**settings: Any) -> LemaConfig:
         fixed = {"device": "cpu", "gradient_checkpointing": True, "save_steps": 0, "max_grad_norm": 1.0}
-        return LemaConfig(str(checkpoint_of("llama").streamed), output_dir=tmp_path / "run", **{**fixed, **settings})
+        fixed |= {"logging_steps": 1, "output_dir": tmp_path / "run"}
+        return LemaConfig(str(checkpoint_of("llama").streamed), **{**fixed, **settings})
 
     return make
 
@@ -210,6 +214,49 @@ def test_it_is_legible_at_a_hundred_columns_and_parted_by_tabs_where_it_is_piped
     assert capsys.readouterr().out == ""
 
 
+def rows_seen(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have a trainer note the rows of each micro-batch."""
+    seen, accumulate = list[int](), kind.accumulate
+
+    def noted(self: Any, micro_batches: Any, *arguments: Any, **options: Any) -> Any:
+        seen.extend(len(one["input_ids"]) for one in micro_batches)
+        return accumulate(self, micro_batches, *arguments, **options)
+
+    monkeypatch.setattr(kind, "accumulate", noted)
+    return seen
+
+
+@pytest.mark.slow
+def test_weights_compute_as_many_rows_at_once_as_are_planned_as_if_that_were_set(
+    config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    phase = {**FULL, "tokens": 2 * 16 * 4 * BLOCK}
+
+    def plan(*more: dict[str, Any], **settings: Any) -> PhasePlan:
+        fixed = {"batch_size": 16, "max_length": 4 * BLOCK, "micro_batch_size": "auto"}
+        return plan_of(phase, *more, **{**fixed, **settings})
+
+    sources = {name: rows(seed, 40, 4 * BLOCK) for seed, name in enumerate(SOURCES)}
+    whole = phase_report(config_of(device_memory="1GB"), plan()).phases[0]
+    limit = f"{whole.memory.device - whole.memory.parts['device']['working'] * 5 // 8}B"
+    beside = plan({**phase, "name": "less", "device_memory": limit})  # each phase has a limit of its own
+    first, second = phase_report(config_of(device_memory="1GB"), beside).phases
+    planned = second.at_once
+    assert planned < first.at_once == whole.at_once == 16
+    seen = rows_seen(FullTraining, monkeypatch)
+    left_open, by_hand = (config_of(device_memory=limit, save_steps=1, output_dir=tmp_path / name) for name in "ab")
+    run_phases(left_open, plan(), sources)
+    assert sum(seen) == 2 * 16 and max(seen) == planned
+    run_phases(by_hand, plan(micro_batch_size=planned), sources)
+    losses = [[row["loss"] for row in read_metrics(tmp_path / name / METRICS_NAME) if "loss" in row] for name in "ab"]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    seen.clear()
+    shutil.rmtree(tmp_path / "a" / "whole" / "checkpoint-2")
+    (tmp_path / "a" / "latest.json").unlink()
+    run_phases(left_open.model_copy(update={"device_memory": "1GB"}), plan(), sources, resume=True)
+    assert sum(seen) == 16 and max(seen) == planned
+
+
 def test_rows_at_once_are_as_many_as_fit_and_a_run_goes_on_with_them(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,14 +267,7 @@ def test_rows_at_once_are_as_many_as_fit_and_a_run_goes_on_with_them(
     limit = f"{ample.memory.device // 2}B"
     planned = phase_report(config_of(device_memory=limit), plan).phases[0].at_once
     assert planned < ample.at_once == 16
-    seen: list[int] = []
-    accumulate = LemaTrainer.accumulate
-
-    def noted(self: LemaTrainer, micro_batches: Any, *arguments: Any, **options: Any) -> Any:
-        seen.extend(len(one["input_ids"]) for one in micro_batches)
-        return accumulate(self, micro_batches, *arguments, **options)
-
-    monkeypatch.setattr(LemaTrainer, "accumulate", noted)
+    seen = rows_seen(LemaTrainer, monkeypatch)
     config = config_of(device_memory=limit, save_steps=1)
     run_phases(config, plan, sources)
     assert sum(seen) == 4 * 16 and max(seen) == planned
