@@ -161,9 +161,10 @@ class LemaModel:
         if (begun := self.config.adapter_name_or_path) is not None:
             self.begin_with_adapter(resolve_model(begun), dropout=self.config.lora_dropout)
             return
+        lora = configured_lora(self.skeleton, self.config)
         if self.config.lora_target_modules is None:
-            warn_of_left_out(self.skeleton)
-        self.attach_lora(configured_lora(self.skeleton, self.config), seed=self.config.seed)
+            warn_of_left_out(self.skeleton, lora)
+        self.attach_lora(lora, seed=self.config.seed)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
         """Attach an adapter as PEFT's config has it, drawn from `seed`, or without values, which are to be loaded."""
