@@ -55,7 +55,7 @@ def lora_config(
 ) -> LoraConfig:
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a model without
     adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output is scaled by `alpha / rank`.
-    `targets`: module names, or a regular expression over full names; None: `default_targets` and `default_parameters`."""
+    `targets`: module names, or a regular expression over full names; None: `default_targets`, and experts."""
     chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
     try:
         options |= {"r": rank, "lora_alpha": _whole(alpha), "lora_dropout": dropout, "target_modules": chosen}

@@ -39,35 +39,37 @@ def default_targets(model: PreTrainedModel) -> list[str]:
 
 def default_parameters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the stacked weights of experts to adapt by default beside the linears, as ends of names. None where PEFT
-    takes no parameters with what else `config` asks for; where it chooses among modules, of those it chooses."""
-    if config.lora_dropout or config.lora_bias or config.use_dora or config.init_lora_weights == "orthogonal":
-        return []
-    layers_name, _ = find_layers(model)
-    wanted, named = [], copy(config)
-    for name, module in model.named_modules():
-        named.target_modules = {name.rpartition(".")[2]}
-        if name.startswith(f"{layers_name}.") and (leaves := stacked_weights(module)):
-            wanted += [f"{name}.{leaf}" for leaf in leaves if check_target_module_exists(named, name)]
+    takes no parameters with what else `config` asks for; where that chooses among modules, of those it chooses."""
+    refused = config.lora_dropout or config.lora_bias or config.use_dora or config.init_lora_weights == "orthogonal"
+    wanted = [] if refused else [name for name, apart in _experts(model, config) if apart]
     return _ends(wanted, [name for name, _ in model.named_parameters(remove_duplicate=False)], size=2)
 
 
 def warn_of_left_out(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Warn of what is not adapted by default: linears that PEFT does not adapt in this model, and weights of experts
-    that only PEFT's own way would adapt, or that it does not adapt with what else `config` asks for."""
+    """Warn of what a default adapter leaves out: linears that PEFT does not adapt in this model, and experts."""
     if left_out := ", ".join(end for end in _adaptable(model) if not _peft_adapts(model, end)):
         what = f"PEFT does not adapt these linear modules of {type(model).__name__}, so they stay as they are"
         warnings.warn(f"{what}: {left_out}", stacklevel=3)
+    ends = tuple(f".{end}" for end in config.target_parameters or ())
+    experts = {".".join(name.split(".")[-2:]) for name, _ in _experts(model, config) if not name.endswith(ends)}
+    if left_out := ", ".join(sorted(experts)):
+        what = "weights of experts that are not adapted by default, or not with these settings"
+        warnings.warn(f"{what}, unless lora_target_parameters names them: {left_out}", stacklevel=3)
+
+
+def _experts(model: PreTrainedModel, config: LoraConfig) -> Iterator[tuple[str, bool]]:
+    """Yield the stacked weights of experts in modules that `config` does not exclude, and whether each is multiplied
+    apart from an adapter."""
     layers_name, _ = find_layers(model)
-    numbers, taken = set(_expert_numbers(model.config.to_dict())), config.target_parameters or ()
-    stacked = {
-        f"{name.rpartition('.')[2]}.{leaf}"
-        for name, module in model.named_modules()
-        for leaf, one in module.named_parameters(recurse=False)
-        if name.startswith(f"{layers_name}.") and one.ndim == 3 and one.shape[0] in numbers
-    }
-    if left_out := ", ".join(sorted(end for end in stacked if not f".{end}".endswith(tuple(f".{one}" for one in taken)))):
-        what = f"these weights of experts of {type(model).__name__} are not adapted by default, or not with these settings"
-        warnings.warn(f"{what}; lora_target_parameters names them: {left_out}", stacklevel=3)
+    numbers, named = set(_expert_numbers(model.config.to_dict())), copy(config)
+    for name, module in model.named_modules():
+        named.target_modules = {name.rpartition(".")[2]}
+        if not name.startswith(f"{layers_name}.") or isinstance(module, _ConvNd):
+            continue
+        for leaf, one in module.named_parameters(recurse=False):
+            apart = leaf in stacked_weights(module)
+            if (apart or (one.ndim == 3 and one.shape[0] in numbers)) and check_target_module_exists(named, name):
+                yield f"{name}.{leaf}", apart
 
 
 def linear_modules(model: PreTrainedModel) -> list[str]:

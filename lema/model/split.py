@@ -24,7 +24,7 @@ from lema.errors import ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
 from lema.model.compiled import CompiledLayers
-from lema.model.experts import adapted_experts, form_no_frozen_gradients, multiplied_apart
+from lema.model.experts import form_no_frozen_gradients, multiply_apart
 from lema.model.flow import LayerCall, Prelude, Tape
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
@@ -218,7 +218,7 @@ class Split:
     ) -> Any:
         """Call one layer's own forward, even while it is replaced, with the weights given; returns what it returns."""
         layer = self.layers[index]
-        with replaced({layer: None}), multiplied_apart(self._experts[index]):
+        with replaced({layer: None}):
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
             return torch.func.functional_call(layer, self._renamed(index, weights), args, kwargs, tie_weights=False)
 
@@ -340,8 +340,8 @@ class Split:
         self._compiled = None
         for layer in self.layers:
             capture.without_casts(layer)
-        # Left to PEFT where layers are compiled, because what is compiled and what is not have to be alike.
-        self._experts = [[] if self._to_compile else adapted_experts(layer) for layer in self.layers]
+            if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
+                multiply_apart(layer)
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """Return the context in which weights of this model's dtype compute, or those of another."""

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +45,17 @@ TYPES = {
 @pytest.mark.parametrize("form", FORMS)
 def test_two_steps_are_those_of_the_whole_model(form: str, tmp_path: Path) -> None:
     published = write_published(tiny_config(TYPES[form]), form, tmp_path / "published")
+    experts = "expert" in (published / "config.json").read_text()  # products with adapted ones round otherwise
+    linear: dict[str, Any] = {"lora_exclude_modules": ["experts"]} if experts else {}
     config = LemaConfig(
-        **{"lora_exclude_modules": ["experts"]} if "expert" in (published / "config.json").read_text() else {},
-        **{"model_name_or_path": str(published), "device": "cpu", "device_memory": None, "dtype": "float32"},
-        **{"lora_rank": 2, "lora_alpha": 4, "seed": SEED},
+        str(published),
+        device="cpu",
+        device_memory=None,
+        dtype="float32",
+        lora_rank=2,
+        lora_alpha=4,
+        seed=SEED,
+        **linear,
     )
     model = LemaModel(config, backend=CpuBackend(poison=True))
     model.initialize_lora()

@@ -64,8 +64,10 @@ def whole_model(
 def streamed_model(
     checkpoint: Checkpoint, *, poison: bool = True, spent: Mapping[str, Any] | None = None, **settings: Any
 ) -> Iterator[LemaModel]:
-    """Open the model for streaming, with a fresh adapter, in training mode; `spent` says what memory is spent on. Experts
-    are adapted where `settings` name targets, because products with adapted ones round in another way than PEFT's."""
+    """Open the model for streaming, with a fresh adapter, in training mode; `spent` says what memory is spent on.
+
+    Experts are adapted where `settings` name targets, because products with adapted ones round otherwise than PEFT's.
+    """
     streams = {"device_memory": None, "gradient_checkpointing": False}  # every layer, though there is room for all
     drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED}
     if "expert" in (checkpoint.published / "config.json").read_text() and not NAMED & settings.keys():
@@ -200,7 +202,7 @@ def streamed_step(model: LemaModel, micro_batches: Sequence[Mapping[str, Tensor]
 
 
 def assert_same(streamed: Outcome, whole: Outcome, within: float = 0.0) -> None:
-    """Assert that two outcomes are bitwise one, or within a relative difference: loss, names, every gradient, generator."""
+    """Assert that two outcomes are bitwise one, or within a difference: loss, names, every gradient, generator."""
     assert streamed.gradients.keys() == whole.gradients.keys()
     assert whole.gradients
     loss = torch.equal(streamed.loss, whole.loss) or relative_difference(streamed.loss, whole.loss) <= within
