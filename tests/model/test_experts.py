@@ -62,12 +62,6 @@ class Made(TorchDispatchMode):
         self.shapes |= {tuple(one.shape) for one in tensors if one.untyped_storage()._cdata not in there}
         return made
 
-    def stacked(self, model: LemaModel) -> set[tuple[int, ...]]:
-        """Those of the shape of a stacked weight, either way round."""
-        weights = {tuple(one.shape) for one in model.skeleton.parameters() if one.ndim == 3}
-        assert weights
-        return self.shapes & (weights | {(experts, columns, rows) for experts, rows, columns in weights})
-
 
 def as_peft(model: torch.nn.Module) -> None:
     """Undo `multiply_apart`."""
@@ -76,11 +70,14 @@ def as_peft(model: torch.nn.Module) -> None:
             part.__class__ = ParamWrapper
 
 
-def step(model: LemaModel) -> Made:
+def made_like_experts(model: LemaModel) -> set[tuple[int, ...]]:
+    """Take a step; return the shapes of what it makes that are those of a stacked weight, either way round."""
+    weights = {tuple(one.shape) for one in model.skeleton.parameters() if one.ndim == 3}
+    assert weights
     draw_b(model.lora_manager)
     with Made() as made:
         model.adapter.loss(micro_batches()[:1]).backward()
-    return made
+    return made.shapes & (weights | {(experts, columns, rows) for experts, rows, columns in weights})
 
 
 @pytest.mark.sampled(1)
@@ -128,10 +125,10 @@ def test_so_is_one_that_keeps_its_graph_with_ranks_that_differ(tmp_path: Path) -
 def test_nothing_as_large_as_the_experts_is_made(tmp_path: Path) -> None:
     directory = write_model(CONFIGS["mixtral"], tmp_path)
     with opened(directory, **ADAPTED) as model:
-        assert not step(model).stacked(model)
+        assert not made_like_experts(model)
     with opened(directory, **ADAPTED) as model:
         as_peft(model.skeleton)
-        assert step(model).stacked(model)
+        assert made_like_experts(model)
 
 
 @pytest.mark.parametrize("adapted", [True, False])
@@ -143,7 +140,7 @@ def test_no_frozen_expert_gets_a_gradient_where_torch_has_no_grouped_product(
     for grouped in (True, False):
         monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_, grouped=grouped: grouped)
         with opened(directory, **ADAPTED if adapted else {}) as model:
-            assert not step(model).stacked(model)
+            assert not made_like_experts(model)
             gradients = {name: one.grad for name, one in model.lora_manager.named_parameters() if one.requires_grad}
         expected = expected or gradients
         assert any(".experts." in name for name in gradients) == adapted
