@@ -24,8 +24,7 @@ class AdapterSettings(Settings):
     lora_alpha: OfAdapter[types.Scale] = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_target_modules: OfAdapter[types.Targets | None] = None
-    """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers, and
-    stacked experts."""
+    """Names of the modules to adapt, or one regular expression; None: every linear of the layers, and experts."""
     lora_dropout: Said[types.Beta] = 0.0
     """Dropout on the adapter's input."""
     lora_exclude_modules: OfAdapter[types.Targets | None] = None

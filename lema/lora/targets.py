@@ -58,8 +58,7 @@ def warn_of_left_out(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _experts(model: PreTrainedModel, config: LoraConfig) -> Iterator[tuple[str, bool]]:
-    """Yield the stacked weights of experts in modules that `config` does not exclude, and whether each is multiplied
-    apart from an adapter."""
+    """Yield stacked weights of experts that `config` does not exclude, and whether adapters are multiplied apart."""
     layers_name, _ = find_layers(model)
     numbers, named = set(_expert_numbers(model.config.to_dict())), copy(config)
     for name, module in model.named_modules():
