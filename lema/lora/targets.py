@@ -62,7 +62,7 @@ def _experts(model: PreTrainedModel, config: LoraConfig) -> Iterator[tuple[str, 
     layers_name, _ = find_layers(model)
     numbers, named = set(_expert_numbers(model.config.to_dict())), copy(config)
     for name, module in model.named_modules():
-        named.target_modules = {name.rpartition(".")[2]}
+        named.target_modules = [name.rpartition(".")[2]]
         if not name.startswith(f"{layers_name}.") or isinstance(module, _ConvNd):
             continue
         for leaf, one in module.named_parameters(recurse=False):

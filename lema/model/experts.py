@@ -45,13 +45,14 @@ class Apart(ParamWrapper):
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        base, name, found = self.get_base_layer(), self.parameter_name, self.get_param()
+        base, name = self.get_base_layer(), self.parameter_name
+        found: Any = getattr(base, name)
         for adapter in filter(self.lora_A.__contains__, active_adapters):
-            left, right, scaling = self.get_delta_factors(adapter)
+            left, right, scaling = self.get_delta_factors(adapter)  # type: ignore[no-untyped-call] # PEFT's
             if missing := -left.shape[-1] % (16 // left.element_size()):  # grouped products want rows of 16 bytes
                 left, right = pad(left, (0, missing)), pad(right, (0, 0, 0, missing))
-            factors = (one if 1 in one.stride()[-2:] else one.contiguous() for one in (left, right))
-            found = LowRankSum(found, *factors, scaling)
+            left, right = (one if 1 in one.stride()[-2:] else one.contiguous() for one in (left, right))
+            found = LowRankSum(found, left, right, scaling)
         vars(base)[name] = found  # an attribute, which is found before the parameter of that name
         try:
             yield

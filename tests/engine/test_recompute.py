@@ -146,7 +146,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
             with skips_counted(model) as counts:
                 found = streamed_step(model, batches)
             # Products with adapted experts round otherwise than PEFT's sum.
-            apart = 1e-6 if "target_parameters" in options else 0.0
+            apart = 5e-6 if "target_parameters" in options else 0.0
             assert_same(found, whole_step(whole, batches, layer_major=layers), apart)
             *recomputed, top = counts
             assert top == 0
