@@ -2,26 +2,34 @@
 
     OMP_NUM_THREADS=1 python benchmarks/tokenise.py --rows 300000
     OMP_NUM_THREADS=1 python benchmarks/tokenise.py --rows 2000000 --text
+    OMP_NUM_THREADS=1 python benchmarks/tokenise.py --tenths 10GB
 
 A small model and a tokenizer of 8,000 tokens are made, and a file of chats of about 250 tokens (or, with `--text`, of
 lines of text). Each start is a process of its own, which trains one step of eight rows. Its seconds in user mode
 count its workers; its memory is the peak of resident memory of the process itself, and that of its largest worker.
+
+With `--tenths` a file of lines of text of that size is made and tokenised, and nothing is trained: for each tenth of
+the file its bytes a second of user mode, of the process and its workers, and the most memory they have held so far.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from common import Shape, report, write_model
 
 SHAPE = Shape(64, 128, 4, 8_000, heads=4, dtype="float32")
 WORDS = 10_000
+BYTES_A_ROW = 980  # of lines of text, about
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -38,20 +46,24 @@ def main() -> None:
         "--in-memory", action="store_true", help="also tokenise without a cache, as before there was one"
     )
     parser.add_argument("--directory", type=Path, default=Path("tokenise-files"))
+    parser.add_argument("--tenths", metavar="SIZE", help="how a text of this size is tokenised, a tenth at a time")
     parser.add_argument("--start", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.start:
         _start(json.loads(given.start))
         return
-    ending = "txt" if given.text else "jsonl"
-    few, many = (given.directory / f"{rows}.{ending}" for rows in (1_000, given.rows))
-    for file, rows in ((few, 1_000), (many, given.rows)):
-        write_rows(file, rows, text=given.text)
     model = given.directory / "model"
     if not model.exists():
         model.mkdir(parents=True)
         write_model(model, SHAPE)
         write_tokenizer(model)
+    if given.tenths:
+        report("tokenise-tenths", _tenths(given.directory, given.tenths), SHAPE)
+        return
+    ending = "txt" if given.text else "jsonl"
+    few, many = (given.directory / f"{rows}.{ending}" for rows in (1_000, given.rows))
+    for file, rows in ((few, 1_000), (many, given.rows)):
+        write_rows(file, rows, text=given.text)
     arms = [("1,000 rows", few, False)]
     arms += [(f"{given.rows:,} rows, tokenised in memory", many, False)] * given.in_memory
     arms += [(f"{given.rows:,} rows, {which} start", many, True) for which in ("first", "second")]
@@ -90,6 +102,54 @@ def _start(settings: dict[str, Any]) -> None:
     # Not `ru_maxrss` of the process itself, because that counts the one that started it.
     [peak] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line[:5] == "VmHWM"]
     print(json.dumps(took | {"memory": int(peak) // 1024, "worker": workers.ru_maxrss // 1024}))
+
+
+def _tenths(directory: Path, size: str) -> list[dict[str, Any]]:
+    """Tokenise a text of this size, and return and print what each tenth of it took."""
+    from transformers import AutoTokenizer
+
+    from lema.config.units import parse_memory
+    from lema.data import cache, prepare_data
+
+    file, found, most = directory / f"{size}.txt", list[dict[str, Any]](), {"process": 0, "workers": 0}
+    write_rows(file, rows=parse_memory(size, 0) // BYTES_A_ROW, text=True)
+    print(f"{file}: {file.stat().st_size / 1e6:.0f} MB")
+    print("| tenth | user seconds | MB a user second | process MB | workers MB |\n|---|---|---|---|---|", flush=True)
+
+    @contextlib.contextmanager
+    def line() -> Iterator[Callable[[int, int, float, int], None]]:
+        own, before, behind = psutil.Process(), _user(), 0
+
+        def tell(done: int, total: int, *_: float) -> None:
+            nonlocal before, behind
+            # Unique memory, because workers are forked and share what the process had before.
+            held = {
+                "process": own.memory_info().rss,
+                "workers": sum(one.memory_full_info().uss for one in own.children()),
+            }
+            most.update({name: max(most[name], now) for name, now in held.items()})
+            if done < total * (len(found) + 1) // 10:
+                return
+            now = _user()
+            row = {"tenth": len(found) + 1, "user": round(now - before, 1)}
+            row |= {"rate": round((done - behind) / 1e6 / (now - before), 3)}
+            found.append(row | {name: one // 10**6 for name, one in most.items()})
+            before, behind = now, done
+            print("| " + " | ".join(str(value) for value in found[-1].values()) + " |", flush=True)
+
+        yield tell
+
+    cache._line = line
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    rows = prepare_data(str(file), tokenizer, max_length=1024, cache=directory.resolve() / "cache")
+    print(rows.counts)
+    return found
+
+
+def _user() -> float:
+    """Seconds in user mode of this process and of the workers it has now."""
+    own = psutil.Process()
+    return sum(one.cpu_times().user for one in (own, *own.children()))
 
 
 def write_rows(file: Path, rows: int, *, text: bool) -> None:

@@ -18,10 +18,18 @@ __all__ = [
     "ReadError",
     "Stopped",
     "WeightsError",
+    "listed",
 ]
 
 
 SAYINGS = ("out of memory", "status_alloc_failed")  # of drivers, and of libraries of kernels that allocate themselves
+
+
+def listed(items: list[str], most: int = 14) -> str:
+    """Lines of a list for a message: the first items, as far as they have 125 characters each, and how many more."""
+    lines = [f"\n  - {' '.join(item.split())[:400]}" for item in items]
+    shown = next((n for n in range(min(most, len(lines)), 1, -1) if sum(map(len, lines[:n])) <= 125 * most), 1)
+    return "".join(lines[:shown]) + (f"\n  and {len(lines) - shown:,} more" if len(lines) > shown else "")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -40,15 +48,17 @@ class LemaError(Exception):
     """
 
     exit_code = 1
-    max_length = 2000  # characters of each part: a message that lists what is wrong may list millions
+    max_length = 2000  # characters of each part: what is told of may have millions
 
     def __init__(self, what: str, *, where: str = "", how: str = "") -> None:
-        self.what, self.where, self.how = (self._shortened(part) for part in (what, where, how))
+        # Lines of each, so that a message has 20 at most.
+        self.what, self.where, self.how = map(self._shortened, (what, where, how), (16, 2, 2))
         super().__init__(self.what)
 
-    def _shortened(self, text: str) -> str:
-        more = len(text) - self.max_length
-        return f"{text[: self.max_length]} ... and {more:,} characters more" if more > 100 else text
+    def _shortened(self, text: str, most: int) -> str:
+        kept = "\n".join(text.split("\n", most)[:most])[: self.max_length]
+        more = len(text) - len(kept)
+        return f"{kept} ... and {more:,} characters more" if more else text
 
     def __str__(self) -> str:
         lines = [self.what]

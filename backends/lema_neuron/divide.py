@@ -6,8 +6,8 @@ begins the same on any number of ranks, bit for bit as on one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig
@@ -15,10 +15,11 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lema.backend import SingleProcess
 from lema.backend.layout import KvLayout
 from lema.errors import ConfigError, ModelError
 from lema.model.partition import layouts_of
-from lema.model.skeleton import find_layers
+from lema.model.skeleton import ends_of, find_layers
 from lema_neuron.boundary import SEQUENCE
 from lema_neuron.comm import Comm
 from lema_neuron.gradients import global_norm, mark, part_of, reduce_gradients
@@ -27,6 +28,7 @@ from lema_neuron.parallelize import TensorParallel
 from lema_neuron.peft.layer import ParallelLinear
 from lema_neuron.peft.refusals import check_config
 from lema_neuron.shares import replicated_part
+from lema_neuron.vocabulary import Words, divide_words, words_of
 
 __all__ = ["Division"]
 
@@ -45,6 +47,7 @@ class Division:
     def __init__(self, comm: Comm, *, sequence_parallel: bool = False, kv_layout: KvLayout = "tile") -> None:
         self._comm, self._kv_layout = comm, kv_layout
         self._sequence_parallel = sequence_parallel and comm.size > 1
+        self._words: Words | None = None  # of the head; None: it is whole
 
     @property
     def rank(self) -> int:
@@ -56,11 +59,12 @@ class Division:
         """How many processes the group has."""
         return self._comm.size
 
-    def shard(self, layer: nn.Module) -> None:
+    def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
         """Put this rank's share in the place of every decoder layer's modules, and of the adapters on them.
 
         Args:
             layer: the model; its layers are on `meta`, its adapters real, or there are none.
+            words: names of weights of the input embeddings and the head, whose rows are divided as well.
 
         Raises:
             ModelError: the model has no tensor-parallel plan, or the plan does not cover a module; it is named.
@@ -83,10 +87,20 @@ class Division:
             plan.shard(one)
         for name, adapter in adapters.items():
             model.set_submodule(name, _put_back(model.get_submodule(name), adapter, name, self._comm))
+        divide_words(model, words, self._comm)
+        self._words = words_of(ends_of(model)[1])
         mark(model, self._comm)
         for parameter in model.parameters():
             if (layout := part_of(parameter).layout) is not None:
                 parameter.parallel_layout = layout  # type: ignore[attr-defined]
+
+    def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
+        """Return the cross-entropy of what the head makes; of one that is divided, each rank makes its words'."""
+        if self._words is None:
+            return SingleProcess().cross_entropy(logits, targets, **options)
+        with self._words.left_apart():
+            made = logits()
+        return self._words.cross_entropy(made, targets, **options)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients of which each rank has formed a part only."""

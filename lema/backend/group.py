@@ -7,7 +7,7 @@ whole batch, except for the order of the additions (https://arxiv.org/abs/2006.1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lema.backend.hostmemory import anonymous
@@ -68,8 +68,14 @@ class SingleProcess:
     rank = 0
     size = 1
 
-    def shard(self, layer: nn.Module) -> None:
+    def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
         """Leave the layer whole."""
+
+    def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
+        from torch.nn.functional import cross_entropy
+
+        made = logits()
+        return cross_entropy(made.float().view(-1, made.shape[-1]), targets.reshape(-1), **options)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave the gradients as they are."""

@@ -7,7 +7,7 @@ compute queued so far*. How a device keeps those promises (streams, events, noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -160,11 +160,17 @@ class Parallel(Protocol):
     def size(self) -> int:
         """How many processes the group has."""
 
-    def shard(self, layer: nn.Module) -> None:
+    def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
         """Replace the modules of a model's decoder layers, adapters among them, by this rank's share of them. It is
-        given the model, or one layer where the backend needs to know no more. Each parameter that is divided has an
-        attribute `parallel_layout` afterwards (`lema.backend.layout`), by which the core knows which part of a stored
-        tensor this rank reads, and how to put adapters together."""
+        given the model, or one layer where the backend needs to know no more. `words` names weights of the input
+        embeddings and the head, on `meta`, that may be divided over the vocabulary; what they return stays whole. Each
+        parameter that is divided has an attribute `parallel_layout` afterwards (`lema.backend.layout`), by which the
+        core knows which part of a stored tensor this rank reads, and how to put adapters together."""
+
+    def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
+        """Return torch's `cross_entropy` in fp32, with its `options`, of what the model's head makes when `logits` is
+        called, `[rows, tokens, vocabulary]`. Of a head that is divided each rank then makes its words' only, and what
+        the embeddings return meanwhile is thrown away."""
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum over the group the gradients of which each rank has formed a part only."""

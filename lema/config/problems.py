@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from lema.config.foreign import CALLED_HERE, SAID_HERE
 from lema.config.peft import SETTING_OF
-from lema.errors import ConfigError
+from lema.errors import ConfigError, listed
 
 # Names that other trainers, and other settings here, use for the same thing, where spelling alone would not lead a
 # newcomer there. Of the settings that are meant the first is offered that there is where the name stands.
@@ -106,8 +106,7 @@ class SettingsError(ConfigError):
             only = self.problems[0]
             super().__init__(only.what, where=only.place or only.key, how=only.how)
         else:
-            listed = "".join(f"\n  - {problem}" for problem in self.problems)
-            super().__init__(f"{len(self.problems)} settings are wrong:{listed}")
+            super().__init__(f"{len(self.problems)} settings are wrong:{listed([*map(str, self.problems)])}")
 
     def located(self, places: Mapping[str, str], apart: Iterable[str] = ()) -> "SettingsError":
         """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.

@@ -77,8 +77,8 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _within_reason(cls, value: Any) -> Any:
-        for what in _unreasonable(value):
-            raise ValueError(what)
+        for path, what in _unreasonable(value):
+            raise Several([Problem(path, f"{path} {what}")]) if path else ValueError(what)
         return value
 
     @model_validator(mode="after")
@@ -95,18 +95,18 @@ class Settings(BaseModel):
 LARGEST = 10**18  # a number that 64 bits hold, and 32 bits of floating point with room to compute
 
 
-def _unreasonable(value: Any, depth: int = 32) -> Iterator[str]:
-    """Yield what no setting can be, whichever it is: system calls and tensors fail on it later, in their own words."""
+def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple[str, str]]:
+    """Yield where, and what, no setting can be, whichever it is: system calls and tensors fail on it in their words."""
     if depth == 0:
-        yield "must not be nested so deep"
+        yield path, "must not be nested so deep"
     elif isinstance(value, str) and ("\0" in value or value.encode(errors="ignore").decode() != value):
-        yield "must not hold a NUL character, or half of a character"
+        yield path, "must not hold a NUL character, or half of a character"
     elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
-        yield "must lie between -1e18 and 1e18"
-    elif isinstance(value, Mapping):
-        yield from (what for one in value.values() for what in _unreasonable(one, depth - 1))
-    elif isinstance(value, list | tuple):
-        yield from (what for one in value for what in _unreasonable(one, depth - 1))
+        yield path, "must lie between -1e18 and 1e18"
+    elif isinstance(value, Mapping | list | tuple):
+        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+            inner = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".removeprefix(".")
+            yield from (*_unreasonable(key, path, depth - 1), *_unreasonable(one, inner, depth - 1))
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:

@@ -89,9 +89,13 @@ def _names(value: Any) -> Any:
 def _source(value: Any) -> Any:
     """A data set of the hub as the one text that names it; anything else as it is."""
     if isinstance(value, dict) and isinstance(value.get("path"), str):
-        if wrong := [key for key in value if key not in ("path", "name", "split", "revision")]:
-            raise ValueError(f"has {wrong[0]!r}; of a data set of the hub there are path, name, split and revision")
-        about = urlencode({key: one for key, one in value.items() if key != "path" and one is not None}, safe="/")
+        if wrong := [key for key in value if key not in ("path", "name", "split", "revision", "streaming")]:
+            known = "path, name, split, revision and streaming"
+            raise ValueError(f"has {wrong[0]!r}; of a data set of the hub there are {known}")
+        said = {key: one for key, one in value.items() if key != "path" and one is not None}
+        about = urlencode(
+            {key: "true" if one is True else one for key, one in said.items() if one is not False}, safe="/"
+        )
         return f"hub:{value['path']}" + f"?{about}" * bool(about)
     if isinstance(value, list | tuple | set):
         return [_source(item) for item in value]

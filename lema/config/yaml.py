@@ -59,7 +59,8 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
     if len(data) > MAX_BYTES:
         what = f"the config file has more than {MAX_BYTES:,} bytes"
         raise ConfigError(what, where=str(file), how="settings are short; give the path of the YAML file, not of data")
-    root = _parsed(_yaml().compose, text, str(file))
+    yaml = _yaml()
+    root = _parsed(yaml.compose, text, str(file))
     if root is None:
         how = "it needs at least `model_name_or_path: ...`"
         raise ConfigError("the config file is empty", where=str(file), how=how)
@@ -70,8 +71,8 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
     if _num_values(root, {}) > MAX_VALUES:
         how = "write fewer settings, and fewer aliases (`*name`) of aliases"
         raise ConfigError(f"the file stands for more than {MAX_VALUES:,} values", where=str(file), how=how)
-    values = _parsed(_yaml().load, text, str(file))
     lines = dict(_lines(root, "", set()))
+    values = _parsed(lambda _: yaml.constructor.construct_document(root), text, str(file))  # it is not parsed again
     for key in values:
         if not isinstance(key, str):
             line = lines.get(str(key))

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import ROW, Columns, Skipped, Table
-from lema.data.files import Piece, Row, pieces_of, read_rows
+from lema.data.files import Piece, Row, is_stream, pieces_of, version_of
 from lema.data.forms import Remarks
 from lema.errors import DataError, DiskError
 from lema.storage.atomic import NO_LOCKS, appearing, replace_file
@@ -77,6 +77,8 @@ def key_of(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None", s
 
 
 def _identity(file: Path) -> list[Any]:
+    if is_stream(file):
+        return [str(file), version_of(file)]
     try:
         about = file.stat()
         content = hashlib.sha256(file.read_bytes()).hexdigest() if about.st_size <= READ_WHOLE else ""
@@ -183,7 +185,7 @@ def _opened(place: Path) -> Table | str:
 def _write(folder: Path, files: Sequence[Path], gather: Gather) -> int:
     """Write the files of an entry; return how many processes tokenised."""
     remarks, sources, counts = Remarks(), dict[str, int](), {"dropped": 0, "left_out": 0}
-    total = sum(file.stat().st_size for file in files)
+    total = sum(file.stat().st_size for file in files if not is_stream(file))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     processes = min(cores, MOST_PROCESSES)
     digest, start, began, behind = hashlib.sha256(), 0, time.monotonic(), dict[Path, int]()
@@ -208,7 +210,7 @@ def _write(folder: Path, files: Sequence[Path], gather: Gather) -> int:
                 before, earliest = remarks.found.get(what, (0, first))
                 remarks.found[what] = (before + count, earliest)
             behind[path] = end
-            tell(sum(behind.values()), total, time.monotonic() - began)
+            tell(sum(behind.values()), total, time.monotonic() - began, start)
     sizes = {name: (folder / name).stat().st_size for name in (TOKENS, ROWS, SKIPPED)}
     about = {**counts, "sources": list(sources), "notes": remarks.lines(), "rows": digest.hexdigest(), "sizes": sizes}
     text = json.dumps(about)
@@ -220,7 +222,7 @@ def _write(folder: Path, files: Sequence[Path], gather: Gather) -> int:
 def _each(files: Sequence[Path], gather: Gather, processes: int) -> Iterator[tuple[Path, int, Columns]]:
     """Yield the rows of one piece after another, in the order of the data, and how much of its file is behind it. What
     is wrong with a row is raised when all rows before it have been yielded."""
-    todo = ((first, piece) for file in files for first in [next(read_rows(file))] for piece in pieces_of(file))
+    todo = (piece for file in files for piece in pieces_of(file))
     if processes == 1:
         yield from ((piece.path, piece.end, gather(piece.rows(), first)) for first, piece in todo)
         return
@@ -285,14 +287,17 @@ def _begin(alive: int, held: int) -> None:
 
 
 @contextlib.contextmanager
-def _line() -> Iterator[Callable[[int, int, float], None]]:
+def _line() -> Iterator[Callable[[int, int, float, int], None]]:
     """Give what shows how much of the data is tokenised: one line that is drawn anew, on a terminal alone."""
     shown = sys.stderr.isatty()
 
-    def tell(done: int, total: int, seconds: float) -> None:
+    def tell(done: int, total: int, seconds: float, tokens: int) -> None:
         if shown:
-            left = human_duration(seconds / done * (total - done))
-            sys.stderr.write(f"\r\x1b[Ktokenising: {human_bytes(done)} of {human_bytes(total)}  {left} left")
+            text = f"{tokens:,} tokens"
+            if done:  # which is 0 of a stream, because nobody knows its end
+                left = human_duration(seconds / done * (total - done))
+                text = f"{human_bytes(done)} of {human_bytes(total)}  {left} left"
+            sys.stderr.write(f"\r\x1b[Ktokenising: {text}")
             sys.stderr.flush()
 
     try:

@@ -12,20 +12,7 @@ from lema.data.files import Row
 from lema.data.forms import MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
 from lema.errors import ConfigError
 
-__all__ = [
-    "IGNORED",
-    "Chat",
-    "Example",
-    "Kind",
-    "Text",
-    "Tokens",
-    "detect",
-    "left_out",
-    "longest_row",
-    "num_trained",
-    "parse",
-    "unused",
-]
+__all__ = ["IGNORED", "Kind", "Text", "Tokens", "detect", "left_out", "longest_row", "num_trained", "parse", "unused"]
 
 IGNORED = -100
 """The label of a token which is read but not learnt; the value `torch.nn.functional.cross_entropy` ignores."""

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +14,7 @@ from urllib.parse import parse_qsl
 
 from lema.errors import DataError
 
-__all__ = ["HUB", "Piece", "Row", "find_files", "load_rows", "pieces_of", "read_rows"]
+__all__ = ["HUB", "Piece", "Row", "find_files", "is_stream", "load_rows", "pieces_of", "read_rows", "version_of"]
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -39,27 +40,34 @@ class Row:
         return DataError(what, where=f"{self.origin}, {at}" if at else self.origin, how=how)
 
 
-def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+def find_files(paths: str | Path | Iterable[str | Path], first: int | None = None) -> list[Path]:
     """The data files that files, directories and globs stand for, in a fixed order. A directory gives the data files
     directly inside it, sorted by name; a glob its matches, sorted. Of data sets by name, these are the files of all of
-    them. `DataError`: a path does not exist, matches nothing, or is of a kind which cannot be read."""
+    them. A stream of the hub stands for itself, with how many of its rows are read, which are the `first` ones.
+    `DataError`: a path does not exist, matches nothing, or is of a kind which cannot be read."""
     if isinstance(paths, Mapping):
-        return [file for files in paths.values() for file in find_files(files)]
+        return [file for files in paths.values() for file in find_files(files, first)]
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not given:
         raise DataError("no data files were given", how="set train_data to a file, a directory or a glob")
-    return [file for path in given for file in _expand(path)]
+    return [file for path in given for file in _expand(path, first)]
 
 
 def _kind(path: Path) -> str:
     """The end of a file's name that says what it holds, without the one that says how it is compressed."""
+    if is_stream(path):
+        return HUB
     kind, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
     return inner if kind in _COMPRESSED and inner in _OF_LINES else kind
 
 
-def _expand(given: str | Path) -> list[Path]:
-    if isinstance(given, str) and given.startswith(HUB):
-        return hub_files(given)
+def _expand(given: str | Path, first: int | None) -> list[Path]:
+    if is_stream(given):
+        with _asked(str(given)) as (datasets, name, options, asked):
+            if asked.get("streaming") == "true":
+                return [Path(given if first is None or "take" in asked else f"{given}&take={first}")]
+            kept = datasets.load_dataset(name, keep_in_memory=False, split=asked["split"], **options)
+            return [Path(file["filename"]) for file in kept.cache_files]
     path = Path(given).expanduser()
     if path.is_dir():
         found = sorted(p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith("."))
@@ -92,18 +100,15 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
     and .txt files are no rows. A leading UTF-8 byte-order mark is taken off. `DataError`: a file is missing, empty,
     damaged or not UTF-8, or a row is malformed; names file and line."""
     for path in find_files(paths):
-        empty = True
-        for piece in pieces_of(path):
-            for row in piece.rows():
-                empty = False
-                yield row
-        if empty:
-            raise DataError("the file holds no rows", where=str(path), how="take it out of the data, or fill it")
+        for _, piece in pieces_of(path):
+            yield from piece.rows()
 
 
 MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
 TOO_LONG, SHORTER = "a row of more than 16 MiB", "cut it into rows; none is trained on beyond max_length tokens"
 MAX_UNPACKED, ROW_BYTES = 1 << 26, 100  # that a file of columns may always come to; of a row, beside its values
+UNPACKS, DISTRUST = "the file unpacks to hundreds of times its size", "do not trust it; or write its rows to a new file"
+MAX_RATIO = 300  # of the lines in a compressed file to its size: rows with one prompt of 10 KB reach 130, others 20
 PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
 
 
@@ -126,23 +131,36 @@ class Piece:
             yield Row(values, str(self.path), line)
 
 
-def pieces_of(path: Path) -> Iterator[Piece]:
-    """Read a file in pieces. `DataError`: it cannot be read, or a row is malformed where rows are not lines."""
+def pieces_of(path: Path) -> Iterator[tuple[Row, Piece]]:
+    """Read a file in pieces, with its first row beside each of them. `DataError`: it cannot be read or is empty, its
+    first row is malformed, or another is where rows are not lines."""
+    first = None
+    for piece in _pieces(path):
+        first = first or next(piece.rows(), None)
+        if first is not None:
+            yield first, piece
+    if first is None:
+        raise DataError("the file holds no rows", where=str(path), how="take it out of the data, or fill it")
+
+
+def _pieces(path: Path) -> Iterator[Piece]:
     if path.exists() and not path.is_file():
         how = "write what comes out of it to a file; the data are read more than once"
         raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
     try:
         if _kind(path) in _OF_LINES:
-            line = 1
+            line, left = 1, MAX_ROW + MAX_RATIO * path.stat().st_size
             with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
                 while content := file.read(PIECE_BYTES):
                     content += file.readline(MAX_ROW)
                     if len(content) > MAX_ROW and not content.endswith(b"\n"):
                         raise _error(TOO_LONG, path, line + content.count(b"\n"), SHORTER)
+                    if (left := left - len(content)) < 0:
+                        raise _error(UNPACKS, path, line, DISTRUST)
                     yield Piece(path, line, content, raw.tell())
                     line += content.count(b"\n")
             return
-        size, read = path.stat().st_size, _OF_FILES[_kind(path)](path)
+        size, read = 0 if is_stream(path) else path.stat().st_size, _OF_FILES[_kind(path)](path)
         rows: list[Row] = []
         try:
             for line, values in read:
@@ -224,8 +242,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
 
 
 def _skip_blank(text: str, start: int) -> int:
-    match = _BLANK.match(text, start)
-    return match.end() if match else start
+    return match.end() if (match := _BLANK.match(text, start)) else start
 
 
 def _jsonl(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -326,35 +343,54 @@ def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 number += 1
                 left -= ROW_BYTES + sum(len(one) for one in values.values() if isinstance(one, str))
                 if left < 0:
-                    how = "do not trust it; or write its rows to a new file"
-                    raise _error("the file unpacks to a thousand times its size, and more", path, number, how)
+                    raise _error(UNPACKS, path, number, DISTRUST)
                 yield number, values
     except (pyarrow.ArrowException, OSError) as error:
         raise _error(f"not a whole {path.suffix[1:]} file: {error}", path, number + 1) from error
 
 
 HUB = "hub:"
-"""How the name of a data set of the hub begins: `hub:org/name?name=subset&split=train&revision=main`."""
+"""How the name of a data set of the hub begins: `hub:org/name?name=subset&split=train&revision=main&streaming=true`."""
 
 
-def hub_files(given: str) -> list[Path]:
-    """The Arrow files of a data set of the hub, downloaded if need be, or a directory. `DataError`: there is none."""
+def is_stream(path: str | Path) -> bool:
+    """Whether this names a data set of the hub; of what `find_files` returns, one that is streamed, not downloaded."""
+    return str(path).startswith(HUB)
+
+
+@contextmanager
+def _asked(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
+    """Give the library `datasets`, a data set's path and options, and how it is read. `DataError`: what is raised."""
     path, _, query = given.removeprefix(HUB).partition("?")
-    options = {"split": "train", **dict(parse_qsl(query))}
+    options = dict(parse_qsl(query))
+    how = {"split": "train"} | {name: options.pop(name) for name in ("split", "streaming", "take") if name in options}
     try:
         import datasets
     except ImportError as error:
-        what, how = "a data set of the hub needs the library `datasets`", 'pip install "lema[datasets]"'
-        raise DataError(what, where=given, how=how) from error
-    if "[" in options["split"]:
-        how = "give the whole split; max_train_samples takes a part of it"
-        raise DataError(f"a part of a split, {options['split']}, has no file of its own", where=given, how=how)
+        what, mend = "a data set of the hub needs the library `datasets`", 'pip install "lema[datasets]"'
+        raise DataError(what, where=given, how=mend) from error
+    if "[" in how["split"]:
+        mend = "give the whole split; max_train_samples takes a part of it"
+        raise DataError(f"a part of a split, {how['split']}, has no file of its own", where=given, how=mend)
+    if how.get("streaming") not in (None, "true", "false"):
+        raise DataError(f"streaming is {how['streaming']!r}", where=given, how="say true or false")
     try:
-        found = datasets.load_dataset(path, keep_in_memory=False, **options)
+        yield datasets, path, options, how
     except Exception as error:  # whatever the network, the builder or the files raise
-        how = "check path, name and split; without a network it has to be in the cache of `datasets`"
-        raise DataError(f"the data set cannot be had: {error}", where=given, how=how) from error
-    return [Path(file["filename"]) for file in found.cache_files]
+        mend = "check path, name and split; without a network it has to be in the cache of `datasets`"
+        raise DataError(f"the data set cannot be had: {error}", where=given, how=mend) from error
+
+
+def version_of(stream: Path) -> str:
+    """Where the library would keep a stream: it names the commit by it, or the times of local files."""
+    with _asked(str(stream)) as (datasets, path, options, _):
+        return str(datasets.load_dataset_builder(path, **options).cache_dir)
+
+
+def _streamed(stream: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with _asked(str(stream)) as (datasets, path, options, how):
+        rows = datasets.load_dataset_builder(path, **options).as_streaming_dataset(split=how["split"])
+        yield from enumerate(rows.take(int(how["take"])) if "take" in how else rows, 1)
 
 
 _Values = Iterator[tuple[int, dict[str, Any]]]
@@ -363,3 +399,4 @@ _OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv}
 _OF_FILES |= dict.fromkeys((".parquet", ".arrow"), _columnar)
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _READERS = _OF_LINES.keys() | _OF_FILES.keys()
+_OF_FILES[HUB] = _streamed

@@ -10,7 +10,7 @@ from lema.config import LemaConfig
 from lema.data import cache as kept
 from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
-from lema.data.files import Row, find_files, read_rows
+from lema.data.files import Row, find_files, is_stream, read_rows
 from lema.data.forms import Forms, Remarks
 from lema.data.sampling import Sampling, check_rates
 from lema.data.tokenize import Ints, Reading, tokenize_rows
@@ -109,7 +109,8 @@ def table_of(
         files = find_files(data)  # type: ignore[arg-type] # they are paths
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
         with suppress(NotImplementedError):
-            if sum(file.stat().st_size for file in files if file.is_file()) >= kept.SMALL:
+            size = sum(file.stat().st_size for file in files if file.is_file())
+            if size >= kept.SMALL or any(map(is_stream, files)):
                 try:
                     return kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
                 except DiskError as error:
@@ -129,17 +130,18 @@ def mixed(config: LemaConfig, rows: Any) -> Any:
     assert isinstance(config.train_data, dict), "the settings were checked"
     sets: dict[str, str] = {}
     for name, files in config.train_data.items():
-        for file in map(str, find_files(files)):
+        for file in map(str, find_files(files, config.max_train_samples)):
             if sets.setdefault(file, name) != name:
                 raise ConfigError(f"{file} is in two data sets", where="mixture", how="give it to one of them")
     return rows.mixed(sets, config.mixture, config.seed)
 
 
 def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:
-    """Whether any of the files holds other than token ids, by the first row of each. `DataError`: as `prepare_data`."""
-    forms = forms or Forms()
-    firsts = (forms.renamed(next(read_rows(file))) for file in find_files(data))
-    return any(detect(first, forms)[0] != "input_ids" for first in firsts)
+    """Whether any of the files holds other than token ids, by the first row of each; a stream is taken to, because its
+    rows may be kept, and no network needed. `DataError`: as `prepare_data`."""
+    forms, files = forms or Forms(), find_files(data)
+    firsts = (forms.renamed(next(read_rows(file))) for file in files)
+    return any(map(is_stream, files)) or any(detect(first, forms)[0] != "input_ids" for first in firsts)
 
 
 def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading, given: Row | None) -> Iterator[tuple[Row, Kind]]:

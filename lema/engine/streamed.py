@@ -333,10 +333,11 @@ class StreamedModel:
         else:
             targets = [row_targets(batch, objective) for batch in batches]
         placed, there = self.inputs.place_step(batches, targets, self.split.tables)
+        head, over, chunk = self.split.head, self.split.parallel, self.loss_chunk_tokens
         if objective is None:
-            return placed, LossChunks(self.split.head, there, self.loss_chunk_tokens, **options)
+            return placed, LossChunks(head, there, chunk, parallel=over, **options)
         scale = options.get("scale", 1.0)
-        return placed, RowLoss(self.split.head, objective, batches, there, self.loss_chunk_tokens, scale=scale)
+        return placed, RowLoss(head, objective, batches, there, chunk, scale=scale, parallel=over)
 
     def _first_lease(self, micro_batches: MicroBatches) -> AbstractContextManager[Lease | None]:
         """Lease the first layer if the prelude needs its weights, which on a lazy device it does not."""

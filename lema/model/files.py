@@ -46,7 +46,8 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     `max_length` is more than the model's positions, `DataError` where the data is missing or malformed.
     """
     if data is config.train_data or data is config.eval_data:
-        data = find_files(cast("Any", data))  # of data sets by name, one after the other
+        first = config.max_train_samples if data is config.train_data else config.max_eval_samples
+        data = find_files(cast("Any", data), first)  # of data sets by name, one after the other
     text, forms = files.config.get_text_config(), forms_of(config)
     longest = longest_row(config.max_length, getattr(text, "max_position_embeddings", None))
     options: dict[str, Any] = {

@@ -39,7 +39,8 @@ def layout_of(parameter: Tensor) -> Layout | None:
 def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
     """Return what one process reads of each stored tensor of a model whose layers have been divided. `ConfigError`: a
     tensor that is divided is stored quantised or in pieces."""
-    named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in model.named_parameters())
+    parameters = model.named_parameters(remove_duplicate=False)
+    named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in parameters)
     layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
     held = dict(records)
     for name, layout in layouts.items():
@@ -55,8 +56,8 @@ def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Para
             raise ConfigError(what, where="tensor_parallel_size", how=how)
         size = record.shape[layout.dim]
         ranges = [(start, start + length) for start, length in places(layout, size, parallel.rank)]
-        assert all(stop <= size for _, stop in ranges), f"{record.name} would have to be padded"
-        held[name] = part_of(record, layout.dim, ranges)
+        assert layout.kind == "embedding" or all(stop <= size for _, stop in ranges), f"{record.name} would be padded"
+        held[name] = part_of(record, layout.dim, [(start, min(stop, size)) for start, stop in ranges])
     return held
 
 

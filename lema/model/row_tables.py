@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lema.backend import Backend
+from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses, kept_unasked
 from lema.config.units import human_bytes
 from lema.errors import ConfigError
@@ -62,7 +62,7 @@ class _Table:
 
     def take_out(self) -> None:
         """Let the embedding be as the model made it."""
-        del self.module.forward
+        vars(self.module).pop("forward", None)
         self.module._parameters["weight"] = self.weight
 
 
@@ -73,9 +73,9 @@ class RowTables:
     embeddings only large ones are. Those that train, or are adapted, are whole. `ConfigError`: the input embeddings
     cannot be looked up as the setting says. `where`: the setting: rows come from "host" memory or from "disk";
     "device": all are whole. "auto": from disk, unless layers stay on the device unasked, or it compiles what is run on
-    it, for every number of rows. `planned_for`: a device, or the name of one, that a plan is made for: nothing is read;
-    None: the model is used. `head`: the head's weight, where it is leased in pieces: a table that has the same one is
-    not loaded either.
+    it, for every number of rows; the input's are then divided among processes (`parallel`), and are here until they are
+    `handed_over`. `planned_for`: a device, or its name, that a plan is made for: nothing is read; None: the model is
+    used. `head`: the head's weight, where it is not loaded: a table that has the same one is not loaded either.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class RowTables:
         where: Place,
         planned_for: Backend | str | None = None,
         head: nn.Parameter | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
         self._layers_name, self._given, self._head = find_layers(model)[0], ends_of(model)[0], head
@@ -94,7 +95,9 @@ class RowTables:
         self._tables: dict[str, _Table] = {}
         self._whole_input = ""  # why the input embeddings are not among them
         kept = kept_unasked(planned_for or stored.backend) > 0 or not has_addresses(stored.backend.device)
-        if where != "device" and not (where == "auto" and kept):
+        self._parts = (parallel or stored.backend.parallel).size
+        self._divided = where == "auto" and kept and self._parts > 1
+        if self._divided or not (where == "device" or (where == "auto" and kept)):
             self._choose()
         self._embeddings = {name: table.module for name, table in self._tables.items()}
         self._put_in()
@@ -183,6 +186,11 @@ class RowTables:
                     table.module._parameters["weight"] = weight
         return nbytes
 
+    def handed_over(self) -> frozenset[str]:
+        """Return the names of what is divided among processes, which is looked after here until then."""
+        names, self._tables = (self.names, {}) if self._divided else (frozenset[str](), self._tables)
+        return names
+
     def _choose(self) -> None:
         """Find the embeddings to look up row by row."""
         asked = self._where != "auto"
@@ -195,9 +203,9 @@ class RowTables:
             assert isinstance(module.weight, nn.Parameter)
             dtype, in_layers = self._stored.dtypes[name], name.startswith(f"{self._layers_name}.")
             nbytes = module.weight.numel() * dtype.itemsize
-            wanted = (asked and is_input) or module.weight is self._head
-            divided = in_layers and self._stored.backend.parallel.size > 1  # each process has its part of the layer
-            if (nbytes < LEAST_BYTES and not wanted) or divided:
+            wanted = ((asked or self._divided) and is_input) or module.weight is self._head
+            part = in_layers and self._parts > 1  # each process has its part of the layer
+            if ((nbytes < LEAST_BYTES or self._divided) and not wanted) or part:
                 continue
             why = self._why_whole(name, module)
             if why is None:
@@ -226,7 +234,7 @@ class RowTables:
 
     def _put_in(self) -> None:
         """Have the embeddings look their ids up here: each by itself, its class stays as it is."""
-        for name, table in self._tables.items():
+        for name, table in () if self._divided else self._tables.items():
             # A function, which a copy of the module shares: a copied object would bring copies of all it refers to.
             def look_up(input: Tensor, name: str = name, table: _Table = table) -> Tensor:
                 return self._look_up(name, table, input)

@@ -261,15 +261,14 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
     """The lists of modules that are in no other list, nor in a model within the model that reads no tokens."""
     lists: dict[str, nn.ModuleList] = {}
-
-    def look(module: nn.Module, name: str) -> None:
+    ahead = [(root, decoder)]
+    while ahead:
+        name, module = ahead.pop()
         if isinstance(module, nn.ModuleList) and len(module):
             lists.setdefault(name, module)
         elif module is decoder or not isinstance(module, PreTrainedModel) or module.main_input_name == "input_ids":
-            for inner, child in module.named_children():
-                look(child, f"{name}.{inner}".removeprefix("."))
-
-    look(decoder, root)
+            inner = [(f"{name}.{own}".removeprefix("."), child) for own, child in module.named_children()]
+            ahead += reversed(inner)
     return lists
 
 

@@ -27,7 +27,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
-from lema.errors import ConfigError, ModelError, WeightsError
+from lema.errors import ConfigError, ModelError, WeightsError, listed
 from lema.model.conversions import Conversion, Misfit
 from lema.model.skeleton import find_towers, is_in, main_dtype, scores_texts
 from lema.storage import GlobalBinaryIndex
@@ -103,10 +103,10 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
             "of another shape": misshapen,
             "of a type the model cannot be loaded from": mistyped,
         }
-        listed = ["\n    ".join([f"  {len(items)} {what}:", *items]) for what, items in complaints.items() if items]
-        what = "\n".join(["the checkpoint does not fit the model", *listed])
+        wrong = {what: items for what, items in complaints.items() if items}
+        told = "".join(f"\n{len(one)} {what}:{listed(one, 15 // len(wrong) - 2)}" for what, one in wrong.items())
         how = "check that config.json and the weights are of the same model"
-        raise WeightsError(what, where=str(index.path), how=how)
+        raise WeightsError(f"the checkpoint does not fit the model{told}", where=str(index.path), how=how)
     return names
 
 

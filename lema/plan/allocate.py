@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -95,10 +95,9 @@ def allocated(
 ) -> Allocation:
     """Return the best allocation within the limits that the settings set, which may be fractions of the totals.
 
-    `host_available` are the bytes of host memory that are free, the limit where the settings have none; `device_free`
-    are those of device memory that others leave; None: all. Layers stay up to the part `kept` of the device's memory
-    where the settings have no number for it; what else there is to choose stays as streaming has it, and so do layers
-    where none fits. Raises `MemoryLimitError` where the limits are too small.
+    `host_available` bytes of host memory are free, the limit where the settings have none; others leave `device_free`
+    of device memory; None: all. Layers stay up to the part `kept` of it where the settings have no number; what else
+    there is to choose stays as streaming has it, as do layers where none fits. `MemoryLimitError`: nothing fits.
     """
     host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
     resident, tier, wanted = config.strategy is MemoryStrategy.RESIDENT, config.offloading_tier, config.device_memory
@@ -110,14 +109,11 @@ def allocated(
         device_limit, kept = None if wanted is None else parse_memory(wanted, device_total), kept * (wanted is None)
     recompute, stay = whether_recomputed(config), bool(kept) or layers_stay(config, demand, free)
     boundaries = None if config.boundary_activations == "auto" else config.boundary_activations
-    if recompute is not False and tier is not None:
-        boundaries = tier
+    boundaries = boundaries if recompute is False or tier is None else tier
 
     def solved(depth: int, again: bool, saved_on: Tier, *, asked: bool = True) -> Allocation:
         return solve(
-            demand,
-            speeds,
-            depth + 1,
+            *(demand, speeds, depth + 1),
             device_limit=device_limit if asked else int(kept * free),
             host_limit=host_available if host_limit is None else host_limit,
             host_cache="all" if resident else "none" if host_limit is None else "fill",
@@ -138,17 +134,21 @@ def allocated(
         return _least_recomputed(demand, speeds, partial(solved, depth), stay=stay)
 
     try:
-        depths = DEPTHS if config.prefetch_depth is None else (config.prefetch_depth,)
-        for depth in depths[:-1]:
-            with suppress(MemoryLimitError):
-                return spent(depth)
-        return spent(depths[-1])
+        return _deepest(DEPTHS if config.prefetch_depth is None else (config.prefetch_depth,), spent)
     except MemoryLimitError as error:
         if error.where == "host_memory" and host_limit is None:
             error.where = "memory available on this machine"
         elif error.where == "device_memory" and wanted == "auto":
             error.where = f"free device memory, {human_bytes(free)}"
         raise
+
+
+def _deepest(depths: Sequence[int], spent: Callable[[int], Allocation]) -> Allocation:
+    """Return what memory is spent on at the first depth of prefetching that fits."""
+    for depth in depths[:-1]:
+        with suppress(MemoryLimitError):
+            return spent(depth)
+    return spent(depths[-1])
 
 
 def _least_recomputed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -107,8 +107,11 @@ def draw_up(
         outside_bytes += _attach(model, config, device, tables, head)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
-            parallel.shard(model)
+            words = head.handed_over() | tables.handed_over()
+            parallel.shard(model, words)
             records = held_records(model, records, parallel)
+            stored = replace(stored, records=records)
+            outside_bytes += place_outside(model, stored, name, records.keys() - words)[1].nbytes
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
         adapter = training_bytes(model, name)
     else:

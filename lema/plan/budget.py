@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from lema.errors import MemoryLimitError
 from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts, host_parts, seconds
@@ -72,8 +72,7 @@ def solve(
     cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
     fitting: list[tuple[tuple[float, int, int], Allocation]] = []
     refused: list[Allocation] = []
-    for bare in _candidates(demand, num_slots, tiers, stay=limited and stay, recompute=recompute):
-        bare = bare if recompute else replace(bare, saved_on=saved_on)
+    for bare in _candidates(demand, num_slots, tiers, saved_on, stay=limited and stay, recompute=recompute):
         if host_cache == "all":
             bare = replace(bare, host_cached=frozenset(range(len(demand.layers))) - bare.residents)
         room = _left(device_limit, device_parts(demand, bare))
@@ -90,26 +89,19 @@ def solve(
     if not fitting:
         raise _nothing_fits(demand, refused, device_limit, host_limit)
     best = min(fitting, key=lambda entry: entry[0])[1]
-    if host_cache == "fill":
-        fewer = (replace(best, host_cached=chosen) for chosen in _beginnings(demand, best.host_cached))
-        fewer = (one for one in fewer if _left(host_limit, host_parts(demand, one)) >= 0)
-        best = _first_as_fast(demand, cautious, fewer, best)
-    if recompute:
-        fewer = (replace(best, saved=chosen) for chosen in _beginnings(demand, best.saved))
-        best = _first_as_fast(demand, cautious, fewer, best)
-    return best
+    return _without_surplus(demand, cautious, best, host_limit, may_stream=host_cache == "fill")
 
 
 def _candidates(
-    demand: Demand, num_slots: int, tiers: Sequence[Tier], *, stay: bool, recompute: bool
+    demand: Demand, num_slots: int, tiers: Sequence[Tier], saved_on: Tier, *, stay: bool, recompute: bool
 ) -> Iterator[Allocation]:
     """Yield every number of layers that `stay`, if they may, with every place for boundaries."""
-    saved = frozenset[int]() if recompute else frozenset(demand.keeping)
+    given: tuple[frozenset[int], Tier] = (frozenset(), "device") if recompute else (frozenset(demand.keeping), saved_on)
     num_layers = len(demand.layers)
     for count in range(num_layers + 1 if stay else 1):
         residents = frozenset(spread(count, num_layers))
         for tier in tiers:
-            yield Allocation(num_slots, residents, frozenset(), tier, saved, pieces=demand.pieces, recompute=recompute)
+            yield Allocation(num_slots, residents, frozenset(), tier, *given, demand.pieces, recompute)
 
 
 def _left(limit: int | None, parts: dict[str, int]) -> float:
@@ -141,9 +133,16 @@ def _cacheable(demand: Demand, bare: Allocation, limit: int | None) -> Iterable[
     return chosen
 
 
-def _first_as_fast(demand: Demand, speeds: Speeds, fewer: Iterable[Allocation], best: Allocation) -> Allocation:
-    """Give back the memory that makes the step no faster."""
-    return next(one for one in fewer if seconds(demand, one, speeds) <= seconds(demand, best, speeds))
+def _without_surplus(
+    demand: Demand, speeds: Speeds, best: Allocation, host_limit: int | None, *, may_stream: bool
+) -> Allocation:
+    """Give back the memory that makes the step no faster, of host memory if cached layers `may_stream` instead."""
+    for part in ("host_cached",) * may_stream + ("saved",) * best.recompute:
+        least, whole = seconds(demand, best, speeds), getattr(best, part)
+        fewer = (replace(best, **dict[str, Any]({part: some})) for some in _beginnings(demand, whole))
+        fewer = (one for one in fewer if _left(host_limit, host_parts(demand, one)) >= 0)
+        best = next(one for one in fewer if seconds(demand, one, speeds) <= least)
+    return best
 
 
 def _beginnings(demand: Demand, chosen: frozenset[int]) -> Iterator[frozenset[int]]:

@@ -191,18 +191,10 @@ def _one_of_each(
         for parameter in split.layers[index].parameters():
             if blank and not parameter.is_meta:
                 made_up(parameter)
+    own = trained or [()] * len(layers)
     found = [
-        layer_seconds(
-            split,
-            layers,
-            index,
-            calls[index],
-            with_values(given[index], backend),
-            backend,
-            clock,
-            trained[index] if trained else (),
-        )
-        for index in firsts
+        layer_seconds(split, layers, one, calls[one], with_values(given[one], backend), backend, clock, own[one])
+        for one in firsts
     ]
     return firsts, tuple(found), given[-1]
 
@@ -258,7 +250,7 @@ def _ends(
         return nn.Parameter(made_up(real), requires_grad=False)
 
     with replaced_tensors(model, with_memory):
-        chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS)
+        chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS, parallel=split.parallel)
         head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), backend, clock)
         prelude = median_seconds(lambda: split.prelude({"input_ids": tokens}, {}), backend, clock)
     return head, prelude

@@ -301,12 +301,7 @@ def _largest_micro_batch(planner: Planner) -> int:
     """Return how many rows can be computed at once; the step has as many tokens as before, or one micro-batch."""
     own = planner.shape.micro_batch
     # A micro-batch grows evenly with its rows, so that those of one row and of two tell what any takes.
-    one, two = (
-        planner.workload if rows == own.rows and planner.workload is not None else planner.work(replace(own, rows=rows))
-        for rows in (1, 2)
-    )
-    if one.pieces is None or two.pieces is None:  # the head was found to fit, and is whole since
-        one, two = replace(one, pieces=None), replace(two, pieces=None)
+    one, two = (planner.work(replace(own, rows=rows)) for rows in (1, 2))
     at_once = max(1, (planner.config.loss_chunk_tokens or CHUNK_TOKENS) // own.length)
 
     def fits(rows: int) -> bool:

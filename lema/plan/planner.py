@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +55,7 @@ class Planner:
     device_memory: Memory = None  # the limit of a phase that trains weights, which has none in `config`
     note: str = ""  # what is not counted, and why; empty: everything is
     backend: Backend | None = None  # that a model is open on, whose processes plan together; None: it is not open
+    known: dict[tuple[MicroBatch, int, bool], Workload] = field(default_factory=dict)  # what was looked at already
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -92,7 +93,10 @@ class Planner:
         chunk = chunk_tokens or self.config.loss_chunk_tokens or CHUNK_TOKENS
         drawn = self.blueprint
         head = drawn.head if drawn.pieces else None  # which takes longest, and most heads fit whole
-        return measure(drawn.model, drawn.layers, batch, chunk, drawn.names, drawn.parallel, head)
+        if (key := (batch, chunk, head is not None)) not in self.known:
+            known = next((work for (other, *_), work in self.known.items() if other == batch), None)
+            self.known[key] = measure(drawn.model, drawn.layers, batch, chunk, drawn.names, drawn.parallel, head, known)
+        return self.known[key]
 
     def computing(self, rows: int, chunk_tokens: int | None) -> Planner:
         """Return the planner with so many rows, and logits of so many tokens, at once."""

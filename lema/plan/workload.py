@@ -11,13 +11,13 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from lema.backend import Parallel, load
@@ -77,7 +77,7 @@ class LayerWork:
 class HeadWork:
     """The head and the loss, forward and backward, of one micro-batch."""
 
-    flops: int  # floating-point operations
+    flops: int  # floating-point operations; 0: nobody asks for them, where the head is in pieces
     working_bytes: int  # the most that is alive at once; logits are those of one chunk
     kept_bytes: int = 0  # what waits while other micro-batches are worked on, where the head is in pieces
 
@@ -129,20 +129,22 @@ def measure(
     trained: Sequence[Collection[str]] = (),
     parallel: Parallel | None = None,
     head: HeadCut | None = None,
+    known: Workload | None = None,
 ) -> Workload:
     """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
 
     The model, with the decoder layers' weights on `meta`, is left as it was. Logits exist for `loss_chunk_tokens` at a
     time. `trained` are, of each layer, the weights of its own that train; empty: none do, in any. `parallel` are the
     processes that its layers have been divided among; None: they are whole. The `head` is given where it may be cut
-    into pieces. Raises `ModelError` where the model cannot be streamed, or what it computes depends on values.
+    into pieces, and what is `known` of this micro-batch if the head alone is another: then layers are not run again.
+    Raises `ModelError` where the model cannot be streamed, or what it computes depends on values.
     """
     split = Split(model, load("cpu"), parallel=parallel)
     trained = trained or [()] * len(layers)
     kinds = cost_kinds(split, layers, trained)
     with without_values(model):
         try:
-            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head)
+            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, known)
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(
@@ -219,6 +221,7 @@ def _measure(
     chunk_tokens: int,
     trained: Sequence[Collection[str]],
     head: HeadCut | None,
+    known: Workload | None,
 ) -> Workload:
     inputs = batch.inputs()
     learn(split, layers)
@@ -232,13 +235,13 @@ def _measure(
     entered, hidden = states[0], states[-1]
     works = tuple(
         _layer_work(split, index, layers[index], prelude.calls[index], states[index : index + 2], trained[index])
-        for index in _one_of_each(kinds, states)
+        for index in (_one_of_each(kinds, states) if known is None else ())
     )
     # Where the last layer puts the parts of several processes together, that and its gradient are there beside them.
     whole = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
     return Workload(
         kinds,
-        works,
+        works if known is None else known.works,
         _head_work(split, hidden, chunk_tokens, whole),
         max(one.nbytes for one in states[:-1]),
         sum(tensor.untyped_storage().nbytes() for tensor in given.values() if tally.counts(tensor)),
@@ -300,8 +303,7 @@ def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> 
     with Tally() as tally:
         tally.leave_out([leaf, target, *split.model.parameters(), *split.model.buffers()])
         with torch.enable_grad():
-            logits = split.head(leaf)
-            value = cross_entropy(logits.float().view(-1, logits.shape[-1]), target.view(-1), reduction="sum")
+            value = split.parallel.cross_entropy(partial(split.head, leaf), target, reduction="sum")
         torch.autograd.grad(value, leaf)
     return HeadWork(tally.flops * rows * length // (block[0] * block[1]), tally.peak + beside)
 
@@ -338,10 +340,13 @@ class _Leases:
 def _pieces_work(
     split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
 ) -> HeadWork:
-    """Run the head and the loss of a micro-batch through the pieces."""
+    """Run the head and the loss of a micro-batch through a few pieces, at which there is as much as at all of them."""
     pieced = head.pieced(split, load("cpu"), layers)
     assert pieced is not None
-    stream = _Leases(dict(enumerate(map(fake_weights, head.pieces(layers)), len(layers))))
+    # All are of one size but for the last, so that between it and the second nothing new is alive.
+    few, pieces = {0, 1, len(pieced.spans) - 1}, head.pieces(layers)
+    stream = _Leases(dict(enumerate((fake_weights(one) for at, one in enumerate(pieces) if at in few), len(layers))))
+    pieced.spans = tuple(span for at, span in enumerate(pieced.spans) if at in few)
     leaf = torch.empty_like(hidden)
     chunks: Any = _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)  # stands for `LossChunks`
     with Tally() as tally:
@@ -350,7 +355,7 @@ def _pieces_work(
         kept = given.numel() * (given.element_size() + torch.float32.itemsize)  # with its gradient
         del given
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
-    return HeadWork(tally.flops, tally.peak, kept)
+    return HeadWork(0, tally.peak, kept)
 
 
 @contextmanager

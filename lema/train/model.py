@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -271,9 +272,13 @@ class LemaModel:
             self.__dict__.pop("_layers", None)
 
     def _divide(self) -> None:
-        """Divide the layers, adapters attached or not, among the processes that hold the model together; once."""
+        """Divide the model, adapters attached or not, among the processes that hold it together; once."""
         if self.backend.parallel.size > 1 and not self._divided:
-            self.backend.parallel.shard(self.skeleton)
+            words = self._head.handed_over() | self._tables.handed_over()
+            self.backend.parallel.shard(self.skeleton, words)
+            held = held_records(self.skeleton, self.records, self.backend.parallel)
+            given = replace(self._stored, records=held), self.split.layers_name, held.keys() - words
+            self.outside_bytes += load_outside(self.skeleton, *given)
             self.split.adapters_changed()
         self._divided = True
 
@@ -298,9 +303,9 @@ class LemaModel:
     def opened(self) -> Planner:
         """The same before anything is chosen or looked at."""
         adapter = training_bytes(self.skeleton, self.split.layers_name), self.num_adapter_parameters
-        ends = self.outside_bytes, self._tables, self._head
+        layers, ends = self._layers, (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
-        given = self.directory, self.skeleton, self._layers, *ends, *adapter, self.gbi.nbytes, count
+        given = self.directory, self.skeleton, layers, *ends, *adapter, self.gbi.nbytes, count
         return opened_planner(self.config, Blueprint(*given, parallel=self.backend.parallel), self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:

@@ -77,22 +77,26 @@ def train(
             out(f"evaluation data: {eval_data.counts}")
         planner = timed(model.planner)
         (show or (lambda *given: out(f"plan: {verdict_of(*given)}")))(planner, train_data)
-        out(
-            f"{model.split.num_layers} layers ({model.allocation.summary()}), "
-            f"{human_bytes(model.gbi.nbytes)} of weights; {model.num_adapter_parameters:,} adapter parameters; "
-            f"device {model.backend.device}"
-        )
+        adapters = f"{model.num_adapter_parameters:,} adapter parameters; device {model.backend.device}"
+        weights = f"{model.split.num_layers} layers ({model.allocation.summary()}), {human_bytes(model.gbi.nbytes)}"
+        out(f"{weights} of weights; {adapters}")
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             trainer = model.get_trainer(callbacks=callbacks if replicas.first else ())
-            known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
-            if known and config.router_aux_loss_coef is None and trainer.model.engine.routers is None:
-                what = "the routers' auxiliary loss is left out of the training loss, where TRL adds it by default"
-                out(f"{what}; router_aux_loss_coef: {known} adds it here")
+            for line in _left_out(model):
+                out(line)
             how: dict[str, Any] = {"resume": resume, "weights_only": weights_only, "say": out, "stop": stop.why}
             result = trainer.fit(train_data, eval_data, **how)
         for line in _ended(result, trainer.global_step, config):
             out(line)
     return result
+
+
+def _left_out(model: LemaModel) -> Iterator[str]:
+    """Yield that the loss leaves out what the routers add to it elsewhere, where nobody has said anything of it."""
+    known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
+    if known and model.config.router_aux_loss_coef is None and model.adapter.engine.routers is None:
+        what = "the routers' auxiliary loss is left out of the training loss, where TRL adds it by default"
+        yield f"{what}; router_aux_loss_coef: {known} adds it here"
 
 
 def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterator[str]:

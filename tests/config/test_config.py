@@ -18,7 +18,7 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.problems import SettingsError
 from lema.config.types import Scheduler
 from lema.config.units import parse_memory
-from lema.errors import ConfigError, DiskError
+from lema.errors import ConfigError, DiskError, listed
 
 # Run in a fresh process: every field misspelt in many ways, every field given every wrong type. Prints what was wrong
 # with the refusals, and whether torch had been imported by then.
@@ -579,6 +579,19 @@ def test_an_error_that_lists_millions_tells_of_the_first_and_how_much_more() -> 
     assert len(str(error)) < 3000
 
 
+def test_a_message_has_twenty_lines_at_most_and_says_how_many_items_it_leaves_out() -> None:
+    whole = listed([*map(str, range(1000))])
+    error = ConfigError(f"so many:{whole}", where="a\nb\nc\nd", how="e\nf\ng\nh")
+    assert whole.splitlines()[1:] == [*(f"  - {number}" for number in range(14)), "  and 986 more"]
+    assert len(str(error).splitlines()) == 20
+    assert len(str(ConfigError("\n" * 1000))) < 100
+    assert listed(["a " * 1000] * 10).endswith("\n  and 6 more")
+    with pytest.raises(ConfigError, match="200 settings are wrong") as caught:
+        LemaConfig("model", **{f"lora_ranc_{number}": 1 for number in range(200)})
+    assert len(str(caught.value).splitlines()) <= 20
+    assert "and 186 more" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -586,7 +599,8 @@ def test_an_error_that_lists_millions_tells_of_the_first_and_how_much_more() -> 
         ({"gradient_accumulation_steps": 10**5000}, "gradient_accumulation_steps must lie between"),
         ({"gradient_accumulation_steps": 10**8}, "gradient_accumulation_steps must be at most 100000"),
         ({"output_dir": "a\0b"}, "output_dir must not hold a NUL character"),
-        ({"train_data": {"one": ["a", "b\0"]}}, "train_data must not hold a NUL character"),
+        ({"train_data": {"one": ["a", "b\0"]}}, r"train_data\.one\[1\] must not hold a NUL character"),
+        ({"train_data": {"one\0": "a"}}, "train_data must not hold a NUL character"),
     ],
     ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
 )

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from lema.data import Row
-from lema.data.columns import Chat, Text, Tokens, detect, parse
+from lema.data.chat.messages import Chat
+from lema.data.columns import Text, Tokens, detect, parse
 from lema.errors import DataError
 
 USER = {"role": "user", "content": "hi"}

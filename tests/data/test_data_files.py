@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from lema.data import load_rows, prepare_data
-from lema.data.files import find_files
+from lema.data.files import find_files, pieces_of
 from lema.errors import DataError
 
 ROWS = [{"prompt": "a, b", "completion": 'say "x"\nand y'}, {"prompt": "é\u2028ü", "completion": "z"}]
@@ -144,6 +144,20 @@ def test_a_file_that_was_cut_off_is_named(write, tmp_path, form):
         load_rows(path)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_lines_that_unpack_to_hundreds_of_times_their_file_are_refused(write, codec):
+    """What is allowed is one row of the greatest length, and 300 times the file; the rows before are read."""
+    harmless, bomb = (write(f"{n}.txt{CODECS[codec]}", compressed("ab\n" * n, codec)) for n in (5_500_000, 8_000_000))
+    assert sum(len(piece.content) for _, piece in pieces_of(harmless)) == 3 * 5_500_000
+    with pytest.raises(DataError, match="unpacks to hundreds of times its size") as caught:
+        read = [piece.line for _, piece in pieces_of(bomb)]
+        assert read
+    file, line = caught.value.where.rsplit(":", 1)
+    assert file == str(bomb)
+    assert 5_500_000 < int(line) < 8_000_000
+    assert caught.value.exit_code == 3
+
+
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.csv", "text\n"), ("a.txt", "\n")])
 def test_a_file_without_rows_is_named(write, name, content):
     path = write(name, content)
@@ -257,5 +271,5 @@ def test_a_file_of_columns_that_unpacks_without_end_is_refused(tmp_path, monkeyp
     pq.write_table(pa.table({"text": pa.array(rows).dictionary_encode()}), file, compression="zstd")
     assert file.stat().st_size < 5000
     monkeypatch.setattr("lema.data.files.MAX_UNPACKED", 1 << 20)
-    with pytest.raises(DataError, match="unpacks to a thousand times its size"):
+    with pytest.raises(DataError, match="unpacks to hundreds of times its size"):
         load_rows(file)

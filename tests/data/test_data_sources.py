@@ -1,6 +1,7 @@
 """Data sets of the hub are read as the files that `datasets` keeps; data sets give rows in the shares that are set."""
 
 import sys
+from itertools import islice
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pytest
 
 from lema import LemaConfig
 from lema.config.problems import SettingsError
-from lema.data import load_rows, prepare_data
+from lema.data import load_rows, needs_tokenizer, prepare_data
 from lema.data.files import find_files
 from lema.data.read import mixed
 from lema.errors import ConfigError, DataError
@@ -36,8 +37,32 @@ def hub(monkeypatch, tmp_path):
             out.write_table(table)
         return SimpleNamespace(cache_files=[{"filename": str(file)}])
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    def load_dataset_builder(path, **options):
+        def as_streaming_dataset(split):
+            return Stream(asked, ({"text": f"{split} {n}"} for n in range(5_000)))
+
+        assert "streaming" not in options
+        version = f"kept/{path}/{len(asked) if path == 'org/moves' else 'a'}"
+        return SimpleNamespace(cache_dir=version, as_streaming_dataset=as_streaming_dataset)
+
+    fake = SimpleNamespace(load_dataset=load_dataset, load_dataset_builder=load_dataset_builder)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
     return asked
+
+
+class Stream:
+    """A stand-in for `datasets.IterableDataset`, which tells what is read of it."""
+
+    def __init__(self, asked, rows):
+        self.asked, self.rows = asked, rows
+
+    def __iter__(self):
+        for row in self.rows:
+            self.asked.append(row)
+            yield row
+
+    def take(self, count):
+        return Stream(self.asked, islice(self.rows, count))
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_it_is_named(hub, make_tokenizer):
@@ -63,6 +88,51 @@ def test_what_cannot_be_had_of_the_hub_is_named(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"lema\[datasets\]"):
         find_files("hub:org/rivers")
+
+
+def test_of_a_stream_the_first_rows_alone_are_read_once(hub, make_tokenizer, tmp_path):
+    """Nothing is downloaded beforehand, nothing after `max_train_samples` is read, and kept tokens need no row."""
+    source = {"path": "org/rivers", "split": "test", "streaming": True}
+    config = config_of(train_data=source, max_train_samples=700)
+    assert config.train_data == "hub:org/rivers?split=test&streaming=true"
+    assert config_of(train_data=source | {"streaming": False}).train_data == "hub:org/rivers?split=test"
+    files = find_files(config.train_data, config.max_train_samples)
+    assert not hub  # a name costs no network
+    made, again = (prepare_data(files, make_tokenizer(), max_length=64, cache=tmp_path / "tokens") for _ in range(2))
+    assert len(hub) == 700 and hub[-1] == {"text": "test 699"}
+    assert made.num_rows_of() == {"hub:org/rivers?split=test&streaming=true&take=700": 700}
+    rows = prepare_data([{"text": f"test {n}"} for n in range(700)], make_tokenizer(), max_length=64)
+    assert again.fingerprint() == made.fingerprint() == rows.fingerprint()
+    assert prepare_data(files, make_tokenizer(), max_length=64).fingerprint() == rows.fingerprint()
+    assert needs_tokenizer(files)
+    assert len(hub) == 1400  # by the data set that was kept nowhere
+
+
+def test_streams_have_shares_and_stand_beside_files(hub, make_tokenizer, write):
+    sources = {"far": {"path": "org/rivers", "streaming": True}, "own": str(write("own.txt", "one\ntwo\n"))}
+    config = config_of(train_data=sources, mixture={"far": 0.5, "own": 0.5}, max_train_samples=10)
+    rows = prepare_data(find_files(config.train_data, 10), make_tokenizer(), max_length=64)
+    assert len(rows) == 12 and len(mixed(config, rows)) == 20
+
+
+def test_a_stream_that_moves_while_it_is_read_or_that_breaks_off_is_named(hub, make_tokenizer, tmp_path, monkeypatch):
+    moving = find_files("hub:org/moves?streaming=true", 20)
+    with pytest.raises(DataError, match="have changed while they were read"):
+        prepare_data(moving, make_tokenizer(), max_length=64, cache=tmp_path / "tokens")
+    assert not list((tmp_path / "tokens").glob("*/tokens"))
+    with pytest.raises(DataError, match="streaming is 'maybe'"):
+        find_files("hub:org/rivers?streaming=maybe")
+
+    def broken(stream):
+        raise ConnectionResetError("the other side is gone")
+        yield
+
+    monkeypatch.setattr(Stream, "__iter__", broken)
+    with pytest.raises(DataError, match=r"the other side is gone\n.*org/rivers"):
+        load_rows("hub:org/rivers?streaming=true")
+    monkeypatch.setattr(Stream, "__iter__", lambda stream: iter(()))
+    with pytest.raises(DataError, match="holds no rows"):
+        load_rows("hub:org/rivers?streaming=true")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from support.tokenized import tokenized
 from transformers import ByT5Tokenizer
 
 from lema.data import Row, TokenDataset, prepare_data
-from lema.data.chat import tokenize_spans
+from lema.data.chat.tokens import tokenize_spans
 from lema.data.columns import detect
 from lema.data.forms import Forms
 from lema.data.tokenize import Reading

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def main(arguments: list[str]) -> int:
     import pickles
 
     from faults import forked
+    from faults.outcome import Outcome
     from faults.table import ROWS, markdown, outcome_of
 
     names = [row.name for row in ROWS]
@@ -31,18 +33,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quiet", action="store_true", help="say nothing of single cases")
     given = parser.parse_args(arguments)
     pickles.watch()
-    outcomes = []
     asked = given.only or [row.name for row in ROWS if given.full or row.short]
-    for row in [row for row in ROWS if row.name in asked]:
-        count = given.count if given.count is not None else row.full if given.full or not row.short else row.short
-        outcomes.append(outcome_of(row, count, given.seed, None if given.quiet else _say))
+    outcomes = []
+
+    def told(name: str, outcome: Outcome) -> None:
+        outcomes.append(outcome)
         if given.json:
-            sys.stdout.write(json.dumps({"row": row.name, **asdict(outcomes[-1])}) + "\n")
+            sys.stdout.write(json.dumps({"row": name, **asdict(outcome)}) + "\n")
             sys.stdout.flush()
+
+    with tempfile.TemporaryDirectory(prefix="lema-faults-") as place:
+        tempfile.tempdir = place  # of all that is made, because a forked process does nothing at its exit
+        for row in [row for row in ROWS if row.name in asked]:
+            count = given.count if given.count is not None else row.full if given.full or not row.short else row.short
+            told(row.name, outcome_of(row, count, given.seed, None if given.quiet else _say))
     if (looked := forked.unpickled()).cases:
-        outcomes.append(looked)
-        if given.json:
-            sys.stdout.write(json.dumps({"row": "pickles", **asdict(looked)}) + "\n")
+        told("pickles", looked)
     if not given.json:
         sys.stdout.write(markdown(outcomes) + "\n")
     for outcome in outcomes:

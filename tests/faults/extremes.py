@@ -18,8 +18,9 @@ from faults.mutations import mutate
 from faults.outcome import Outcome
 from faults.tinymodel import TinyModel, tiny_model
 
-__all__ = ["files", "settings"]
+__all__ = ["REQUIRED", "files", "settings"]
 
+REQUIRED = "taken, or refused by name with the exit code of its kind; no exit of 1, no hang"
 LONG = "a" * 5000
 NUMBERS = (
     "0",
@@ -167,8 +168,8 @@ def settings(count: int, seed: int = 0, report: Callable[[str], None] | None = N
         shutil.rmtree(place, ignore_errors=True)
         return wrong and f"seed {seed}, {' '.join(pair[:80] for pair in pairs)}: {wrong}"
 
-    failures = watch.watched(count, case, made.place, report, growth=None)
-    return _outcome("every setting with extreme values", count, failures, started)
+    seen = watch.watched(count, case, made.place, report, growth=None)
+    return watch.outcome("every setting with extreme values", REQUIRED, count, seen, started)
 
 
 def _setting(made: TinyModel, place: Path, pairs: list[str], keys: list[str], draw: Random) -> str:
@@ -203,8 +204,8 @@ def files(count: int, seed: int = 0, report: Callable[[str], None] | None = None
         shutil.rmtree(place, ignore_errors=True)
         return wrong and f"{name}, seed {seed}: {wrong}"
 
-    failures = watch.watched(count, case, made.place, report, growth=None)
-    return _outcome("small files with extreme values", count, failures, started)
+    seen = watch.watched(count, case, made.place, report, growth=None)
+    return watch.outcome("small files with extreme values", REQUIRED, count, seen, started)
 
 
 TRAIN, DATA = ("train", "CONFIG"), ("data", "CONFIG")
@@ -240,8 +241,3 @@ def _names(value: Any) -> Iterator[str]:
     for name, inner in value.items() if isinstance(value, dict) else ():
         yield name
         yield from _names(inner)
-
-
-def _outcome(what: str, count: int, failures: list[str], started: float) -> Outcome:
-    required = "taken, or refused by name with the exit code of its kind; no exit of 1, no hang"
-    return Outcome(what, required, count, count - len(failures), tuple(failures), time.perf_counter() - started)

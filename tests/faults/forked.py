@@ -17,7 +17,8 @@ import pickles
 
 from faults.outcome import Outcome
 
-__all__ = ["CRASHED", "HUNG", "UNPICKLED", "Child", "Ended", "Marks", "fork", "run", "unpickled", "warm"]
+__all__ = ["CRASHED", "HUNG", "UNPICKLED", "Child", "Ended", "Marks", "fork", "import_noted", "note_imports", "run"]
+__all__ += ["unpickled", "warm"]
 
 CRASHED = 99  # the exit code of a child whose work raised
 HUNG = 98  # of one that was killed because it took too long
@@ -130,24 +131,35 @@ def run(work: Callable[[], int], log: Path, patience: float = PATIENCE) -> Ended
     return fork(work, log).wait(patience)
 
 
-def warm(work: Callable[[], int], log: Path) -> Ended:
-    """Run `work` in a child and import here what it imported, so that later children need not.
+def note_imports(names: Path) -> None:
+    """Write down what this child has imported, for `import_noted` of its parent."""
+    names.write_text("\n".join(list(sys.modules)), encoding="utf-8")
+
+
+def import_noted(names: Path) -> None:
+    """Import here what a child has noted, so that later children need not.
 
     Raises:
         RuntimeError: it left a thread in this process, which must not be forked then.
     """
-    names = log.with_suffix(".modules")
-
-    def noted() -> int:
-        code = work()
-        names.write_text("\n".join(sys.modules), encoding="utf-8")
-        return code
-
-    ended = run(noted, log)
-    for name in names.read_text(encoding="utf-8").split() if ended.code == 0 else ():
+    for name in names.read_text(encoding="utf-8").split():
         if name not in sys.modules:
             with contextlib.suppress(ImportError):  # made in the child, or imported under another name
                 import_module(name)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208 - there is no Path for one's own threads
         raise RuntimeError(f"{threads - 1} threads run beside the one that forks")
+
+
+def warm(work: Callable[[], int], log: Path) -> Ended:
+    """Run `work` in a child and import here what it imported; `RuntimeError` as of `import_noted`."""
+    names = log.with_suffix(".modules")
+
+    def noted() -> int:
+        code = work()
+        note_imports(names)
+        return code
+
+    ended = run(noted, log, 5 * PATIENCE)
+    if ended.code == 0:
+        import_noted(names)
     return ended

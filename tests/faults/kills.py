@@ -1,91 +1,132 @@
-"""kill -9 at a random instant of a run that saves every step; the run that goes on ends as if nothing had happened."""
+"""kill -9, again and again, of plain runs, phases and two processes; each ends as the run that nothing disturbed.
 
+A chain is one run, killed up to `LONGEST` times: at a change of its disk, where the process kills itself before it,
+after it or with a write half done, or at any time, where another process kills one of those that train, or all that
+there are. It goes on after each kill, as a user would have it go on, and is compared when it has come to its end.
+"""
+
+import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.forked import fork
+from faults import killedways
+from faults.forked import HUNG, Child, Ended, import_noted
+from faults.killedways import WAYS, Way, begun, is_there, told_of
 from faults.outcome import Outcome
-from faults.shortrun import ShortRun, checkpoint_steps, short_run
+from faults.shortrun import ShortRun, last_lines, short_run
 
 __all__ = ["run"]
 
-FAULT = "kill -9 at a random instant of a run that saves every step"
-REQUIRED = "the run that goes on ends with the same bytes and the same record"
-EARLY = 0.1  # of the kills, those that may come before the first checkpoint
-AGAIN = 0.25  # of the kills, those after which the run that goes on is killed too
-LIMITS: dict[str, Any] = {"save_total_limit": 2}
+FAULT = "kill -9, again and again, at changes of the disk and at any time"
+REQUIRED = "the run that goes on ends with the same bytes, record, summary and card"
+NAME = "killed-run"
+LONGEST = 6  # kills of one run
+LOOK = 0.01  # seconds between two looks at what a run has written
+STANDSTILL = 900.0  # seconds of a wall clock, on a machine that does much else
+BY_CHANGE = 0.5  # of the kills, those at a change of the disk
+EARLY = 0.15  # of the others, those that may come before anything was written
+ALL = 0.4  # of those of two processes, those that kill both and `torchrun` too
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How long the run takes here: to its first checkpoint, and from there to the end, in seconds."""
+class Straight:
+    """The run without a kill: what it leaves, its changes of the disk, seconds to the first and from there on."""
 
+    told: dict[str, Any]
+    changes: int
     before: float
     after: float
 
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
-    """Kill `count` runs."""
-    began, draw, failures, early = time.monotonic(), random.Random(seed), [], 0
-    made = short_run()
-    straight = made.straight(**LIMITS)
-    pace = _pace(made)
-    for case in range(count):
-        fault, when, fresh = _case(made, straight, pace, draw)
-        early += fresh
-        if fault:
-            failures.append(f"case {case}, killed {when}: {fault}")
-        if report is not None:
-            report(f"kill {case + 1}/{count}, {when}{': ' + fault if fault else ''}")
-    fault = f"{FAULT} ({early} of them before the first checkpoint)" if early else FAULT
-    return Outcome(fault, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began)
+    """Make `count` kills, a third of each kind of run."""
+    began, draw, failures, lost, done = time.monotonic(), random.Random(seed), list[str](), 0, 0
+    made, known, chains = short_run(), dict[str, Straight](), dict.fromkeys(WAYS, 0)
+    left = {kind: count // len(WAYS) + (number < count % len(WAYS)) for number, kind in enumerate(WAYS)}
+    while kinds := [kind for kind in WAYS if left[kind] > 0]:
+        for kind in kinds:
+            way = WAYS[kind][chains[kind] % len(WAYS[kind])]
+            if way.straight not in known:
+                known[way.straight] = _straight(made, way)
+            length = min(left[kind], draw.randint(1, LONGEST))
+            killed, fault = _chain(made, way, known[way.straight], length, draw)
+            left[kind], chains[kind], done = left[kind] - len(killed), chains[kind] + 1, done + len(killed)
+            told = f"{way.name}, chain {chains[kind]}, killed {'; '.join(killed) or 'never'}"
+            if fault:
+                lost += max(1, len(killed))
+                failures.append(f"{told}: {fault}")
+            if report is not None:
+                report(f"kill {done}/{count}, {told}{': ' + fault if fault else ''}")
+    said = ", ".join(f"{number} {kind}" for kind, number in chains.items())
+    fault = f"{FAULT} (runs: {said})"
+    return Outcome(fault, REQUIRED, count, count - lost, tuple(failures), time.monotonic() - began)
 
 
-def _pace(made: ShortRun) -> Pace:
-    began, child = time.monotonic(), fork(lambda: made.train("pace", **LIMITS), made.log("pace"))
-    first = None
+def _straight(made: ShortRun, way: Way) -> Straight:
+    out, started, first = made.out(way.straight), time.monotonic(), None
+    child = begun(made, way, way.straight, resume=False)
     while not child.ended():
-        if first is None and checkpoint_steps(made.out("pace")):
+        if first is None and _written(out):
             first = time.monotonic()
-        time.sleep(0.001)
-    end = time.monotonic()
-    made.forget("pace")
-    return Pace((first or end) - began, end - (first or began))
+        time.sleep(LOOK)
+    end, ended, changes = time.monotonic(), child.wait(STANDSTILL), made.marks[killedways.CHANGES]
+    if ended.code:
+        raise RuntimeError(f"the run without a kill ended with {ended.code}: {ended.said}")
+    import_noted(killedways.imports_of(made, way.straight))  # which none of the others has to do then
+    first = first or end
+    return Straight(told_of(out, ended.said), changes, first - started, end - first)
 
 
-def _case(made: ShortRun, straight: Path, pace: Pace, draw: random.Random) -> tuple[str, str, bool]:
-    """Kill one run, go on; return what is wrong, when it was killed, and whether it had to begin anew."""
-    name, anew = "cut", False
-    killed: list[str] = []
-    made.forget(name)
-    early = draw.random() < EARLY
-    while not killed or (len(killed) == 1 and draw.random() < AGAIN):
-        found = checkpoint_steps(made.out(name))
-        if (when := _kill(made, name, bool(found), early, pace, draw)) is None:
-            if not killed:  # it came to its end first
-                made.forget(name)
-                continue
-            break
-        killed.append(when)
-        anew = anew or not checkpoint_steps(made.out(name))
-    ended = made.child(name, resume=bool(checkpoint_steps(made.out(name))), **LIMITS)
-    return made.fault_of(name, ended, straight), " and ".join(killed) or "never", anew
+def _written(out: Path) -> tuple[int, ...]:
+    """Return what changes when a run writes; nothing, where it has not begun to."""
+    file = out / "metrics.jsonl"
+    if not file.exists():
+        return ()
+    # Not by `rglob`, because a directory may go while it is looked at.
+    inside = sum(name.startswith("checkpoint-") or name == "model" for _, names, _ in os.walk(out) for name in names)
+    return (file.stat().st_size, inside)
 
 
-def _kill(made: ShortRun, name: str, resume: bool, early: bool, pace: Pace, draw: random.Random) -> str | None:
-    """Start a run and kill it; return when, or None where it was too late."""
-    held = set(checkpoint_steps(made.out(name)))
-    child = fork(lambda: made.train(name, resume=resume, **LIMITS), made.log(name))
-    delay = draw.uniform(0, pace.before + pace.after) if early else draw.uniform(0, pace.after)
-    while not early and not child.ended() and not set(checkpoint_steps(made.out(name))) - held:
-        time.sleep(0.0005)
+def _chain(made: ShortRun, way: Way, straight: Straight, length: int, draw: random.Random) -> tuple[list[str], str]:
+    """Kill one run so many times, and let it go on to its end; return when it was killed, and what is wrong."""
+    made.forget(NAME)
+    killed, ended, out = list[str](), None, made.out(NAME)
+    share = 1 if length == 1 else 2 / length  # of a run, what a process lives to do of it at most
+    while ended is None and len(killed) < length:
+        when, ended = _life(made, way, straight, share, draw)
+        killed += [when] if when else []
+    ended = ended or begun(made, way, NAME, resume=is_there(way, out)).wait(STANDSTILL)
+    if ended.code:
+        return killed, f"it ended with {ended.code}: {last_lines(ended.said)}"
+    return killed, killedways.difference(told_of(out, ended.said), straight.told)
+
+
+def _life(made: ShortRun, way: Way, straight: Straight, share: float, draw: random.Random) -> tuple[str, Ended | None]:
+    """Start a run, or go on with it, and kill it; return when, and how it ended where it came to an end of its own."""
+    resume = is_there(way, made.out(NAME))
+    if way.anew or draw.random() >= BY_CHANGE:
+        return _at_any_time(begun(made, way, NAME, resume=resume), made.out(NAME), straight, share, draw)
+    at = draw.randrange(max(1, int(straight.changes * share)))
+    ended = begun(made, way, NAME, resume=resume, at=at).wait(STANDSTILL)
+    return (f"at change {at}", None) if made.marks[killedways.DIED] and ended.code != HUNG else ("", ended)
+
+
+def _at_any_time(
+    child: Child, out: Path, straight: Straight, share: float, draw: random.Random
+) -> tuple[str, Ended | None]:
+    early, found = draw.random() < EARLY, _written(out)
+    delay = draw.uniform(0, straight.before if early else straight.after * share)
+    while not early and not child.ended() and _written(out) == found:
+        time.sleep(LOOK)
     time.sleep(delay)
-    if not child.send(signal.SIGKILL):
-        return None
-    child.wait()
-    return f"{delay:.3f} s after {'the start' if early else 'a checkpoint'}, at {checkpoint_steps(made.out(name))}"
+    when = f"{delay:.3f} s after {'the start' if early else 'something was written'}"
+    if not (trains := killedways.held_by(child)) or draw.random() < ALL:
+        return (when, None) if killedways.end_all(child) else ("", child.wait(STANDSTILL))
+    number = draw.randrange(len(trains))
+    trains[number].kill()
+    ended = child.wait(STANDSTILL)  # of torchrun, which sees it, and ends the others
+    return (f"{when}, process {number} alone", None) if ended.code not in (0, HUNG) else ("", ended)

@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,8 @@ class ShortRun:
         """Return where a run says what it says."""
         return self.place / f"{name}.log"
 
-    def train(self, name: str, *, resume: bool = False, **changes: Any) -> int:
-        """Run `lema train` in this process, as the command line does; return the exit code."""
-        from lema.cli.app import app
-        from lema.cli.exitcodes import run as run_command
-
-        sys.modules["matplotlib"] = None  # type: ignore[assignment]  # a picture takes longer than a step
+    def written(self, name: str, **changes: Any) -> Path:
+        """Write the settings of a run, whose output goes to the directory of that name; return the file."""
         given = {
             "model_name_or_path": str(self.place / "model"),
             "train_data": str(self.place / "rows.jsonl"),
@@ -79,8 +75,22 @@ class ShortRun:
             **changes,
         }
         file = self.place / f"{name}.yaml"
-        file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()), encoding="utf-8")
+        lines = [f"{key}: {json.dumps(value)}\n" for key, value in given.items() if value is not None]
+        file.write_text("".join(lines), encoding="utf-8")
+        return file
+
+    def command(self, file: Path, *, resume: bool = False) -> int:
+        """Run `lema train` in this process, as the command line does; return the exit code."""
+        from lema.cli.app import app
+        from lema.cli.exitcodes import run as run_command
+        from lema.train import events
+
+        events.plot_loss = lambda *_: False  # a picture takes longer than a step
         return run_command(app, ["train", str(file), *(["--resume"] if resume else [])])
+
+    def train(self, name: str, *, resume: bool = False, **changes: Any) -> int:
+        """Run `lema train` with these settings in this process; return the exit code."""
+        return self.command(self.written(name, **changes), resume=resume)
 
     def child(self, name: str, *, resume: bool = False, **changes: Any) -> Ended:
         """Run it in a child, to its end."""
@@ -159,6 +169,8 @@ def short_run() -> ShortRun:
     """
     made = ShortRun(Path(tempfile.mkdtemp(prefix="lema-faults-")), Marks())
     atexit.register(shutil.rmtree, made.place, ignore_errors=True)
+    for name in ("smallrun", "lema.cli.app", "lema.train.run"):
+        import_module(name)  # here, because each of the children would do it
     ended = run(lambda: _make(made.place), made.log("make"))
     if ended.code:
         raise RuntimeError(f"the model could not be made: {ended.said}")

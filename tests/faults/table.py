@@ -31,7 +31,7 @@ class Row:
 
 
 ROWS = (
-    Row("kills", "kills", 200, 2),
+    Row("kills", "kills", 200, 3),
     Row("instants", "instants", 0, 6),
     Row("power", "instants", 0, 3, "power"),
     Row("over", "instants", 0, 2, "over"),
@@ -47,6 +47,7 @@ ROWS = (
     Row("configkeys", "configkeys", 100_000, 40),
     Row("bombs", "bombs", 10_000, 24),
     Row("settings", "extremes", 8_000, 24, "settings"),
+    Row("phases", "phasekeys", 4_000, 24),
     Row("smallfiles", "extremes", 4_000, 40, "files"),
 )
 
@@ -62,6 +63,12 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     lines = ["| fault | cases | passed | required | seconds |", "|---|---:|---:|---|---:|"]
     for one in outcomes:
         lines.append(f"| {one.fault} | {one.cases:,} | {one.passed:,} | {one.required} | {one.seconds:.0f} |")
+    lines += ["", *(_counted(one) for one in outcomes if one.codes)]
     where = f"{platform.machine()}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
     lines += ["", f"{datetime.now(UTC):%d %b %Y}, {where}."]
     return "\n".join(lines)
+
+
+def _counted(one: Outcome) -> str:
+    codes = ", ".join(f"{code}: {number:,}" for code, number in sorted(one.codes.items()))
+    return f"- {one.fault}: exit codes {codes}; {one.user / one.cases:.2f} s of the processor for a case."

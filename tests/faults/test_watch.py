@@ -26,9 +26,14 @@ def case(number):
         return watch.command("fails")
     if number == 6:
         raise ValueError("of the case itself")
+    if number == 7:
+        watch.app.command(name="lists")(lambda: print("error: " + "x\\n" * 21, file=sys.stderr) or sys.exit(3))
+        return watch.command("lists")
     return ""
 
-print(json.dumps(watch.watched(8, case, Path(sys.argv[1]), None, growth=32 << 20, seconds=1.5)))
+watch.EACH = 7
+seen = watch.watched(9, case, Path(sys.argv[1]), None, growth=32 << 20, seconds=1.5)
+print(json.dumps([seen.failures, seen.codes, seen.user]))
 """
 
 
@@ -37,7 +42,7 @@ def test_a_case_that_dies_hangs_grows_or_says_nothing_is_seen(tmp_path: Path) ->
     command = [sys.executable, "-c", CODE, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found, codes, user = json.loads(done.stdout)
     expected = (
         "case 1: the process ended with -9",
         "case 2: took more than 1.5 s",
@@ -45,5 +50,8 @@ def test_a_case_that_dies_hangs_grows_or_says_nothing_is_seen(tmp_path: Path) ->
         "case 4: names nothing, exit 2",
         "case 5: exit 1: error: ZeroDivisionError",
         "case 6: the process ended with 99",
+        "case 7: a message of 22 lines",
     )
     assert [one[: len(begin)] for one, begin in zip(found, expected, strict=True)] == list(expected)
+    assert codes == {"1": 1, "2": 1, "3": 1}
+    assert user > 1.5

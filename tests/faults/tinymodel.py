@@ -61,7 +61,7 @@ class TinyModel:
             "output_dir": str(place / "out"),
             "device": "cpu",
             "max_steps": 1,
-            "max_length": 16,
+            "max_length": 48,  # a chat of two messages has 30
             "batch_size": 2,
             "lora_rank": 2,
             "save_steps": 0,
@@ -80,7 +80,11 @@ def tiny_model() -> TinyModel:
     Raises:
         RuntimeError: a command fails on what is not harmed.
     """
+    import smallrun  # noqa: F401 - what a child would import, and this process after it
     import torch
+
+    import lema.train.phases.run
+    import lema.train.run  # noqa: F401
 
     torch.set_num_threads(1)
     made = TinyModel(Path(tempfile.mkdtemp(prefix="lema-bombs-")))

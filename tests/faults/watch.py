@@ -1,6 +1,7 @@
 """Cases in forked processes that are watched: none may be killed, take ten seconds or a gibibyte, or end with exit 1.
 
 A child does one case after the other, and says which it is at; where it dies or hangs, the next child goes on behind.
+It does some hundred cases, so that what one leaves in memory is not taken for what another one takes.
 """
 
 import contextlib
@@ -9,25 +10,45 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from faults import forked
 from faults.forked import Child, Marks
+from faults.outcome import Outcome
 from faults.patience import TooLong, patience
 from lema.cli import exitcodes
 from lema.cli.app import app
 from lema.cli.arguments import config_of
 
-__all__ = ["command", "refused", "watched"]
+__all__ = ["Seen", "command", "outcome", "refused", "watched"]
 
 SECONDS = 10.0  # of the processor, for a case
 GROWTH = 1.25 * 2**30  # bytes that a case may take: what a template may have, and what the process had besides
 DEADLY = 5 << 30  # bytes that a child may ask for beside what it has, so that the machine lives
 STANDSTILL = 300.0  # seconds of a wall clock, on a machine that does much else
 CODES = {0, 2, 3, 4, 5, 6, 75}
-MAX_LINES = 40  # of a message
-AT, FAILED = 0, 1  # marks: the case that is done, and how many failed
+MAX_LINES = 20  # of a message
+EACH = 250  # cases of a child
+AT, ENDED, NUM_CODES = 0, 1, 128  # marks: the case that is done; how many commands ended with each exit code
+
+_ended = list[int]()  # codes of the commands of a case
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of cases.
+
+    Attributes:
+        failures: what went wrong, a sentence for each case with which something did.
+        codes: how many commands ended with each exit code.
+        user: seconds of the processor, but for those of the system.
+    """
+
+    failures: tuple[str, ...]
+    codes: Mapping[int, int]
+    user: float
 
 
 def watched(
@@ -37,8 +58,8 @@ def watched(
     report: Callable[[str], None] | None,
     growth: float | None = GROWTH,
     seconds: float = SECONDS,
-) -> list[str]:
-    """Do `count` cases, each by its number; return what went wrong, a sentence for each case.
+) -> Seen:
+    """Do `count` cases, each by its number; return what was seen of them.
 
     Args:
         count: of cases.
@@ -48,29 +69,41 @@ def watched(
         growth: bytes that a case may take; None: as many as it asks for, below what the child has.
         seconds: of the processor that a case may take.
     """
-    marks, failures, start = Marks(), list[str](), 0
+    marks, failures, start, before = Marks(ENDED + NUM_CODES), list[str](), 0, _user()
     told = place / "failures"
     while start < count:
-        marks[AT] = start
-        child = forked.fork(lambda: _children(marks, start, count, case, told, growth, seconds), place / "child.log")  # noqa: B023 - it is called at once
+        marks[AT], stop = start, min(count, start + EACH)
+        child = forked.fork(lambda: _children(marks, start, stop, case, told, growth, seconds), place / "child.log")  # noqa: B023 - it is called at once
         hung = _followed(child, marks, count, report)
         ended = child.wait()
         found = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.exists() else []
         told.unlink(missing_ok=True)
-        if marks[AT] < count:
+        if marks[AT] < stop:
             found.append(f"case {marks[AT]}: {hung or f'the process ended with {ended.code}: {ended.said[-300:]}'}")
         for failure in found:
             failures.append(failure)
             if report is not None:
                 report(failure)
-        start = marks[AT] + 1
-    return failures
+        start = min(marks[AT] + 1, stop)
+    codes = {code: number for code in range(NUM_CODES) if (number := marks[ENDED + code])}
+    return Seen(tuple(failures), codes, _user() - before)
+
+
+def outcome(fault: str, required: str, count: int, seen: Seen, started: float) -> Outcome:
+    """Return the row of the table for `count` cases that began at `started`."""
+    passed = count - len(seen.failures)
+    about = (fault, required, count, passed, seen.failures, time.perf_counter() - started)
+    return Outcome(*about, user=seen.user, codes=seen.codes)
+
+
+def _user() -> float:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
 
 
 def _children(
     marks: Marks,
     start: int,
-    count: int,
+    stop: int,
     case: Callable[[int], str],
     told: Path,
     growth: float | None,
@@ -78,8 +111,9 @@ def _children(
 ) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (_memory("VmSize") + DEADLY, hard))
-    for number in range(start, count):
+    for number in range(start, stop):
         marks[AT] = number
+        _ended.clear()
         before = _memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest it had is what it has
         try:
@@ -87,12 +121,14 @@ def _children(
                 wrong = case(number)
         except TooLong:
             wrong = f"took more than {seconds} s"
+        for code in _ended:
+            marks[ENDED + code % NUM_CODES] += 1
         if growth is not None and (grown := _memory("VmHWM") - before) > growth:
             wrong = f"{wrong} took {grown >> 20} MiB".strip()
         if wrong:
             with told.open("a", encoding="utf-8", errors="replace") as out:
                 out.write(f"case {number}: {' / '.join(wrong.splitlines())}\n")
-    marks[AT] = count
+    marks[AT] = stop
     return 0
 
 
@@ -135,6 +171,7 @@ def command(*words: object, named: Sequence[str] = ()) -> str:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = exitcodes.run(app, [str(word) for word in words])
+    _ended.append(code)
     return _judged(code, err.getvalue(), named)
 
 
@@ -148,11 +185,11 @@ def refused(config: Path, settings: list[str]) -> bool:
 
 
 def _judged(code: int, said: str, named: Sequence[str]) -> str:
-    told = said[said.rfind("error: ") :] if "error: " in said else said
+    told = f"error: {said.partition('error: ')[2]}" if code and "error: " in said else said
     if code not in CODES or "this is no error lema knows" in said or "Traceback" in said:
         return f"exit {code}: {told[:600]}"
     if code and named and not any(name in told for name in named):
         return f"names nothing, exit {code}: {told[:600]}"
-    if len(told.splitlines()) > MAX_LINES or len(told) > 10_000:
+    if told.rstrip("\n").count("\n") >= MAX_LINES or len(told) > 10_000:
         return f"a message of {len(told.splitlines())} lines, {len(told)} characters"
     return ""

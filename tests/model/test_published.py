@@ -244,5 +244,5 @@ def test_a_layer_that_transformers_knows_of_is_left_out_without_a_warning(
 def test_a_base_model_without_its_head_is_refused(tmp_path: Path) -> None:
     source = published(llama(), tmp_path / "model")
     edit(source, lambda tensors: {name: t for name, t in tensors.items() if name != "lm_head.weight"})
-    with pytest.raises(WeightsError, match=r"1 missing:\n    lm_head\.weight"):
+    with pytest.raises(WeightsError, match=r"1 missing:\n  - lm_head\.weight"):
         prepare(source, tmp_path / "out")

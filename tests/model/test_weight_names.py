@@ -145,7 +145,7 @@ def test_a_missing_tensor_is_an_error_even_where_the_library_draws_it_in_silence
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["up_proj"])
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
-    with pytest.raises(WeightsError, match=r"1 missing:\n    model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(WeightsError, match=r"1 missing:\n  - model\.layers\.1\.mlp\.up_proj\.weight"):
         map_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
 
 
@@ -165,8 +165,8 @@ def test_missing_extra_and_misshapen_tensors_are_all_named_at_once(tmp_path: Pat
     with pytest.raises(WeightsError, match="does not fit the model") as caught:
         match_names(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
     for line in (
-        "2 missing:\n    model.layers.0.mlp.up_proj.weight\n    model.norm.weight",
-        "2 not used:\n    model.layers.7.mlp.up_proj.weight in model.safetensors\n    vision.weight in",
+        "2 missing:\n  - model.layers.0.mlp.up_proj.weight\n  - model.norm.weight",
+        "2 not used:\n  - model.layers.7.mlp.up_proj.weight in model.safetensors\n  - vision.weight in",
         "2 of another shape:",
         "lm_head.weight: [32, 8] in the model, [31, 8] in model.safetensors as lm_head.weight",
         "model.layers.1.mlp.down_proj.weight: [8, 12] in the model, [12, 8] in",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dividedwork import MODELS, cases, main, reference, write_models
+from dividedwork import MODELS, SHAPE, cases, main, reference, write_models
 from forked import run_forked
 from safetensors import safe_open
 
@@ -70,7 +70,14 @@ def test_a_process_reads_its_part_of_what_is_divided(found: dict[int, dict[str, 
         )
         whole = found[1][str(case)]
         for rank in found[size][str(case)]:
-            assert rank["read"] / whole == held / sum(sizes.values()), str(case)
+            assert rank["read"] / whole["read"] == held / sum(sizes.values()), str(case)
+        # Of the words each has its part, the last one what is left; the norm is whole.
+        row = 4 * SHAPE["hidden_size"] * (1 if MODELS[case.model][1].get("tie_word_embeddings") else 2)
+        words, norm = SHAPE["vocab_size"], 4 * SHAPE["hidden_size"]
+        each = -(-words // size)
+        assert whole["outside"] == row * words + norm
+        parts = [row * min(each, words - rank * each) + norm for rank in range(size)]
+        assert [rank["outside"] for rank in found[size][str(case)]] == parts, str(case)
 
 
 shared_or_not = pytest.mark.parametrize(

@@ -19,11 +19,13 @@ from lema.cli.exitcodes import run
 from lema.errors import ConfigError
 from lema.plan import Allocation
 from lema.plan.allocate import allocated
-from lema.plan.blueprint import Blueprint
+from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import Demand, LayerCost, Speeds, device_parts
 from lema.plan.machine import profile
 from lema.plan.planner import planner_of
+from lema_neuron.divide import Division
 from lema_neuron.standin import StandIn
+from lema_neuron.vocabulary import words_of
 from lema_neuron.watch import Watch
 
 GB = 10**9
@@ -49,7 +51,7 @@ def weights(parts: dict[str, int]) -> int:
 
 
 @pytest.mark.slow
-def test_a_core_holds_its_part_of_the_layers_and_all_of_what_is_outside(base: Path) -> None:
+def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> None:
     (one, _, whole), (four, _, part) = planned(base), planned(base, tensor_parallel_size=4)
     hidden, inner, kv = 512, 1408, 2 * 64
     cut = 2 * 8 * (2 * hidden * hidden + 3 * hidden * inner)  # bytes of what each of four has a quarter of
@@ -57,9 +59,33 @@ def test_a_core_holds_its_part_of_the_layers_and_all_of_what_is_outside(base: Pa
     norms = weights(one) - cut - keys
     assert 0 < norms < 0.01 * cut
     assert weights(four) == pytest.approx(cut / 4 + keys / 2 + norms, rel=0.02)
-    assert four["outside"] == one["outside"]
+    words, norm, pages = 2 * hidden * 2, 2 * hidden, 6 * 4096  # bytes of a word in embeddings and head; two of a tensor
+    assert 0 <= one["outside"] - (SHAPE["vocab_size"] * words + norm) < pages
+    assert 0 <= four["outside"] - (-(-SHAPE["vocab_size"] // 4) * words + norm) < pages
     assert four["adapters"] < 0.7 * one["adapters"]
     assert (part.adapter_parameters, part.stored_bytes) == (whole.adapter_parameters, whole.stored_bytes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "embeddings", "head", "why"),
+    [
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, 17, 67, "it is adapted, or trained"),
+        ({"lora_modules_to_save": ["embed_tokens"]}, 67, 67, "trains, which is outside the layers"),
+        ({"head": "device"}, 17, 67, ""),
+        ({"embeddings": "device"}, 67, 17, ""),
+        ({"embeddings": "disk"}, 0, 17, ""),
+    ],
+    ids=["adapted", "trained", "head", "table", "rows"],
+)
+def test_what_trains_is_adapted_or_asked_for_is_whole_on_every_core(
+    base: Path, settings: dict[str, Any], embeddings: int, head: int, why: str
+) -> None:
+    blueprint = draw_up(LemaConfig(str(base), device="neuron", **settings), parallel=Division(StandIn(0, 4)))
+    words, pages = 512 * 2, 3 * 4096
+    assert 0 <= blueprint.outside_bytes - ((embeddings + head) * words + words) < pages
+    assert why in "".join(blueprint.head_notes) and bool(why) == bool(blueprint.head_notes)
+    ends = blueprint.model.get_input_embeddings(), blueprint.model.get_output_embeddings()
+    assert [words_of(one) is not None for one in ends] == [embeddings == 17, head == 17]
 
 
 @pytest.mark.slow

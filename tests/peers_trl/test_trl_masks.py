@@ -7,6 +7,7 @@ and what follows the end of a turn.
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +25,7 @@ from lema.data import Forms, Row, load_rows
 from lema.data.columns import detect
 from lema.data.tokenize import Reading
 from lema.errors import DataError
-from lema.model.files import ModelFiles
+from lema.model.files import ModelFiles, read_data
 from lema.train.batch import as_rows
 
 TEMPLATES = {
@@ -217,3 +218,26 @@ def test_the_library_keeps_a_directory_as_files(tmp_path: Path, monkeypatch: pyt
     found = load_rows(f"hub:{tmp_path / 'rivers'}?split=train")
     assert [row.values for row in found] == rows
     assert found[-1].origin.endswith(".arrow:2500")
+
+
+def test_the_library_streams_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a stream are those of the data set's files; none of these is kept, and a changed one is read."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rivers").mkdir()
+    for part in range(2):
+        rows = [{"text": f"the river {part} {n}"} for n in range(700)]
+        (tmp_path / f"rivers/train-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(tmp_path / "rivers"), "streaming": True}
+    config = LemaConfig(
+        "model", train_data=cast(Any, source), max_train_samples=1000, data_cache=str(tmp_path / "kept")
+    )
+    files = SimpleNamespace(config=LlamaConfig(), tokenizer=tokenizer(TEMPLATES["qwen3"].read_text()))
+    read = partial(read_data, config, cast(ModelFiles, files), config.train_data)
+    streamed, again = read(), read()
+    assert not list(tmp_path.rglob("*.arrow")) and len(list((tmp_path / "kept").glob("*/tokens"))) == 1
+    whole = as_rows(f"hub:{tmp_path / 'rivers'}", config, cast(ModelFiles, files), lambda _: None)
+    assert streamed.fingerprint() == again.fingerprint() == whole.select(range(1000)).fingerprint()
+    (tmp_path / "rivers/train-0.jsonl").write_text('{"text": "the only one"}\n')
+    assert len(read()) == 701

@@ -17,7 +17,9 @@ from lema import LemaConfig, LemaModel
 from lema.errors import MemoryLimitError
 from lema.plan import Allocation
 from lema.plan.machine import profile
+from lema.plan.plan import plan_with
 from lema.plan.planner import Planner, planner_of
+from lema.plan.workload import _layer_work
 from lema.stream.stream import LayerStream
 
 ROWS, LENGTH = 8, 64
@@ -65,6 +67,19 @@ def test_what_is_set_is_not_chosen(model: Path) -> None:
     assert allocation.recompute and not allocation.saved and allocation.slots == 2
     with pytest.raises(MemoryLimitError):
         on(model, 26_000_000, gradient_checkpointing=False, micro_batch_size=ROWS).needs()
+
+
+def test_no_layer_is_looked_at_twice_with_the_same_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[tuple[int, ...]] = []
+
+    def look(split: Any, index: int, stored: Any, call: Any, states: Any, trained: Any) -> Any:
+        looked.append((index, *states[0].shape))
+        return _layer_work(split, index, stored, call, states, trained)
+
+    monkeypatch.setattr("lema.plan.workload._layer_work", look)
+    planner = on(model, 26_000_000, loss_chunk_tokens=16)
+    assert plan_with(planner).room.largest_micro_batch >= planner.shape.micro_batch.rows
+    assert len(looked) > 2 and sorted(set(looked)) == sorted(looked)
 
 
 def test_auto_may_be_written_where_none_means_it(model: Path) -> None:

@@ -10,19 +10,24 @@ import torch
 from covering import cases, covering
 from hollowmodel import large_config, write_hollow
 from smallrun import settings, write_model
-from transformers import MixtralConfig
+from transformers import LlamaConfig, MixtralConfig
 
 from lema import LemaConfig, LemaModel
 from lema.activations.boundaries import NUM_BUFFERS
+from lema.backend import load
 from lema.convert.prepare import prepare
+from lema.engine.head import cut
+from lema.engine.head.pieces import piece_passes
 from lema.errors import ConfigError, MemoryLimitError, ModelError
+from lema.model import Split
+from lema.model.capture import tensors_in
 from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import STAGED, device_parts
 from lema.plan.meter import Tally
 from lema.plan.planner import planner_of, settled, site_of
 from lema.plan.step import StepShape, demand_of, step_shape
-from lema.plan.workload import MicroBatch, Workload, measure
+from lema.plan.workload import MicroBatch, Workload, _Chunks, _Leases, fake_weights, learn, measure, without_values
 from lema.stream.reader import LayerReader
 
 LENGTH = 96
@@ -297,3 +302,21 @@ def test_what_is_stored_quantised_is_counted_small_where_it_waits_and_large_once
     assert after.working_bytes == pytest.approx(before.working_bytes, rel=0.05)
     step = small.simulated(after, Allocation(3))
     assert step.device_peak == sum(device_parts(after, Allocation(3)).values())
+
+
+def test_three_pieces_of_the_head_tell_what_all_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut, "LEAST_BYTES", 0)
+    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 3000}
+    drawn = hollow(tmp_path, LlamaConfig(num_hidden_layers=8, **sizes), torch.float32, head="stream", lora_rank=4)
+    told = measure(drawn.model, drawn.layers, MicroBatch(2, 12), 8, head=drawn.head).pieces
+    split = Split(drawn.model, load("cpu"))
+    with without_values(drawn.model):
+        learn(split, drawn.layers)
+        pieced, hidden = drawn.head.pieced(split, load("cpu"), drawn.layers), torch.empty(2, 12, 32)
+        assert pieced is not None and len(pieced.spans) > 4
+        weights = dict(enumerate(map(fake_weights, drawn.head.pieces(drawn.layers)), 8))
+        chunks: Any = _Chunks((2, 12), 8)
+        with Tally() as tally:
+            tally.leave_out([hidden, *drawn.model.parameters(), *drawn.model.buffers(), *tensors_in(weights)])
+            piece_passes(pieced, _Leases(weights).lease, chunks, [hidden], differentiate=True)
+    assert told is not None and tally.peak == told.working_bytes

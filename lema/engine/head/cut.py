@@ -45,7 +45,7 @@ COPIES = {aten._to_copy.default, aten.clone.default, aten.detach.default, aten.a
 
 
 class HeadCut:
-    """The head of a model, as long as it may be cut. `ConfigError`: it cannot be, as the setting asks for.
+    """The head of a model, as long as it may be cut, or divided. `ConfigError`: it cannot be, as the setting asks for.
 
     Args:
         model: without adapters, its weights on `meta`; `stored` says where these are.
@@ -72,16 +72,17 @@ class HeadCut:
         self.module: nn.Linear | None = None
         self.name, self.why = "", ""
         self._others: tuple[str, ...] = ()  # names of the same weight, which are tables' looked up row by row
-        if where == "device" or (where == "auto" and not limited):
+        self._divided = parallel.size > 1  # over the vocabulary among processes, and not in pieces
+        if where == "device" or (where == "auto" and not limited and not self._divided):
             return
         found = _head_of(model)
-        if parallel.size > 1:
+        if self._divided and self.asked:
             self._refuse("several processes hold the model together")
-        elif not has_addresses(stored.backend.device):
+        elif not self._divided and not has_addresses(stored.backend.device):
             self._refuse("this device compiles what it runs, for every size of it")
         elif found is None:
             self._refuse("the model's head is no plain linear module")
-        elif not self.asked and found.weight.nbytes < LEAST_BYTES:
+        elif not self.asked and not self._divided and found.weight.nbytes < LEAST_BYTES:
             return
         elif (why := self._why_whole(found)) is not None:
             self._refuse(why)
@@ -113,6 +114,11 @@ class HeadCut:
         if self.module is not None and not tables.names.issuperset(self._others):
             self.module = None
             self._refuse("its weight is that of the input embeddings, which are whole there")
+
+    def handed_over(self) -> frozenset[str]:
+        """Return the names of a weight that is divided among processes, which is looked after here until then."""
+        names, self.module = self.names, None
+        return names
 
     def spans(self, layers: Iterable[LayerBytes]) -> tuple[Span, ...]:
         """Return the rows of each piece, `(first, end)`: as few pieces as go into the slots of these layers."""
@@ -204,7 +210,7 @@ def open_ends(
     # Of a loss that is no cross-entropy of tokens the passes over the pieces know nothing.
     limited = config.device_memory is not None and config.plain_cross_entropy
     head = HeadCut(model, stored, config.head, limited=limited, parallel=parallel, planned_for=planned_for)
-    tables = RowTables(model, stored, config.embeddings, planned_for, head.weight)
+    tables = RowTables(model, stored, config.embeddings, planned_for, head.weight, parallel)
     head.agree(tables)
     return head, tables
 

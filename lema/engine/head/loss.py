@@ -8,14 +8,16 @@ cross-entropy of https://arxiv.org/abs/2410.10989). One chunk that holds the who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
+from lema.backend import Parallel, SingleProcess
 from lema.data.batches import split_batch
 from lema.errors import DataError
 from lema.model.capture import leaves
@@ -80,6 +82,7 @@ class LossChunks:
         known: `targets` in host memory, where they can be looked at without waiting for the device; None: they are.
         dft: weigh each token's loss with its probability (dynamic fine-tuning, arXiv:2508.05629).
         smoothing: the part of each target that is spread over the vocabulary, as `transformers`' `LabelSmoother` does.
+        parallel: the processes over which the head's vocabulary may be divided.
     """
 
     at_once = True
@@ -96,7 +99,10 @@ class LossChunks:
         known: Sequence[Tensor] | None = None,
         dft: bool = False,
         smoothing: float = 0.0,
+        parallel: Parallel | None = None,
     ) -> None:
+        # Where logits are asked for they are made whole, by each process.
+        self.cross_entropy = (parallel if parallel and logits is None else SingleProcess()).cross_entropy
         self._dft, self._smoothing = dft, smoothing
         self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
         # Counted in host memory where they are there too, because counting on the device would wait for it.
@@ -140,7 +146,7 @@ class LossChunks:
         """Yield `scale` times each block's share of the loss, to be differentiated by the parameters of the head."""
         for rows, columns, target in self.blocks_to_form(index):
             with torch.enable_grad():
-                value = self._value(self._head(hidden[rows, columns].detach()), target) * self.scale
+                value = self._value(partial(self._head, hidden[rows, columns].detach()), target) * self.scale
             yield value
 
     def _chunk(self, index: int, hidden: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
@@ -149,9 +155,7 @@ class LossChunks:
         if self._skipped(index, rows, columns):
             return torch.zeros((), device=hidden.device), leaf
         target = self._targets[index][rows, columns]
-        logits = self._head(leaf)
-        self.place(index, logits.detach(), (rows, columns))
-        return self._value(logits, target), leaf
+        return self._value(lambda: self.place(index, self._head(leaf), (rows, columns)), target), leaf
 
     def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield the blocks of a micro-batch of which logits are wanted, with their targets."""
@@ -162,21 +166,20 @@ class LossChunks:
     def _skipped(self, index: int, rows: slice, columns: slice) -> bool:
         return self._logits is None and not _count(self._known[index][rows, columns])
 
-    def _value(self, logits: Tensor, target: Tensor) -> Tensor:
-        flat = logits.float().view(-1, logits.shape[-1])
+    def _value(self, logits: Callable[[], Tensor], target: Tensor) -> Tensor:
         if self._dft:
-            losses = cross_entropy(flat, target.reshape(-1), ignore_index=IGNORED, reduction="none")
+            losses = self.cross_entropy(logits, target, reduction="none")
             return (losses * torch.exp(-losses.detach())).sum() / self.num_tokens
-        options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": self._smoothing}
-        return cross_entropy(flat, target.reshape(-1), reduction="sum", **options) / self.num_tokens
+        return self.cross_entropy(logits, target, reduction="sum", label_smoothing=self._smoothing) / self.num_tokens
 
-    def place(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> None:
+    def place(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> Tensor:
         """Put logits of a block (rows, columns), and of some words of `size`, where the caller asked for them."""
         if self._logits is None:
-            return
+            return block
         if len(self._logits) == index:
             self._logits.append(block.new_empty((*self._targets[index].shape, size or block.shape[-1])))
-        self._logits[index][at] = block
+        self._logits[index][at] = block.detach()
+        return block
 
     def _blocks(self, index: int) -> Iterator[tuple[slice, slice]]:
         batch, sequence = self._targets[index].shape

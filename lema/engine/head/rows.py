@@ -7,13 +7,15 @@ much memory as the hidden states. The objective then only scales it, because the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
+from lema.backend import Parallel
 from lema.data.preference import EXAMPLE, Of
 from lema.engine.head.loss import IGNORED, LossChunks, blocks, targets_of
 from lema.engine.head.objectives import Measured, Objective, Scored, merged
@@ -46,10 +48,10 @@ def mismatched_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class RowLoss:
-    """The loss of one pass as an objective makes it of its rows; `head`, `chunk_tokens` and `scale` as of `LossChunks`.
-    `batches` are the micro-batches, in host memory, and `targets` what `row_targets` returns of each, on the device.
-    `measured` is what the objective has measured, once it is settled. `DataError`: no token of the pass is trained, or
-    a batch lacks what the objective needs."""
+    """The loss of one pass as an objective makes it of its rows; `head`, `chunk_tokens`, `scale` and `parallel` are as
+    of `LossChunks`, `batches` the micro-batches, in host memory, and `targets` what `row_targets` returns of each, on
+    the device. `measured` is what the objective has measured, once it is settled. `DataError`: no token of the pass is
+    trained, or a batch lacks what the objective needs."""
 
     at_once = False
 
@@ -62,12 +64,14 @@ class RowLoss:
         chunk_tokens: int,
         *,
         scale: float | Tensor = 1.0,
+        parallel: Parallel | None = None,
     ) -> None:
         self._head, self._objective, self._batches = head, objective, batches
         self.targets: Sequence[Tensor] = targets
         self._chunk_tokens, self.scale = chunk_tokens, scale
         known = [row_targets(batch, objective) for batch in batches]
-        self._blocks = LossChunks(head, targets, chunk_tokens, known=known).blocks_to_form
+        chunks = LossChunks(head, targets, chunk_tokens, known=known, parallel=parallel)
+        self._blocks, self._cross_entropy = chunks.blocks_to_form, chunks.cross_entropy
         self._known = [one.cpu().numpy() for one in known]
         wanted = ADVANTAGES if objective.advantages else EXAMPLE
         if not all(wanted in batch for batch in batches):
@@ -159,9 +163,7 @@ class RowLoss:
             yield value
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self._head(hidden)
-        flat = logits.float().view(-1, logits.shape[-1])
-        losses = cross_entropy(flat, targets.reshape(-1), ignore_index=IGNORED, reduction="none")
+        losses = self._cross_entropy(partial(self._head, hidden), targets, reduction="none")
         return -losses.view(targets.shape)
 
     def _batch(

@@ -24,7 +24,7 @@ from torch import Tensor
 from lema.backend import Backend
 from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
 from lema.config.settings import Change
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, listed
 from lema.lora.files import WEIGHTS, adapter_differences
 from lema.storage.manifest import check_manifest
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
@@ -81,11 +81,10 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
             tell_warning(f"{directory} is damaged and passed over: {fault}", say)
         else:
             return directory
-    listed = "".join(f"\n  - {fault}" for fault in faults)
     how = "copy one back from where it is whole, or begin a new run in another output_dir"
     how += "" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"
     where = str(found[-1].parent) if found else ""
-    raise AdapterError(f"no checkpoint is sound:{listed}", where=where, how=how)
+    raise AdapterError(f"no checkpoint is sound:{listed(faults)}", where=where, how=how)
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     left_open = [name for name in ("micro_batch_size", "loss_chunk_tokens") if getattr(config, name) is None]
     with suppress(AdapterError):  # which the trainer tells
         then = {} if checkpoint is None else settings_then(checkpoint)
-        return config.model_copy(update={name: then.get(name) for name in left_open})
+        return config.model_copy(update={name: then[name] for name in left_open if then.get(name) is not None})
     return config
 
 
@@ -158,8 +157,7 @@ def check_same_run(
     if any(one.name not in CLASSES for one in rows):
         refused += changed_settings(then, now, Change.DATA)
     if refused:
-        listed = "".join(f"\n  - {one}" for one in refused)
-        what = f"the run began with other settings or data (then -> now):{listed}"
+        what = f"the run began with other settings or data (then -> now):{listed([*map(str, refused)])}"
         how = "resume with those it began with, or begin a new run in another output_dir"
         raise ConfigError(what, where=str(checkpoint), how=how)
     return changed_settings(then, now, Change.SAID)

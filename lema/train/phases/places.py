@@ -19,7 +19,7 @@ from typing import Any
 
 from lema.backend import Replicas
 from lema.backend.group import first_alone
-from lema.errors import AdapterError, ConfigError, DiskError
+from lema.errors import AdapterError, ConfigError, DiskError, listed
 from lema.storage.atomic import replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.train.checkpoint.format import STATE, checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
@@ -297,14 +297,14 @@ def find_point(places: Places, say: Say) -> Start | None:
         try:
             checkpoint = newest_sound(found, say)
         except AdapterError as error:
-            faults += [f"\n  - {name}/{line.removeprefix('  - ')}" for line in error.what.splitlines()[1:]]
+            faults += [f"{name}/{line.removeprefix('  - ')}" for line in error.what.splitlines()[1:]]
         else:
             return _at(places, index, checkpoint, say)
         if index and _stands(places, index):
             tell_warning(f"phase {name} begins again: none of its checkpoints is sound", say)
             return _at(places, index, None, say)
     if faults:
-        what = f"no checkpoint of the run is sound:{''.join(faults)}"
+        what = f"no checkpoint of the run is sound:{listed(faults)}"
         how = "copy one back from where it is whole, or begin a new run in another output_dir"
         raise AdapterError(what, where=str(places.directory), how=how)
     return None

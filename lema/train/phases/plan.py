@@ -20,7 +20,7 @@ from lema.config.types import Count
 from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
 from lema.engine.schedules import factor_of
-from lema.errors import ConfigError
+from lema.errors import ConfigError, listed
 from lema.train.phases.phase import Phase, between_phases
 
 __all__ = ["Boundary", "PhasePlan", "TokenSteps", "steps_of"]
@@ -85,7 +85,7 @@ class PhasePlan(Settings):
     max_length: Count = 1024
     """Tokens of a row, padding included."""
     micro_batch_size: Count | None = None
-    """Most rows that a process computes at once; None: as many as it gets. Changes no number."""
+    """Most rows that a process computes at once; None: as many as it gets. Without dropout it changes no result."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the order of data, of adapters and of dropout."""
 
@@ -195,9 +195,8 @@ class PhasePlan(Settings):
     def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
         """Refuse to go on with another plan's `numbers`, found at `where`; the `ConfigError` names what differs."""
         if changed := self.differences(then, num_phases):
-            listed = "".join(f"\n  - {one}" for one in changed)
             how = "give the plan it was begun with, or begin again in another output_dir"
-            raise ConfigError(f"this was begun with another plan:{listed}", where=where, how=how)
+            raise ConfigError(f"this was begun with another plan:{listed(changed)}", where=where, how=how)
 
 
 _FORMAT = 3  # of the numbers; another one when what a setting means has changed

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from lema.config import LemaConfig
+from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.settings import Change
 from lema.errors import AdapterError
 from lema.storage.manifest import MANIFEST, write_manifest
-from lema.train.checkpoint.resume import CLASSES, changed_settings, newest_sound
+from lema.train.checkpoint.resume import CLASSES, as_begun, changed_settings, newest_sound
 
 ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
 
@@ -154,3 +155,11 @@ def test_what_differs_is_told_by_its_class_and_what_is_missing_counts_as_the_sam
     assert told[Change.DATA] == told[Change.ADAPTER] == []
     del then["seed"]
     assert changed_settings(then, now, Change.REFUSED) == []
+
+
+def test_going_on_says_no_more_of_the_settings_than_was_said(tmp_path: Path) -> None:
+    """A run that goes on has a card like that of the run that was not stopped, which lists what was given."""
+    config = LemaConfig(str(tmp_path / "model"), device="cpu")
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({"micro_batch_size": None, "loss_chunk_tokens": 64}))
+    given = {*config.model_fields_set, "loss_chunk_tokens"}
+    assert as_begun(config, tmp_path).model_fields_set == given

@@ -212,6 +212,8 @@ BAD = [
     (phase(rounding="stochastic"), "rounding", "nothing is", "set merge: true"),
     (phase(rounding="up"), "rounding", "one of 'nearest' or 'stochastic'", ""),
     (phase("lora", save="model"), "save", "ends with an adapter", "leave save out"),
+    (phase(learning_rate=1e300), "learning_rate", "must lie between", ""),
+    (phase(mixture=[{"name": "almanac", "rate": 10**30}]), "mixture[0].rate", "must lie between", ""),
     (phase(save="weights"), "save", "one of 'model' or 'delta'", ""),
 ]
 
