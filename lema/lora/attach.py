@@ -80,8 +80,9 @@ def lora_config(
     return config
 
 
-def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
-    """Return PEFT's config of the adapter that the settings ask for; `ConfigError`: they do not fit the model."""
+def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) -> LoraConfig:
+    """Return PEFT's config of the adapter that the settings ask for, of a model that `parts` processes hold together;
+    `ConfigError`: they do not fit the model."""
     name, layers = find_layers(model)
     chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
     indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
@@ -92,7 +93,8 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
         how = f"layers are counted from 0, to {len(layers) - 1}"
         raise ConfigError(what, where="lora_layers_to_transform", how=how)
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
-    if (config.tensor_parallel_size or 1) > 1:  # because modules that are divided have no adapters on their parameters
+    # Because modules that are divided have no adapters on their parameters, and a compiled layer breaks at each of them.
+    if parts > 1 or config.torch_compile:
         options["target_parameters"] = options["target_parameters"] or []
     options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
     return lora_config(

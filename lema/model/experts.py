@@ -6,7 +6,7 @@ Where PEFT puts that sum in the place of a stacked weight while a layer runs, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -33,9 +33,9 @@ def stacked_weights(module: nn.Module) -> list[str]:
     return [name for name, one in module.named_parameters(recurse=False) if marked and one.ndim == 3]
 
 
-def multiply_apart(layer: nn.Module) -> None:
-    """Have the weights of a layer's adapted experts multiply apart from their adapters, wherever it runs."""
-    for part in layer.modules():
+def multiply_apart(model: nn.Module) -> None:
+    """Have the weights of a model's adapted experts, or a layer's, multiply apart from their adapters from here on."""
+    for part in model.modules():
         if type(part) is ParamWrapper and part.parameter_name in stacked_weights(part.get_base_layer()):
             part.__class__ = Apart
 
@@ -76,17 +76,17 @@ class LowRankSum:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
-        if name not in PRODUCTS:
+        if not _multiplies(name, args, kwargs):
             formed: Any = tree_map(lambda one: one.formed() if isinstance(one, cls) else one, (args, kwargs))
             return func(*formed[0], **formed[1])
         one, other, *rest = args
         if isinstance(one, cls):
-            return func(one.weight, other) + func(one.left, func(one.right, other) * one.scaling)
-        whole = func(one, other.weight, *rest, **kwargs)
+            return func(one.weight, other).add_(func(one.left, func(one.right, other) * one.scaling))
+        whole = func(one, other.weight, *rest, **kwargs)  # added to in place, because no backward needs a product
         if name == "linear":  # its matrix is transposed, and its bias is added once
-            return whole + func(func(one, other.right) * other.scaling, other.left)
+            return whole.add_(func(func(one, other.right) * other.scaling, other.left))
         small = func(one, other.left, *rest, **kwargs) * other.scaling
-        return whole + func(small, other.right, *rest, **kwargs)
+        return whole.add_(func(small, other.right, *rest, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weight if name in SAID_OF_THE_WEIGHT else self.formed(), name)
@@ -94,15 +94,23 @@ class LowRankSum:
     def __getitem__(self, index: Any) -> LowRankSum:
         return LowRankSum(self.weight[index], self.left[index], self.right[index], self.scaling)
 
-    def transpose(self, *dims: int) -> LowRankSum | Tensor:
+    def transpose(self, dim0: int, dim1: int) -> LowRankSum | Tensor:
         """Return the sum with two dimensions exchanged; of the last two, `(W + L R)' = W' + R' L'`."""
-        if {dim % self.ndim for dim in dims} != {self.ndim - 2, self.ndim - 1}:
-            return self.formed().transpose(*dims)
+        if {dim0 % self.ndim, dim1 % self.ndim} != {self.ndim - 2, self.ndim - 1}:
+            return self.formed().transpose(dim0, dim1)
         return LowRankSum(self.weight.transpose(-2, -1), self.right.mT, self.left.mT, self.scaling)
 
     def formed(self) -> Tensor:
         """Return the sum as a tensor."""
         return torch.add(self.weight, self.left @ self.right, alpha=self.scaling)
+
+
+def _multiplies(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is a product of matrices, of which nothing else is asked than groups or, of a linear, a bias."""
+    asked = {key for key, value in kwargs.items() if value is not None} - {"offs"}
+    if name not in PRODUCTS or len(args) < 2 or min(one.ndim for one in args[:2]) < 2:
+        return False
+    return asked <= {"bias"} and not isinstance(args[0], LowRankSum) if name == "linear" else not asked
 
 
 @cache

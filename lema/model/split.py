@@ -69,8 +69,7 @@ class Split:
         # The number of what the head is given, in training and in evaluation: some models do other things then.
         self._cut: dict[bool, int] = {}
         self._to_compile = compiled
-        self._compiled: CompiledLayers | None = None
-        self.adapters_changed()
+        self._forget_layers()
         form_no_frozen_gradients()
 
     @property
@@ -335,13 +334,17 @@ class Split:
         return self._names[index].renamed(weights)
 
     def adapters_changed(self) -> None:
-        """Forget the layers' names and compiled forms, because adapters were attached or taken off."""
+        """Forget the layers' names and compiled forms, because adapters were attached or taken off. Those of experts
+        multiply apart from here on, also for whoever makes another `Split` of this model."""
+        self._forget_layers()
+        if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
+            multiply_apart(self.layers)
+
+    def _forget_layers(self) -> None:
         self._names: dict[int, LayerNames] = {}
-        self._compiled = None
+        self._compiled: CompiledLayers | None = None
         for layer in self.layers:
             capture.without_casts(layer)
-            if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
-                multiply_apart(layer)
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """Return the context in which weights of this model's dtype compute, or those of another."""

@@ -151,7 +151,7 @@ class LemaModel:
         model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
         if overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"}):
             check_base(path, model.gbi)
-        model.attach_lora(saved or configured_lora(model.skeleton, config))
+        model.attach_lora(saved or configured_lora(model.skeleton, config, model.backend.parallel.size))
         assert model.lora_manager is not None
         load_weights(model.lora_manager, path, model.split.layers_name, model.backend.parallel)
         return model
@@ -162,7 +162,7 @@ class LemaModel:
         if (begun := self.config.adapter_name_or_path) is not None:
             self.begin_with_adapter(resolve_model(begun), dropout=self.config.lora_dropout)
             return
-        lora = configured_lora(self.skeleton, self.config)
+        lora = configured_lora(self.skeleton, self.config, self.backend.parallel.size)
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton, lora)
         self.attach_lora(lora, seed=self.config.seed)

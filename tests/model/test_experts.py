@@ -177,7 +177,9 @@ def factors() -> tuple[Tensor, LowRankSum]:
         lambda weight: torch.ones(4, 3, 6) @ weight,
         lambda weight: torch.bmm(weight, torch.ones(4, 5, 3)),
         lambda weight: torch.nn.functional.linear(torch.ones(3, 5), weight[2], torch.ones(6)),
+        lambda weight: torch.nn.functional.linear(torch.ones(3, 5), weight[2], bias=torch.ones(6)),
         lambda weight: torch.ones(3, 5) @ weight[1].transpose(0, 1),
+        lambda weight: torch.ones(3, 5) @ weight[1].transpose(dim0=-1, dim1=0),
         lambda weight: torch.bmm(torch.ones(2, 3, 5), weight[torch.tensor([3, 0])].transpose(-1, -2)),
     ],
 )
@@ -197,6 +199,12 @@ def test_a_sum_multiplies_as_the_tensor_does_and_is_not_formed(
         lambda weight: torch.einsum("eoi->o", weight),
         lambda weight: torch.cat([weight, weight]),
         lambda weight: weight @ torch.ones(5),
+        lambda weight: torch.matmul(weight, torch.ones(5)),
+        lambda weight: torch.matmul(torch.ones(6), weight),
+        lambda weight: torch.mm(torch.ones(3, 6), weight[0], out=torch.empty(3, 5)),
+        lambda weight: torch.nn.functional.linear(weight[1], torch.ones(7, 5)),
+        lambda weight: torch.nn.functional.linear(torch.ones(3, 5), weight=weight[1], bias=torch.ones(6)),
+        lambda weight: [one.sum() for one in weight],
     ],
 )
 def test_whatever_else_is_asked_of_it_is_answered_by_the_sum(use: Any, factors: tuple[Tensor, LowRankSum]) -> None:
