@@ -126,12 +126,16 @@ def compare_experts(directory: Path, number: int, rounds: int) -> None:
             trainer.accumulate(batches)
             seconds.setdefault(name, []).append(time.process_time() - start)
     base, first = counted["experts not adapted"], seconds["experts not adapted"]
+    demand, slots = model.opened.demand(), model.allocation.slots
+    weights = slots * max(layer.slot_bytes for layer in demand.layers) + demand.outside_bytes
+    print(f"{slots} slots, embeddings and head: {weights / 1e6:.1f} MB")
     for name, model in models.items():
         ratio = statistics.median(mine / theirs for mine, theirs in zip(seconds[name], first, strict=True))
         own, adapters = counted[name], 4 * model.num_adapter_parameters
         print(
             f"{name:20} adapters {adapters / 1e6:6.1f} MB   made at most {own.peak / 1e6:7.1f} MB, x "
-            f"{own.peak / base.peak:.2f}   CPU seconds x {ratio:.2f}"
+            f"{own.peak / base.peak:.2f}, with those weights x {(weights + own.peak) / (weights + base.peak):.2f}   "
+            f"CPU seconds x {ratio:.2f}"
         )
         model.close()
 

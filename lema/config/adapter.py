@@ -49,8 +49,9 @@ class AdapterSettings(Settings):
     """Names of modules to train whole and save beside the adapter, such as the embeddings or the head."""
     lora_use_dora: OfAdapter[bool] = False
     """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
-    lora_target_parameters: OfAdapter[types.NameList | None] = None
-    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts."""
+    lora_target_parameters: OfAdapter[types.Several | None] = None
+    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts; []: none;
+    None: those of experts, if lora_target_modules is None."""
     lora_trainable_token_indices: OfAdapter[types.TokenIndices | None] = None
     """Rows of the embeddings to train: token ids, or the name of an embedding to its rows."""
     lora_ensure_weight_tying: OfAdapter[bool] = False

@@ -66,7 +66,8 @@ def lora_config(
     # setting, and in an expression, because a list of it would have to name each linear.
     every, towers = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR, find_towers(model)
     if targets is None and config.target_parameters is None:
-        config.target_parameters = default_parameters(model, config) or None
+        config.target_parameters = default_parameters(model, config)
+    config.target_parameters = config.target_parameters or None
     inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
     if any(every or check_target_module_exists(config, name) for name in inside):
         before = config.exclude_modules or ()
@@ -93,8 +94,7 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
         how = f"layers are counted from 0, to {len(layers) - 1}"
         raise ConfigError(what, where="lora_layers_to_transform", how=how)
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
-    # Because modules that are divided have no adapters on their parameters, and a compiled layer breaks at each of them.
-    if parts > 1 or config.torch_compile:
+    if parts > 1 or config.torch_compile:  # because divided modules take no such adapters, and compilers break at them
         options["target_parameters"] = options["target_parameters"] or []
     options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
     return lora_config(

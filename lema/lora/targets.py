@@ -45,14 +45,16 @@ def default_parameters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return _ends(wanted, [name for name, _ in model.named_parameters(remove_duplicate=False)], size=2)
 
 
-def warn_of_left_out(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Warn of what a default adapter leaves out: linears that PEFT does not adapt in this model, and experts."""
+def warn_of_left_out(model: PreTrainedModel, config: LoraConfig, *, experts: bool = True) -> None:
+    """Warn of what a default adapter leaves out: linears that PEFT does not adapt in this model, and `experts`."""
     if left_out := ", ".join(end for end in _adaptable(model) if not _peft_adapts(model, end)):
         what = f"PEFT does not adapt these linear modules of {type(model).__name__}, so they stay as they are"
         warnings.warn(f"{what}: {left_out}", stacklevel=3)
     ends = tuple(f".{end}" for end in config.target_parameters or ())
-    experts = {".".join(name.split(".")[-2:]) for name, _ in _experts(model, config) if not name.endswith(ends)}
-    if left_out := ", ".join(sorted(experts)):
+    left = {
+        ".".join(name.split(".")[-2:]) for name, _ in _experts(model, config) if experts and not name.endswith(ends)
+    }
+    if left_out := ", ".join(sorted(left)):
         what = "weights of experts that are not adapted by default, or not with these settings"
         warnings.warn(f"{what}, unless lora_target_parameters names them: {left_out}", stacklevel=3)
 

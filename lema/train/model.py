@@ -164,7 +164,7 @@ class LemaModel:
             return
         lora = configured_lora(self.skeleton, self.config, self.backend.parallel.size)
         if self.config.lora_target_modules is None:
-            warn_of_left_out(self.skeleton, lora)
+            warn_of_left_out(self.skeleton, lora, experts=self.config.lora_target_parameters is None)
         self.attach_lora(lora, seed=self.config.seed)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:

@@ -45,6 +45,17 @@ LEFT_OUT = {
     "deepseek_v3": {"down_proj", "gate_proj", "up_proj"},
 }
 
+HINDERED = {
+    "lora_dropout": 0.1,
+    "lora_use_dora": True,
+    "lora_lora_bias": True,
+    "lora_init": "orthogonal",
+    "torch_compile": True,
+    "lora_target_parameters": [],
+    "lora_exclude_modules": ["experts"],
+    "lora_target_modules": ["q_proj"],
+}
+
 
 @contextmanager
 def unwarned() -> Iterator[None]:
@@ -172,6 +183,22 @@ def test_linears_that_peft_does_not_adapt_are_told_of(model_type: str) -> None:
 def test_where_peft_adapts_everything_nothing_is_told() -> None:
     for model_type in ("llama", "mixtral", "granitemoe"):
         warn_of_left_out(model := skeleton(model_type), default_adapter(model))
+
+
+def test_experts_are_adapted_by_default_unless_something_hinders_it() -> None:
+    model, both = skeleton("mixtral"), ["experts.down_proj", "experts.gate_up_proj"]
+    assert default_adapter(model).target_parameters == both
+    assert default_adapter(model, lora_layers_to_transform=[1]).target_parameters == [
+        f"model.layers.1.mlp.{end}" for end in both
+    ]
+    assert default_adapter(model, lora_target_parameters=both[:1]).target_parameters == both[:1]
+    for name, value in HINDERED.items():
+        assert default_adapter(model, **{name: value}).target_parameters is None, name
+    divided = configured_lora(model, LemaConfig("-"), 2)  # among two processes
+    assert divided.target_parameters is None
+    with pytest.warns(UserWarning, match="not adapted by default, or not with these settings.*: experts.down_proj, "):
+        warn_of_left_out(model, divided)
+    warn_of_left_out(model, divided, experts=False)
 
 
 @pytest.mark.exhaustive

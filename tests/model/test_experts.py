@@ -16,8 +16,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 from transformers.integrations import moe
 
+import lema
 from lema import LemaModel
-from lema.model.experts import LowRankSum, multiply_apart
+from lema.model.experts import Apart, LowRankSum, multiply_apart
+from lema.plan.blueprint import draw_up
+from lema.plan.planner import opened_planner
 
 NUM_EXPERTS = 16
 SIZES = {
@@ -40,12 +43,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "gpt_oss": GptOssConfig(**SIZES, num_local_experts=NUM_EXPERTS, intermediate_size=24),
 }
-ADAPTED: dict[str, Any] = {"lora_exclude_modules": None}  # the default
+ADAPTED: dict[str, Any] = {"lora_target_parameters": None}  # the default
 pytestmark = pytest.mark.filterwarnings(
     "ignore:PEFT does not adapt these linear modules",
     "ignore:.*_pattern keys",
     "ignore:.*is_gradient_checkpointing.*",
 )
+
+
+def shallow(kind: str) -> PreTrainedConfig:
+    """A model of two layers, for what depth says nothing of."""
+    return type(CONFIGS[kind]).from_dict({**CONFIGS[kind].to_dict(), "num_hidden_layers": 2, "layer_types": None})
 
 
 class Made(TorchDispatchMode):
@@ -80,7 +88,7 @@ def made_like_experts(model: LemaModel) -> set[tuple[int, ...]]:
     return made.shapes & (weights | {(experts, columns, rows) for experts, rows, columns in weights})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.covered(1)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_step_is_pefts_but_for_the_order_of_additions(kind: str, tmp_path: Path) -> None:
     """With the default targets: what PEFT trains by `target_parameters` is among them. An odd rank, and recomputed."""
@@ -92,6 +100,7 @@ def test_a_step_is_pefts_but_for_the_order_of_additions(kind: str, tmp_path: Pat
     assert max(found.gradients[name] for name in experts) > 0  # or PEFT's own way was taken
 
 
+@pytest.mark.covered(1)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_in_float64_nothing_is_left_of_the_difference(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On PEFT's own model, in both ways, in each of the implementations of experts that `transformers` has."""
@@ -123,7 +132,7 @@ def test_so_is_one_that_keeps_its_graph_with_ranks_that_differ(tmp_path: Path) -
 
 
 def test_nothing_as_large_as_the_experts_is_made(tmp_path: Path) -> None:
-    directory = write_model(CONFIGS["mixtral"], tmp_path)
+    directory = write_model(shallow("mixtral"), tmp_path)
     with opened(directory, **ADAPTED) as model:
         assert not made_like_experts(model)
     with opened(directory, **ADAPTED) as model:
@@ -136,7 +145,7 @@ def test_no_frozen_expert_gets_a_gradient_where_torch_has_no_grouped_product(
     adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = None
-    directory = write_model(CONFIGS["gpt_oss"], tmp_path)
+    directory = write_model(shallow("gpt_oss"), tmp_path)
     for grouped in (True, False):
         monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_, grouped=grouped: grouped)
         with opened(directory, **ADAPTED if adapted else {}) as model:
@@ -159,8 +168,49 @@ def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(directory).eval()
     assert torch.equal(bare, whole_logits(base, ids))
     whole = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    torch.testing.assert_close(said, whole_logits(whole, ids), rtol=1e-5, atol=1e-6)
+    assert difference(said, whole_logits(whole, ids)) <= 1e-6
     assert not torch.allclose(said, bare, atol=1e-3)
+
+
+def test_several_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    directory, ids = write_model(CONFIGS["mixtral"], tmp_path), micro_batches()[0]["input_ids"]
+    config = LoraConfig(r=3, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    config.task_type = "CAUSAL_LM"
+    streamed = lema.streamed(directory, config, device="cpu")
+    whole = get_peft_model(AutoModelForCausalLM.from_pretrained(directory), config)
+    for model in (streamed, whole):
+        draw_b(model.eval())
+        model.add_adapter("second", config)
+        model.set_adapter("second")
+        draw_b(model)
+    whole.load_state_dict({name: one for name, one in streamed.state_dict().items() if "lora_" in name}, strict=False)
+    found = []
+    for active in ("second", "default", ["default", "second"]):
+        for model in (streamed, whole):
+            model.base_model.set_adapter(active)
+        with torch.no_grad():
+            found.append(streamed(input_ids=ids).logits)
+            assert difference(found[-1], whole(input_ids=ids).logits) <= 2e-6
+    assert not any(torch.equal(found[0], other) for other in found[1:])
+    for model in (streamed, whole):
+        model.delete_adapter("second")
+        model.base_model.set_adapter("default")
+    with torch.no_grad():
+        assert torch.equal(streamed(input_ids=ids).logits, found[1])
+    streamed.close()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_plan_looks_at_a_model_as_it_runs(compiled: bool, tmp_path: Path) -> None:
+    """Compiled layers are PEFT's, though others would be; what a plan of the same settings draws up is as they are."""
+    named = {"lora_target_modules": ["q_proj"], "lora_target_parameters": ["experts.down_proj"]}
+    with opened(write_model(shallow("mixtral"), tmp_path), torch_compile=compiled, **named) as model:
+        demand = model.opened.demand()
+        drawn = draw_up(model.config)
+        for one in (model.skeleton, drawn.model):
+            kinds = {type(part) for part in one.modules() if isinstance(part, ParamWrapper)}
+            assert kinds == {ParamWrapper if compiled else Apart}
+        assert opened_planner(model.config, drawn, model.backend).demand().layers == demand.layers
 
 
 @pytest.fixture(scope="module")

@@ -142,10 +142,9 @@ def write_model(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = 
 def opened(directory: Path, **changes: Any) -> Iterator[LemaModel]:
     """Open a model for streaming with an adapter on every linear, in training mode. Stacked experts have none unless
     `changes` say so, because products with adapted ones round in another way than PEFT's."""
-    settings = {"lora_rank": 2, "lora_alpha": 4, "seed": SEED, "gradient_checkpointing": True, "save_steps": 0}
-    if "expert" in (directory / "config.json").read_text():
-        settings["lora_exclude_modules"] = ["experts"]
-    config = LemaConfig(str(directory), device="cpu", device_memory=None, **settings | changes)
+    drawn = {"lora_rank": 2, "lora_alpha": 4, "seed": SEED, "lora_target_parameters": []}
+    settings = drawn | {"gradient_checkpointing": True, "save_steps": 0} | changes
+    config = LemaConfig(str(directory), device="cpu", device_memory=None, **settings)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         model.initialize_lora()

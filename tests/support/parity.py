@@ -17,7 +17,6 @@ from lema_cpu import CpuBackend
 SEED = 7  # of the adapters
 DRAWS = 11  # of dropout
 RANK, ALPHA = 4, 8
-NAMED = {"lora_target_modules", "lora_target_parameters"}
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,10 @@ def streamed_model(
 ) -> Iterator[LemaModel]:
     """Open the model for streaming, with a fresh adapter, in training mode; `spent` says what memory is spent on.
 
-    Experts are adapted where `settings` name targets, because products with adapted ones round otherwise than PEFT's.
+    Experts are adapted where `settings` name them, because products with adapted ones round otherwise than PEFT's.
     """
     streams = {"device_memory": None, "gradient_checkpointing": False}  # every layer, though there is room for all
-    drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED}
-    if "expert" in (checkpoint.published / "config.json").read_text() and not NAMED & settings.keys():
-        settings["lora_exclude_modules"] = ["experts"]
+    drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED, "lora_target_parameters": []}
     settings = {"device": "cpu", "save_steps": 0} | drawn | streams | settings
     model = LemaModel(LemaConfig(str(checkpoint.streamed), **settings), backend=CpuBackend(poison=poison))
     try:
