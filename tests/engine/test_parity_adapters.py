@@ -98,8 +98,9 @@ def by_peft(checkpoint: Checkpoint, options: dict[str, Any], **given: Any) -> Pe
 
 def within(name: str, options: dict[str, Any]) -> float:
     """How far a step may be from PEFT's: stacked experts multiply apart from their adapters, and round otherwise."""
-    experts = options["target_modules"] == "all-linear" or any("experts" in one for one in options["target_parameters"])
-    return 5e-6 if name == "mixtral" and experts else 0.0  # of a gradient by itself, eight layers deep
+    experts = any("experts" in one for one in options.get("target_parameters") or ())
+    experts |= name == "mixtral" and options["target_modules"] == "all-linear"
+    return 5e-6 if experts else 0.0  # of a gradient by itself, eight layers deep
 
 
 def as_settings(options: dict[str, Any]) -> dict[str, Any]:

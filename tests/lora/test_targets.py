@@ -189,7 +189,7 @@ def test_experts_are_adapted_by_default_unless_something_hinders_it() -> None:
     model, both = skeleton("mixtral"), ["experts.down_proj", "experts.gate_up_proj"]
     assert default_adapter(model).target_parameters == both
     assert default_adapter(model, lora_layers_to_transform=[1]).target_parameters == [
-        f"model.layers.1.mlp.{end}" for end in both
+        f"layers.1.mlp.{end}" for end in both
     ]
     assert default_adapter(model, lora_target_parameters=both[:1]).target_parameters == both[:1]
     for name, value in HINDERED.items():
