@@ -131,7 +131,7 @@ def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, case: Ca
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["all-linear, transposed", "ranks and alphas", "a router"])
 def test_so_is_a_step_over_half_precision_weights(checkpoint_of: CheckpointOf, key: str) -> None:
-    """Experts are not among them: PEFT rounds their sums to bf16, by which routers choose others."""
+    """Experts are not among them, because products with their adapters are not bitwise PEFT's in any type."""
     name, options = CASES[key]
     checkpoint, batches = checkpoint_of(name, dtype="bfloat16"), micro_batches(2, padding=True)
     whole = by_peft(checkpoint, options, dtype=torch.bfloat16)
