@@ -139,7 +139,7 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
     then, now = _facts(saved), _facts(cast(LoraConfig, model.peft_config["default"]))
     names = [name for name in then if name not in ("lora_dropout", "lora_init")]
     differing = [name for name in names if not _same(name, now[name], then[name])]
-    none = {"lora_target_parameters": []}  # which says that there are none; None would say: the default
+    none: dict[str, Any] = {"lora_target_parameters": []}  # which says that there are none; None would say: the default
     return [(name, none.get(name) if then[name] is None else then[name], now[name]) for name in differing]
 
 

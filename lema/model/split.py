@@ -69,6 +69,8 @@ class Split:
         # The number of what the head is given, in training and in evaluation: some models do other things then.
         self._cut: dict[bool, int] = {}
         self._to_compile = compiled
+        self._names: dict[int, LayerNames] = {}
+        self._compiled: CompiledLayers | None = None
         self._forget_layers()
         form_no_frozen_gradients()
 
@@ -341,8 +343,8 @@ class Split:
             multiply_apart(self.layers)
 
     def _forget_layers(self) -> None:
-        self._names: dict[int, LayerNames] = {}
-        self._compiled: CompiledLayers | None = None
+        self._names.clear()
+        self._compiled = None
         for layer in self.layers:
             capture.without_casts(layer)
 
