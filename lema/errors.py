@@ -1,4 +1,4 @@
-"""Every error a user can meet: what went wrong, where, and how to mend it.
+"""Every error a user can meet: what went wrong, where, and how to fix it.
 
 One tree, rooted in `LemaError`. Each class carries the exit code the command line ends with, so a script can tell a
 mistyped config from a full disk without reading the message.
@@ -39,7 +39,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class LemaError(Exception):
-    """What went wrong, where (file, key, line, layer), and how to mend it.
+    """What went wrong, where (file, key, line, layer), and how to fix it.
 
     Args:
         what: one sentence saying what is wrong.
@@ -65,7 +65,7 @@ class LemaError(Exception):
         if self.where:
             lines.append(f"  where: {self.where}")
         if self.how:
-            lines.append(f"  mend:  {self.how}")
+            lines.append(f"  {'next:' if isinstance(self, Stopped) else 'fix: '}  {self.how}")
         return "\n".join(lines)
 
 

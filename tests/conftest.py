@@ -90,8 +90,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest modules, and take a few cases of tests that have too many.
 
-    Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow. Slow
-    tests that say nothing of their own have few cases as well, the others being exhaustive.
+    Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow, and
+    exhaustive where it is not `covered` as well. Slow tests that say nothing of their own have one case.
     """
     place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
@@ -100,7 +100,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     unsaid = [item for item in items if not any(map(item.get_closest_marker, ("covered", "whole", "exhaustive")))]
     unsaid = [item for item in unsaid if item.get_closest_marker("slow") is not None]
     for item in unsaid:
-        item.add_marker(pytest.mark.covered(SLOW_CASES))
+        sampled = item.get_closest_marker("sampled") is not None
+        item.add_marker(pytest.mark.exhaustive if sampled else pytest.mark.covered(SLOW_CASES))
     leave_out(unsaid, "covered", pytest.mark.exhaustive)
 
 

@@ -76,7 +76,7 @@ class HostMemory:
             raise MemoryLimitError(what, where="page_locked: true", how=f"{HOW}, or set page_locked: false")
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{what}; copies to and from the device will be slower; to mend it, {HOW}", stacklevel=4)
+            warnings.warn(f"{what}; copies to and from the device will be slower; to fix it, {HOW}", stacklevel=4)
 
 
 def _limit() -> str:

@@ -1,4 +1,4 @@
-"""Findings of the doctor: one thing that was looked at, how it stands, in one sentence, and how to mend it.
+"""Findings of the doctor: one thing that was looked at, how it stands, in one sentence, and how to fix it.
 
 A backend returns findings about its own device. `known_bad` and `stubs` make findings of two kinds of tables: versions
 that are known not to work together, and packages that only look like the one they are named after. They compare the
@@ -46,7 +46,7 @@ class Finding:
     name: str  # what was looked at; `section.name` is the same on every machine
     level: Level  # how it stands
     what: str  # one sentence
-    how: str = ""  # how to mend it; empty where nothing needs mending
+    how: str = ""  # how to fix it; empty where nothing has to be fixed
     source: str = ""  # where that is published; empty where it was seen here
     # what was measured: name, with its unit where it has one -> plain value; bytes and bytes per second are numbers
     facts: Mapping[str, Fact] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Pair:
     other: str  # such as `"b<1.5"`
     level: Level  # how bad it is
     what: str  # what goes wrong, as the end of a sentence that begins with the two packages
-    how: str  # how to mend it
+    how: str  # how to fix it
     source: str  # where it is published
 
 
@@ -82,7 +82,7 @@ class Stub:
     module: str  # that it installs
     mark: str  # what the module says of itself
     what: str  # what it is, as the end of a sentence that begins with the package
-    how: str  # how to mend it
+    how: str  # how to fix it
     source: str  # where it is published
 
 

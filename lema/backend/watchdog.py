@@ -113,7 +113,7 @@ class Watchdog:
         how = "it is waited for; look at the disk, the device and the other processes, or end it and use --resume"
         if over:
             how = "the process ends (hang_timeout); start it again with --resume"
-        return f"nothing has moved for {idle:.0f} seconds\n  where: {where}\n  mend:  {how}"
+        return f"nothing has moved for {idle:.0f} seconds\n  where: {where}\n  fix:   {how}"
 
 
 def write_stacks(words: str, directory: Path | None = None, out: TextIO | None = None) -> Path | None:

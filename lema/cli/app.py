@@ -86,7 +86,7 @@ def train(
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="PATH", help="Of phases: go on from this checkpoint, or begin adapters on this model."
+            "--from", metavar="PATH", help="Phases: go on from this checkpoint, or begin adapters on this model."
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole plan, not a sentence of it.")] = False,
@@ -138,7 +138,7 @@ def plan(
     profile: Annotated[
         str | None, typer.Option(help="A machine to plan for (t4, 4090, h200, trn1, cpu); else this one is measured.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Of an hour, to price an epoch.")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Price of a machine-hour, to price an epoch.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time against tokens per step.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show every part, not sums alone.")] = False,

@@ -55,9 +55,9 @@ def merge(
     out: Annotated[Path, typer.Argument(help="Directory for the merged model.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
     rounding: Annotated[
-        str, typer.Option(metavar="nearest|stochastic", help="Of an adapter's sums; stochastic keeps small changes.")
+        str, typer.Option(metavar="nearest|stochastic", help="How merged weights are rounded.")
     ] = "nearest",
-    seed: Annotated[int, typer.Option(min=0, help="Of stochastic rounding.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of stochastic rounding.")] = 0,
     base: Annotated[str | None, typer.Option(metavar="DIR", help="Where a delta's base is now.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:

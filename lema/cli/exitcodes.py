@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
-from lema.errors import ConfigError, DiskError, LemaError, MemoryLimitError, is_out_of_memory
+from lema.errors import ConfigError, DiskError, LemaError, MemoryLimitError, Stopped, is_out_of_memory
 
 __all__ = ["run"]
 
@@ -24,7 +24,7 @@ def run(commands: typer.Typer, arguments: Sequence[str]) -> int:
         if debug:
             raise
         failure = _as_lema_error(error)
-        typer.echo(f"error: {failure}", err=True)
+        typer.echo(f"{failure}" if isinstance(failure, Stopped) else f"error: {failure}", err=True)
         return failure.exit_code
     return 0
 

@@ -53,7 +53,7 @@ def generate(
         float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
     ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens come again less often.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn; by default that of the settings.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of what is drawn; by default the settings'.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put texts through the chat template, as the user's.")] = False,
     kv: Annotated[str, typer.Option(metavar="device|host", help="Where keys and values wait.")] = "device",

@@ -66,7 +66,7 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes seconds: timing disk and link.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to mend what is not."""
+    """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to fix what is not."""
     from rich.console import Console
 
     from lema.cli.doctor.report import examine, show_report

@@ -31,7 +31,7 @@ __all__ = ["draw", "json_text", "markdown", "rows", "show_models", "show_plan", 
 
 
 PARTS = DEVICE_PARTS | {
-    "ring": "layers passing through",
+    "ring": "buffers that layers are read into",
     "cached": "layers kept from the disk",
     "masters": "weights in fp32",
     "moments": "optimizer state",
@@ -56,11 +56,11 @@ def rows(plan: Plan) -> Iterator[Row]:
     )
     yield from _step(plan)
     if plan.room.crossover is not None:
-        yield "room", "tokens per step above which reading is hidden", human_count(plan.room.crossover)
-    yield "room", "largest micro_batch_size", str(plan.room.largest_micro_batch)
-    yield "room", "most tokens per step", human_count(plan.room.largest_step)
-    yield "room", "1 GB more on the device saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
-    yield "room", "1 GB more in host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
+        yield "limits", "tokens per step above which reading costs no time", human_count(plan.room.crossover)
+    yield "limits", "largest micro_batch_size", str(plan.room.largest_micro_batch)
+    yield "limits", "most tokens per step", human_count(plan.room.largest_step)
+    yield "limits", "1 GB more on the device saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
+    yield "limits", "1 GB more in host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
     machine = plan.machine
     yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
     yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
@@ -102,7 +102,7 @@ def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> It
 
 def _step(plan: Plan) -> Iterator[Row]:
     step, allocation = plan.step, plan.allocation
-    waiting = ("inputs of layers wait", allocation.boundaries)
+    waiting = ("layers' inputs wait", allocation.boundaries)
     if allocation.saved_on != "device":
         waiting = ("activations wait", allocation.saved_on)
     told = {

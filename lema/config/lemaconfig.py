@@ -193,7 +193,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     hang_timeout: Silent[Annotated[float, Field(gt=0)] | None] = None
     """Seconds without a move after which the process ends; None: the stacks of its threads are written, no more."""
     objective: Refused[ObjectiveName] = "sft"
-    """What is learnt: `sft`, the tokens of rows; from pairs of a `chosen` and a `rejected` row `dpo`, `ipo`, `orpo` or
+    """What is trained on: `sft`, tokens of rows; from pairs of a `chosen` and a `rejected` row `dpo`, `ipo`, `orpo` or
     `simpo`; from rows with a `label`, or from pairs, `kto`. The reference is the model without adapters."""
     loss_type: Said[types.Name | None] = None
     """A form of its loss, by TRL's name. sft: nll or dft; dpo: sigmoid, hinge, robust, ...; kto: kto or
@@ -203,7 +203,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     label_smoothing: Said[Annotated[float, Field(ge=0, lt=0.5)] | None] = None
     """Chance that a pair is the wrong way round: of simpo, and of dpo's robust and exo_pair; None: 0."""
     label_smoothing_factor: Said[Annotated[float, Field(ge=0, lt=1)]] = 0.0
-    """Of sft: each token is learnt by 1 less this, and this is spread over the vocabulary; `eval_loss` has it too."""
+    """Of sft: each target is 1 less this, which is spread over the vocabulary; `eval_loss` has it too."""
     router_aux_loss_coef: Said[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the routers' load-balancing loss beside that of sft; None: as config.json has it, with
     output_router_logits, else 0."""

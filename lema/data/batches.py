@@ -93,7 +93,7 @@ def collate(
 ) -> Batch:
     """Rows side by side, padded on the right to the longest of them, or to `length`; `untrained`: none of them need
     train anything. Padding carries label -100 and attention 0, so which token stands there changes nothing.
-    `DataError`: no rows, a row without tokens, labels of another length, or no token to learn in the whole batch."""
+    `DataError`: no rows, a row without tokens, labels of another length, or no token to train on in the whole batch."""
     lengths = [len(row["input_ids"]) for row in rows]
     if not rows or min(lengths) == 0:
         raise DataError("a batch needs rows, and a row needs tokens", where="collate")
@@ -107,7 +107,7 @@ def collate(
         labels[place, :size] = torch.as_tensor(row["labels"], dtype=torch.long)
     if not untrained and not bool((labels[:, 1:] != IGNORED).any()):
         how = "every label after the first is -100: its loss would be the mean of nothing"
-        raise DataError("a batch has no token to learn", where="collate", how=how)
+        raise DataError("a batch has no token to train on", where="collate", how=how)
     if "position_ids" in rows[0]:
         # No mask, because it would hide which row a token is of. At padding they are 0: each token is a row.
         positions = [pad(torch.as_tensor(row["position_ids"]), (0, shape[1] - len(row["labels"]))) for row in rows]

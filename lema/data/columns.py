@@ -88,7 +88,7 @@ def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
         how = "set objective: dpo, or rename 'chosen' to learn it alone"
         raise row.broken("the row prefers 'chosen' to 'rejected', and objective: sft compares nothing", how=how)
     if present.issuperset(("completion", "label")):
-        how = "set objective: kto, or remove the column and the rows whose completions are not to be learnt"
+        how = "set objective: kto, or remove the column and the rows whose completions are not to be trained on"
         raise row.broken("'label' says which completions are good, and objective: sft would learn all", how=how)
     for kind in KINDS:
         if present.issuperset(kind) and named.issubset(kind):
@@ -141,7 +141,7 @@ def _tokens(row: Row, *, labelled: bool) -> Tokens:
     ids = _ints(row, "input_ids")
     labels = _ints(row, "labels") if labelled else list(ids)
     if len(labels) != len(ids):
-        how = "give one label per token, -100 where nothing is learnt"
+        how = "give one label per token, -100 for tokens not to train on"
         raise row.broken(f"{len(ids)} input_ids but {len(labels)} labels", how=how)
     if row.values.get("attention_mask") is None:
         return Tokens(ids, labels)

@@ -40,7 +40,7 @@ class Forms:
         if missing := [theirs for theirs in wanted.values() if theirs not in row.values]:
             found = ", ".join(sorted(map(str, row.values)))
             what = f"the settings name the column {missing[0]!r}, and the row has {found or 'none'}"
-            raise row.broken(what, how="mend `columns`, which holds our names and the data's: {prompt: question}")
+            raise row.broken(what, how="correct `columns`, which holds our names and the data's: {prompt: question}")
         taken = set(wanted.values()) | set(wanted)
         values = {name: value for name, value in row.values.items() if name not in taken}
         return Row(values | {ours: row.values[theirs] for ours, theirs in wanted.items()}, row.source, row.line)

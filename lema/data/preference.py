@@ -282,7 +282,7 @@ def _tokenized(
     start = min(num_alike(before, ids) for ids in wholes)
     for ids in wholes:
         if len(ids) <= max(start, 1):
-            raise row.broken("a completion has no token to learn", how="remove the row, or fill it")
+            raise row.broken("a completion has no token to train on", how="remove the row, or fill it")
         if vocab_size is not None and (max(ids) >= vocab_size or min(ids) < 0):
             what = f"a token is outside the vocabulary of {vocab_size} tokens"
             raise row.broken(what, how="use the tokenizer of the model being trained")

@@ -81,8 +81,8 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
                 yield row, NOTHING, NOTHING
                 continue
             if num_trained(labels) == 0:
-                how = "the loss counts tokens after the first whose label is not -100; remove the row, or mend labels"
-                raise row.broken("the row has no token to learn", how=how)
+                how = "the loss counts tokens after the first whose label is not -100; remove the row, or fix labels"
+                raise row.broken("the row has no token to train on", how=how)
             yield row, ids, labels
 
 

@@ -41,7 +41,7 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
     they do not, so the model does not train on packs."""
     how = "set packing: false: rows are put together by length, and no padding is computed that need not be"
     if not model.shifts_labels:
-        what = "this model is trained on a token's own label, and where a row of a pack begins none is learnt"
+        what = "this model is trained on a token's own label, and where a row of a pack begins no token is"
         raise ConfigError(what, where="packing", how=how)
     tried = [torch.tensor(list(rows[n % len(rows)])[:size]) for n, size in enumerate(NUM_TOKENS)]
     packs = [tried, tried[::-1]][: max(1, min(2, at_once))]

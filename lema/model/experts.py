@@ -1,7 +1,7 @@
 """Experts whose adapted weights multiply as their parts do: the sum `W + B A` of all experts is never formed.
 
 Where PEFT puts that sum in the place of a stacked weight while a layer runs, an object is put here, whose product is
-`x W + scaling (x A) B`, by the function that the model's own code calls. docs/internals/engine.md describes it.
+`x W + scaling (x A) B`, by the function that the model's own code calls. docs/internals/experts.md describes it.
 """
 
 from __future__ import annotations

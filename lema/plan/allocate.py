@@ -29,7 +29,7 @@ __all__ = ["PARTS", "advise", "allocated", "ample", "layers_stay", "of_one_proce
 
 
 PARTS = {
-    "slots": "layers passing through",
+    "slots": "slots that layers stream through",
     "residents": "layers that stay",
     "outside": "embeddings, norm, head",
     "adapters": "adapter, gradients, optimizer",

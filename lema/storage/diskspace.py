@@ -71,7 +71,7 @@ def unsaved(stopped: Stopped, error: DiskFull) -> DiskFull:
 
 @contextmanager
 def disk_errors(file: Path) -> Iterator[None]:
-    """Say what an `OSError` that a `with` block meets while it reads or writes `file` means, and how to mend it."""
+    """Say what an `OSError` that a `with` block meets while it reads or writes `file` means, and how to fix it."""
     try:
         yield
     except OSError as error:

@@ -43,7 +43,7 @@ def as_bytes(memory: Tensor) -> memoryview:
 
 class OffloadFile:
     """A file that lives as long as this object. Memory and offsets given to it are whole blocks. It lies in
-    `directory`, which is made if need be. Errors say `what` it holds, and `how` a user can mend a disk that is full or
+    `directory`, which is made if need be. Errors say `what` it holds, and `how` a user can fix a disk that is full or
     fails. `DiskError`: no file can be made there."""
 
     def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:

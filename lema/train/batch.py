@@ -86,7 +86,7 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
             f"{name} holds {int(tokens.min() if tokens.min() < 0 else tokens.max())}, "
             f"which is outside the vocabulary of {vocab_size} tokens",
             where="train_step",
-            how="use the tokenizer of the model being trained; label -100 is what is not learnt",
+            how="use the tokenizer of the model being trained; label -100 is what is not trained on",
         )
 
 

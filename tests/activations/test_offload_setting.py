@@ -128,7 +128,7 @@ def test_a_plan_says_where_activations_wait(base: Path, tmp_path: Path, mode: An
     plan, without = plans[mode], plans[False]
     place = {True: "host", "disk": "disk"}[mode]
     assert ("a step", "activations wait", f"on the {place}") in list(rows(plan))
-    assert ("a step", "inputs of layers wait", "on the device") in list(rows(without))
+    assert ("a step", "layers' inputs wait", "on the device") in list(rows(without))
     total = without.memory.device["saved"] + without.memory.device["boundaries"]
     assert plan.memory.device["saved"] + plan.memory.device["boundaries"] < 0.3 * total
     assert plan.memory.host["saved"] == total

@@ -108,7 +108,10 @@ def test_every_error_of_ours_is_a_message_and_its_exit_code(
     assert run(failing(kind("it broke", where="layer 3 [q]", how="mend it")), []) == kind.exit_code
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "error: it broke\n  where: layer 3 [q]\n  mend:  mend it\n"
+    if kind is errors.Stopped:  # no error: somebody asked for it, and everything is saved
+        assert err == "it broke\n  where: layer 3 [q]\n  next:  mend it\n"
+    else:
+        assert err == "error: it broke\n  where: layer 3 [q]\n  fix:   mend it\n"
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_a_misspelt_setting_is_refused_by_every_verb_that_reads_a_config(
     path = config_file(tmp_path, "model_name_or_path: m\nlora_rnak: 8\n")
     assert run(app, [*verb, str(path)]) == 2
     assert capsys.readouterr().err == (
-        f"error: unknown setting 'lora_rnak'\n  where: {path}:2\n  mend:  did you mean lora_rank?\n"
+        f"error: unknown setting 'lora_rnak'\n  where: {path}:2\n  fix:   did you mean lora_rank?\n"
     )
 
 

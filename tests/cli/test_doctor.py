@@ -209,7 +209,7 @@ def test_a_terminal_shows_the_level_and_how_to_mend_it() -> None:
     text = out.getvalue()
     assert text.count("part") == 1  # a section is named once
     assert "problem" in text
-    assert "mend: mend it" in text
+    assert "fix: mend it" in text
     assert "Not ready: 1 problem." in text
 
 

@@ -63,7 +63,7 @@ def test_a_model_with_an_adapter_is_built_in_silence(tmp_path: Path) -> None:
     assert_silent(python("-c", WHO + small + END))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # nothing but imports, for as long as a run takes
 def test_a_benchmark_says_nothing_on_standard_error() -> None:
     done = python("benchmarks/speed.py", "--help")  # its imports are the whole of LEMA's and PEFT's
     assert (done.returncode, done.stderr) == (0, "")

@@ -57,7 +57,7 @@ def whole_outcome(quantized: CheckpointOf) -> Callable[[str], Outcome]:
     return take
 
 
-@pytest.mark.covered
+@pytest.mark.covered(3)
 @pytest.mark.sampled(1)
 @kinds
 @recomputed_or_not

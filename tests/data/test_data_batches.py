@@ -86,7 +86,7 @@ def test_no_mask_where_nothing_is_padded():
         ([], "needs rows"),
         ([{"input_ids": [], "labels": []}], "needs tokens"),
         ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids but 1 labels"),
-        ([{"input_ids": [1, 2], "labels": [1, -100]}], "no token to learn"),
+        ([{"input_ids": [1, 2], "labels": [1, -100]}], "no token to train on"),
     ],
 )
 def test_batches_which_cannot_be_learnt_are_refused(rows, message):

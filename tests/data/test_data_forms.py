@@ -97,7 +97,7 @@ def test_a_chat_of_which_nothing_is_to_be_learnt_is_left_out(learn):
         ({"role": "assistant", "content": "a", "train": "no"}, "not 'no'"),
         ({"role": "user", "content": "a", "train": True}, "is not the assistant's"),
         ({"role": "assistant", "content": "a", "train_detail": [{"begin_offset": 0}]}, "parts of a message"),
-        ({"role": "assistant", "content": " "}, "its end alone would be learnt"),
+        ({"role": "assistant", "content": " "}, "its end alone would be trained on"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused(learn, message, what):

@@ -112,7 +112,7 @@ def test_files_of_different_kinds_go_together(write, tokenizer):
 
 def test_a_row_with_nothing_to_learn_is_named(write):
     path = write("a.jsonl", [{"input_ids": [1, 2, 3], "labels": labels} for labels in ([1, 2, 3], [1, -100, -100])])
-    with pytest.raises(DataError, match="no token to learn") as caught:
+    with pytest.raises(DataError, match="no token to train on") as caught:
         prepare_data(path, max_length=8)
     assert caught.value.where == f"{path}:2"
 

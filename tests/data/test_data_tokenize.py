@@ -146,10 +146,10 @@ def test_chats_which_cannot_be_masked_are_named(make_tokenizer, template, messag
         ({"input_ids": [1, -1]}, "input_ids holds -1"),
         ({"input_ids": [1, 2], "labels": [1, -1]}, "labels holds -1"),
         ({"input_ids": [1, 2], "labels": [-100, 12]}, "labels holds 12"),
-        ({"input_ids": [1, 2], "labels": [-100, -100]}, "no token to learn"),
-        ({"input_ids": [1, 2], "labels": [1, -100]}, "no token to learn"),
-        ({"input_ids": [1]}, "no token to learn"),
-        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "no token to learn"),
+        ({"input_ids": [1, 2], "labels": [-100, -100]}, "no token to train on"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "no token to train on"),
+        ({"input_ids": [1]}, "no token to train on"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "no token to train on"),
     ],
 )
 def test_tokens_which_cannot_be_learnt_are_named(values, message):

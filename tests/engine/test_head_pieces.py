@@ -65,6 +65,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return relative_difference(found, expected) < CLOSE
 
 
+@pytest.mark.covered(3)
 @pytest.mark.parametrize(
     ("name", "tied", "settings"),
     [
@@ -275,7 +276,7 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
             assert_same(found, expected)
 
 
-@pytest.mark.covered(4)
+@pytest.mark.covered(2)
 @pytest.mark.parametrize(
     "adapter",
     [

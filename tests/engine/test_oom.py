@@ -662,7 +662,7 @@ def test_a_run_from_the_command_line_that_fits_nowhere_ends_with_4_and_the_plan_
     assert lema("train", config_writer(small, tmp_path)(gradient_checkpointing=False)) == 4
     _, err = capfd.readouterr()
     assert "Traceback" not in err
-    assert re.search(r"mend: .*gradient_checkpointing: true \([\d.]+ .?B less\)", err)
+    assert re.search(r"fix: .*gradient_checkpointing: true \([\d.]+ .?B less\)", err)
     assert "at the peak" in err
 
 

@@ -15,7 +15,7 @@ __all__ = ["undisturbed"]  # a fixture
 CheckpointOf = Callable[..., Checkpoint]
 
 
-@pytest.mark.covered(4)
+@pytest.mark.covered(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, "disk"])
 @pytest.mark.parametrize("point", ["forward", "backward", "turn, up", "head"])

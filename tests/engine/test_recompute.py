@@ -205,7 +205,7 @@ def test_a_step_costs_what_checkpointing_costs_less_the_last_product_of_each_lay
         assert flops(lambda: streamed_step(model, batches)) == kept
 
 
-@pytest.mark.covered
+@pytest.mark.covered(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "as_it_is"),

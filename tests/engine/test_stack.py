@@ -59,7 +59,7 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
-@pytest.mark.covered
+@pytest.mark.covered(8)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
@@ -105,7 +105,7 @@ def test_values_between_layers_go_along(model_type: str, tmp_path: Path) -> None
     assert torch.equal(logits, other_logits)
 
 
-@pytest.mark.covered(4)
+@pytest.mark.covered(2)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("room", "kept"), [(1 << 30, 4), (1, 1), (0, 0)])
 def test_the_top_layer_is_computed_again_only_where_there_is_no_room(

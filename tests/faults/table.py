@@ -45,10 +45,10 @@ ROWS = (
     Row("paths", "paths", 40, 40),
     Row("rows", "rows", 200, 40),
     Row("configkeys", "configkeys", 100_000, 40),
-    Row("bombs", "bombs", 10_000, 24),
-    Row("settings", "extremes", 8_000, 24, "settings"),
-    Row("phases", "phasekeys", 4_000, 24),
-    Row("smallfiles", "extremes", 4_000, 40, "files"),
+    Row("bombs", "bombs", 10_000, 8),
+    Row("settings", "extremes", 8_000, 8, "settings"),
+    Row("phases", "phasekeys", 4_000, 8),
+    Row("smallfiles", "extremes", 4_000, 12, "files"),
 )
 
 

@@ -67,7 +67,7 @@ def test_nothing_written_tells_a_secret_and_files_get_the_permissions_of_any_oth
         "    'merge run merged', 'prepare lema-demo/model prepared', 'doctor --quick --json')]\n"
         "assert codes == [0] * 5, codes\n"
         "os.umask(0o022)\n"
-        "run_demo(Path('open'), max_steps=2)\n"
+        "assert run(app, 'train my.yaml --set output_dir=open/run --set max_steps=1'.split()) == 0\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

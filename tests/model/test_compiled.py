@@ -89,7 +89,7 @@ def test_lengths_that_vary_take_one_graph_more(checkpoint_of: CheckpointOf, reco
     assert model.split.compiled.compilations == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # inductor takes half a minute for both
 def test_two_kinds_of_layers_take_two_graphs(checkpoint_of: CheckpointOf) -> None:
     batches = micro_batches(2, lengths=ALIKE)
     with streamed_model(checkpoint_of("gemma2"), torch_compile=True, attn_implementation="eager") as model:

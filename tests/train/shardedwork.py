@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {  # of a model's name: how it is opened
         "poison": False,
     },
 }
-SOME = ("llama, kept", "quantised, kept")
+SOME = ("llama, kept", "llama, head in pieces", "quantised, kept", "mixtral")
 BATCHES = 2
 
 

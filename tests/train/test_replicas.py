@@ -236,7 +236,7 @@ def test_one_step_of_several_processes_is_that_of_one(place: Path, tmp_path: Pat
         assert float((found[name] - gradient).norm()) <= 2e-6 * float(gradient.norm()), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # a session has this of forked processes (test_stop_processes)
 def test_a_signal_to_one_process_stops_all_of_them_after_one_step_and_the_run_goes_on(place: Path) -> None:
     """The adapter is bitwise that of two processes that were never stopped."""
     length = {"num_train_epochs": 5, "save_steps": 0, "lr_scheduler_type": "constant", "lora_dropout": 0.2}

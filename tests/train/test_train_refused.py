@@ -170,7 +170,7 @@ def test_a_tensor_the_model_has_no_place_for_is_named_and_left_out(
         (
             '{"input_ids": [1, 2], "labels": [1, 2]}\n{"input_ids": [1, 2], "labels": [1, -100]}\n',
             {},
-            ["data.jsonl:2", "no token to learn"],
+            ["data.jsonl:2", "no token to train on"],
         ),
         ('{"input_ids": [1, 2]}\n\n{"input_ids": [1, 300]}\n', {}, ["data.jsonl:3", "300"]),
         ('{"text": "corn"}\n{"text": "the mill by the river"}\n', {"overlong": "error", "max_length": 4}, [":2", "4"]),

@@ -1,1 +1,1 @@
-"""`lema doctor`: whether this machine is ready (versions, limits, devices, disk), and how to mend what is not."""
+"""`lema doctor`: whether this machine is ready (versions, limits, devices, disk), and how to fix what is not."""

@@ -93,7 +93,7 @@ STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Print the report: columns are section, what was looked at, level, and the sentence with how to mend it; a table
+    """Print the report: columns are section, what was looked at, level, and the sentence with how to fix it; a table
     leaves out the second, which the sentence says."""
     if console.is_terminal:
         levels = (Text(one.level.value, STYLES[one.level]) for one in report.findings)
@@ -106,8 +106,8 @@ def show_report(report: Report, console: Console) -> None:
 
 
 def _sentence(finding: Finding, between: str) -> Text:
-    mend, see = finding.how and f"mend: {finding.how}", finding.source and f"see: {finding.source}"
-    return Text(between.join(filter(None, (finding.what, mend, see))))
+    fix, see = finding.how and f"fix: {finding.how}", finding.source and f"see: {finding.source}"
+    return Text(between.join(filter(None, (finding.what, fix, see))))
 
 
 def _level(report: Report) -> Level:
@@ -117,4 +117,4 @@ def _level(report: Report) -> Level:
 def _summary(report: Report) -> str:
     counts = [(report.count(level), level.value) for level in (Level.PROBLEM, Level.WARNING, Level.NOTE)]
     found = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
-    return f"{'Ready' if report.ready else 'Not ready'}: {found or 'nothing to mend'}."
+    return f"{'Ready' if report.ready else 'Not ready'}: {found or 'nothing to fix'}."

@@ -124,11 +124,11 @@ class Rendered:
         at, pieces = f"message {number + 1}", self.marked.pieces
         shown = [one for one in self.marked.of[number] if 2 * one in self.places and 2 * one + 1 in self.places]
         if missing := self._missing(number):
-            what = f"the chat template leaves out {missing}, so that something else would be learnt as the answer"
+            what = f"the chat template leaves out {missing}, so that something else would be trained on as the answer"
             raise self.row.broken(what, at=at, how="give a chat_template that writes it, or say train: false")
         if not shown:
-            how = "remove the message, or say that it is not to be learnt: train: false"
-            raise self.row.broken("the answer is empty: its end alone would be learnt", at=at, how=how)
+            how = "remove the message, or say that it is not to be trained on: train: false"
+            raise self.row.broken("the answer is empty: its end alone would be trained on", at=at, how=how)
         words = {one: self.text[self.places[2 * one][0] : self.places[2 * one + 1][0]] for one in shown}
         if any(pieces[one].part == "content" and words[one] != pieces[one].words for one in shown):
             raise self.row.broken("the chat template changes the assistant's words", at=at, how=MARK_IT)
@@ -154,7 +154,7 @@ class Rendered:
         ]
         if not spans:
             what = "the chat template marks the assistant's words, and not these"
-            raise self.row.broken(what, at=f"message {number + 1}", how="mend the {% generation %} of the template")
+            raise self.row.broken(what, at=f"message {number + 1}", how="correct the {% generation %} of the template")
         return min(one[0] for one in spans), max(one[1] for one in spans)
 
     def _start(self, number: int, shown: list[int]) -> int:

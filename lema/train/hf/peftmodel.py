@@ -61,7 +61,7 @@ def streamed(
         device: the backend to run on; None: that of `LemaConfig`.
         dtype: of the frozen weights; None: the checkpoint's.
         micro_batch_size: rows that are computed at once, however many a batch has; None: the whole batch.
-        device_memory, host_memory: limits, as in `LemaConfig`.
+        device_memory: a limit, as in `LemaConfig`; `host_memory` is one, too.
         trust_remote_code: run code that comes with the model.
         num_labels: scores of a text; None: one. Where the checkpoint has no such head, it is drawn from `seed`, as
             `from_pretrained` does, and the adapter after it.

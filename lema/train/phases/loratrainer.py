@@ -78,7 +78,7 @@ class LoRATrainer:
         datasets: by name, rows of tokens, or the files to read them from (a directory of packed tokens for PMD).
         eval_data: rows or files of these to validate on, and of the config's `evaluations`; None: no validation.
         eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
-        callbacks, on_step, stop: as in `lema.train.phases.run.run_phases`.
+        callbacks: as in `lema.train.phases.run.run_phases`; so are `on_step` and `stop`.
     """
 
     def __init__(

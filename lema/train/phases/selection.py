@@ -36,7 +36,7 @@ def _span(item: str) -> tuple[str, int]:
 
 
 def _problem(item: object, num_layers: int | None) -> tuple[str, str] | None:
-    """Return what is wrong with an item, and how to mend it."""
+    """Return what is wrong with an item, and how to fix it."""
     if isinstance(item, int) and not isinstance(item, bool):
         if item < 0:
             return f"is {item}, and layers count from 0", f'write "last:{-item}" for the last {-item}'
