@@ -75,6 +75,11 @@ class Split:
         form_no_frozen_gradients()
 
     @property
+    def keeps_tensors(self) -> bool:
+        """Whether layers return tensors beside the hidden state: those that layer 0 returned are kept."""
+        return any(isinstance(one, Tensor) for one in self._rest or ())
+
+    @property
     def num_layers(self) -> int:
         """How many decoder layers there are."""
         return len(self.layers)

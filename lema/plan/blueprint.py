@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from lema.model.outer_weights import StoredTensors, layer_bytes, place_outside
 from lema.model.partition import held_records
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers
+from lema.model.split import Split
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, lowest_trained, trained_bytes
 from lema.storage import GlobalBinaryIndex, resolve_model
@@ -50,6 +52,11 @@ class Blueprint:
     trained: TrainedBytes | None = None  # weights of the model that train in the place of an adapter
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
+
+    @cached_property
+    def split(self) -> Split:
+        """The parts of the model, for who runs it without values."""
+        return Split(self.model, load("cpu"), parallel=self.parallel)
 
     @property
     def model_bytes(self) -> int:

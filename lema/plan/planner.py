@@ -95,7 +95,8 @@ class Planner:
         head = drawn.head if drawn.pieces else None  # which takes longest, and most heads fit whole
         if (key := (batch, chunk, head is not None)) not in self.known:
             known = next((work for (other, *_), work in self.known.items() if other == batch), None)
-            self.known[key] = measure(drawn.model, drawn.layers, batch, chunk, drawn.names, drawn.parallel, head, known)
+            given = drawn.names, drawn.parallel, head, known, drawn.split
+            self.known[key] = measure(drawn.model, drawn.layers, batch, chunk, *given)
         return self.known[key]
 
     def computing(self, rows: int, chunk_tokens: int | None) -> Planner:

@@ -130,6 +130,7 @@ def measure(
     parallel: Parallel | None = None,
     head: HeadCut | None = None,
     known: Workload | None = None,
+    split: Split | None = None,
 ) -> Workload:
     """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
 
@@ -137,9 +138,11 @@ def measure(
     time. `trained` are, of each layer, the weights of its own that train; empty: none do, in any. `parallel` are the
     processes that its layers have been divided among; None: they are whole. The `head` is given where it may be cut
     into pieces, and what is `known` of this micro-batch if the head alone is another: then layers are not run again.
+    The model's `split` learns what layers return once, however many micro-batches are run.
     Raises `ModelError` where the model cannot be streamed, or what it computes depends on values.
     """
-    split = Split(model, load("cpu"), parallel=parallel)
+    if split is None or split.keeps_tensors:  # which were made without values in another call, and mean nothing in this
+        split = Split(model, load("cpu"), parallel=parallel)
     trained = trained or [()] * len(layers)
     kinds = cost_kinds(split, layers, trained)
     with without_values(model):
@@ -254,9 +257,10 @@ def _measure(
 
 def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
     """Let the split see what layers return, on a few tokens without values."""
-    with Tally():  # which knows more shapes
-        few = torch.ones(1, math.lcm(8, split.parallel.size), dtype=torch.long)
-        split.prelude({"input_ids": few}, fake_weights(layers[0]))
+    few = {"input_ids": torch.ones(1, math.lcm(8, split.parallel.size), dtype=torch.long)}
+    if not split.known(few):
+        with Tally():  # which knows more shapes
+            split.prelude(few, fake_weights(layers[0]))
 
 
 def _layer_work(

@@ -144,6 +144,7 @@ def test_no_byte_of_a_weight_is_read_for_the_reference(checkpoint_of: Checkpoint
     assert costs[0][2] == 2 * NUM_LAYERS - 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("objective", "most"), [("dpo", 1.4), ("kto", 2.1), ("orpo", 1.04), ("simpo", 1.04)])
 def test_a_step_computes_little_more_than_the_reference(
     checkpoint_of: CheckpointOf, objective: str, most: float

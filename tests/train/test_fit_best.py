@@ -79,6 +79,7 @@ def test_another_metric_says_what_is_best(llama: Path, tmp_path: Path, more: boo
 
 
 @pytest.mark.usefixtures("told")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("patience", "threshold", "last"), [(1, 0.0, 3), (2, 0.0, 6), (2, 0.01, 4), (4, 0.0, 8)])
 def test_a_run_ends_after_evaluations_that_were_no_better(
     llama: Path, tmp_path: Path, patience: int, threshold: float, last: int

@@ -63,7 +63,7 @@ def straight(llama: Path, way: str, tmp_path: Path, patch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "stride", [pytest.param(7, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "stride", [pytest.param(19, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("way", RUNS)
 def test_killed_at_any_change_of_the_disk_it_leaves_the_record_of_the_run(

@@ -302,6 +302,7 @@ UNUSED_HEAD = pytest.mark.filterwarnings("ignore:.*tensors on disk are not used.
 
 @UNUSED_HEAD
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("architecture", "targets"), [("llama", "all-linear"), ("gpt2", "all-linear"), ("mixtral", ["q_proj", "v_proj"])]
 )

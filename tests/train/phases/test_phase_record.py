@@ -53,7 +53,7 @@ def difference(told: dict[str, Any], whole: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    "stride", [pytest.param(7, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "stride", [pytest.param(19, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 def test_killed_at_any_change_of_the_disk_they_leave_the_record_of_the_run(
     stride: int,
