@@ -166,7 +166,7 @@ INTRODUCTION = """\
 One row for each type of which `transformers` has a causal language model, or one of images and text, which is trained
 on text: what only images reach is not read. Nothing here is a list of ours: the type's
 default config is built without weights, and its own forward is run up to the layers and from the layers to the logits,
-on tensors that have shapes and no values. *adapters* are the linear modules that LoRA trains by default. *unknown*:
+on tensors that have shapes and no values. *adapters* are modules and experts that LoRA trains by default. *unknown*:
 `transformers` has no default config of the type that makes a model by itself, or one that cannot run without values.
 
 Another config of the same type may do otherwise. `lema models DIRECTORY` tries that of a model you have, and says

@@ -24,7 +24,7 @@ class AdapterSettings(Settings):
     lora_alpha: OfAdapter[types.Scale] = 32
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_target_modules: OfAdapter[types.Targets | None] = None
-    """Names of the modules to adapt, or one regular expression; None: every linear of the decoder layers."""
+    """Names of the modules to adapt, or one regular expression; None: every linear of the layers, and experts."""
     lora_dropout: Said[types.Beta] = 0.0
     """Dropout on the adapter's input."""
     lora_exclude_modules: OfAdapter[types.Targets | None] = None
@@ -49,8 +49,9 @@ class AdapterSettings(Settings):
     """Names of modules to train whole and save beside the adapter, such as the embeddings or the head."""
     lora_use_dora: OfAdapter[bool] = False
     """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
-    lora_target_parameters: OfAdapter[types.NameList | None] = None
-    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts."""
+    lora_target_parameters: OfAdapter[types.Several | None] = None
+    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts; []: none;
+    None: those of experts, if lora_target_modules is None."""
     lora_trainable_token_indices: OfAdapter[types.TokenIndices | None] = None
     """Rows of the embeddings to train: token ids, or the name of an embedding to its rows."""
     lora_ensure_weight_tying: OfAdapter[bool] = False

@@ -27,7 +27,7 @@ from lema.errors import ConfigError, ModelError
 from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
 from lema.lora.merge import WRAPPED
-from lema.lora.targets import default_targets
+from lema.lora.targets import default_parameters, default_targets
 from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
 
 __all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
@@ -55,7 +55,7 @@ def lora_config(
 ) -> LoraConfig:
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a model without
     adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output is scaled by `alpha / rank`.
-    `targets`: module names, or a regular expression over full names; None: `default_targets`."""
+    `targets`: module names, or a regular expression over full names; None: `default_targets`, and experts."""
     chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
     try:
         options |= {"r": rank, "lora_alpha": _whole(alpha), "lora_dropout": dropout, "target_modules": chosen}
@@ -65,6 +65,9 @@ def lora_config(
     # Modules that text does not reach, where the targets are among their names as well, are excluded by PEFT's own
     # setting, and in an expression, because a list of it would have to name each linear.
     every, towers = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR, find_towers(model)
+    if targets is None and config.target_parameters is None:
+        config.target_parameters = default_parameters(model, config)
+    config.target_parameters = config.target_parameters or None
     inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
     if any(every or check_target_module_exists(config, name) for name in inside):
         before = config.exclude_modules or ()
@@ -78,8 +81,9 @@ def lora_config(
     return config
 
 
-def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
-    """Return PEFT's config of the adapter that the settings ask for; `ConfigError`: they do not fit the model."""
+def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) -> LoraConfig:
+    """Return PEFT's config of the adapter that the settings ask for, of a model that `parts` processes hold together;
+    `ConfigError`: they do not fit the model."""
     name, layers = find_layers(model)
     chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
     indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
@@ -90,6 +94,8 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig) -> LoraConfig:
         how = f"layers are counted from 0, to {len(layers) - 1}"
         raise ConfigError(what, where="lora_layers_to_transform", how=how)
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
+    if parts > 1 or config.torch_compile:  # because divided modules take no such adapters, and compilers break at them
+        options["target_parameters"] = options["target_parameters"] or []
     options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
     return lora_config(
         model,

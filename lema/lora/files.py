@@ -138,7 +138,9 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
         return []
     then, now = _facts(saved), _facts(cast(LoraConfig, model.peft_config["default"]))
     names = [name for name in then if name not in ("lora_dropout", "lora_init")]
-    return [(name, then[name], now[name]) for name in names if not _same(name, now[name], then[name])]
+    differing = [name for name in names if not _same(name, now[name], then[name])]
+    none: dict[str, Any] = {"lora_target_parameters": []}  # which says that there are none; None would say: the default
+    return [(name, none.get(name) if then[name] is None else then[name], now[name]) for name in differing]
 
 
 def the_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig:

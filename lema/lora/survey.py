@@ -48,7 +48,7 @@ class Row:
 
     model_type: str  # the `model_type` of its `config.json`
     streams: bool | None  # None where it cannot be told without another config
-    targets: tuple[str, ...] = ()  # the linear modules of its layers that an adapter trains by default
+    targets: tuple[str, ...] = ()  # the linear modules and experts of its layers that an adapter trains by default
     reason: str = ""  # why it does not stream, why that is not known, or why adapters do not fit; one sentence
     source: str = ""  # where its weights are; empty where only the type was asked for
     # Whether its weights are rearranged whenever they are read; None: no weights were looked at.

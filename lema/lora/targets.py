@@ -1,4 +1,4 @@
-"""The default targets of an adapter: every linear of the decoder layers, except the routers.
+"""The default targets of an adapter: every linear of the decoder layers, except the routers, and stacked experts.
 
 A router is a linear whose outputs select experts. Training one moves tokens from expert to expert under weights that
 stay as they are, so it is adapted only where it is named. Nothing here knows an architecture: `transformers` marks the
@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraModel
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lema.model.experts import stacked_weights
 from lema.model.skeleton import find_layers
 
-__all__ = ["default_targets", "linear_modules", "router_modules", "warn_of_left_out"]
+__all__ = ["default_parameters", "default_targets", "linear_modules", "router_modules", "warn_of_left_out"]
 
 ROUTER = "router"
 
@@ -34,11 +37,40 @@ def default_targets(model: PreTrainedModel) -> list[str]:
     return [end for end in _adaptable(model) if _peft_adapts(model, end)]
 
 
-def warn_of_left_out(model: PreTrainedModel) -> None:
-    """Warn of linears that are not adapted by default because PEFT does not adapt them in this model."""
+def default_parameters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Return the stacked weights of experts to adapt by default beside the linears, as ends of names. None where PEFT
+    takes no parameters with what else `config` asks for; where that chooses among modules, of those it chooses."""
+    refused = config.lora_dropout or config.lora_bias or config.use_dora or config.init_lora_weights == "orthogonal"
+    wanted = [] if refused else [name for name, apart in _experts(model, config) if apart]
+    return _ends(wanted, [name for name, _ in model.named_parameters(remove_duplicate=False)], size=2)
+
+
+def warn_of_left_out(model: PreTrainedModel, config: LoraConfig, *, experts: bool = True) -> None:
+    """Warn of what a default adapter leaves out: linears that PEFT does not adapt in this model, and `experts`."""
     if left_out := ", ".join(end for end in _adaptable(model) if not _peft_adapts(model, end)):
         what = f"PEFT does not adapt these linear modules of {type(model).__name__}, so they stay as they are"
         warnings.warn(f"{what}: {left_out}", stacklevel=3)
+    ends = tuple(f".{end}" for end in config.target_parameters or ())
+    left = {
+        ".".join(name.split(".")[-2:]) for name, _ in _experts(model, config) if experts and not name.endswith(ends)
+    }
+    if left_out := ", ".join(sorted(left)):
+        what = "weights of experts that are not adapted by default, or not with these settings"
+        warnings.warn(f"{what}, unless lora_target_parameters names them: {left_out}", stacklevel=3)
+
+
+def _experts(model: PreTrainedModel, config: LoraConfig) -> Iterator[tuple[str, bool]]:
+    """Yield stacked weights of experts that `config` does not exclude, and whether adapters are multiplied apart."""
+    layers_name, _ = find_layers(model)
+    numbers, named = set(_expert_numbers(model.config.to_dict())), copy(config)
+    for name, module in model.named_modules():
+        named.target_modules = [name.rpartition(".")[2]]
+        if not name.startswith(f"{layers_name}.") or isinstance(module, _ConvNd):
+            continue
+        for leaf, one in module.named_parameters(recurse=False):
+            apart = leaf in stacked_weights(module)
+            if (apart or (one.ndim == 3 and one.shape[0] in numbers)) and check_target_module_exists(named, name):
+                yield f"{name}.{leaf}", apart
 
 
 def linear_modules(model: PreTrainedModel) -> list[str]:
@@ -126,10 +158,11 @@ def _expert_numbers(config: Mapping[str, Any]) -> Iterator[int]:
             yield value
 
 
-def _ends(wanted: Collection[str], names: Collection[str]) -> list[str]:
-    """Return ends of names that match every wanted one and no other, as PEFT does. None begins with a number."""
+def _ends(wanted: Collection[str], names: Collection[str], size: int = 1) -> list[str]:
+    """Return ends of names that match every wanted one and no other, as PEFT does, of `size` parts or more. None begins
+    with a number."""
     others = [name.split(".") for name in set(names) - set(wanted)]
-    left, found, size = [name.split(".") for name in wanted], set(), 1
+    left, found = [name.split(".") for name in wanted], set()
     while left:
         taken = {tuple(name[-size:]) for name in others}
         ends = {tuple(name[-size:]): len(name) == size for name in left}

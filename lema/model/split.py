@@ -24,6 +24,7 @@ from lema.errors import ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
 from lema.model.compiled import CompiledLayers
+from lema.model.experts import form_no_frozen_gradients, multiply_apart
 from lema.model.flow import LayerCall, Prelude, Tape
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
@@ -68,8 +69,10 @@ class Split:
         # The number of what the head is given, in training and in evaluation: some models do other things then.
         self._cut: dict[bool, int] = {}
         self._to_compile = compiled
+        self._names: dict[int, LayerNames] = {}
         self._compiled: CompiledLayers | None = None
-        self.adapters_changed()
+        self._forget_layers()
+        form_no_frozen_gradients()
 
     @property
     def keeps_tensors(self) -> bool:
@@ -338,8 +341,14 @@ class Split:
         return self._names[index].renamed(weights)
 
     def adapters_changed(self) -> None:
-        """Forget the layers' names and compiled forms, because adapters were attached or taken off."""
-        self._names: dict[int, LayerNames] = {}
+        """Forget the layers' names and compiled forms, because adapters were attached or taken off. Those of experts
+        multiply apart from here on, also for whoever makes another `Split` of this model."""
+        self._forget_layers()
+        if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
+            multiply_apart(self.layers)
+
+    def _forget_layers(self) -> None:
+        self._names.clear()
         self._compiled = None
         for layer in self.layers:
             capture.without_casts(layer)

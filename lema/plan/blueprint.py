@@ -18,6 +18,7 @@ from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.model import meta_model, read_config
+from lema.model.experts import multiply_apart
 from lema.model.outer_weights import StoredTensors, layer_bytes, place_outside
 from lema.model.partition import held_records
 from lema.model.row_tables import RowTables
@@ -111,7 +112,7 @@ def draw_up(
     outside_bytes = outside.nbytes + outside.expanded_bytes
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
-        outside_bytes += _attach(model, config, device, tables, head)
+        outside_bytes += _attach(model, config, device, tables, head, parallel.size)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             words = head.handed_over() | tables.handed_over()
@@ -147,11 +148,16 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
         return directory, index, model, match_names(model, index)
 
 
-def _attach(model: PreTrainedModel, config: LemaConfig, device: Backend, tables: RowTables, head: HeadCut) -> int:
-    """Attach the adapter of the settings; return the bytes of tables and of a head that have to be whole for it."""
+def _attach(
+    model: PreTrainedModel, config: LemaConfig, device: Backend, tables: RowTables, head: HeadCut, parts: int
+) -> int:
+    """Attach the adapter of the settings, of a model that `parts` processes hold together; return the bytes of tables
+    and of a head that have to be whole for it."""
     with tables.taken_out():
-        inject_lora_params(model, configured_lora(model, config), device.device, seed=None)
+        inject_lora_params(model, configured_lora(model, config, parts), device.device, seed=None)
         touched = tables.touched()
+    if not config.torch_compile:  # as `Split.adapters_changed` has it
+        multiply_apart(model)
     why = head.touched()
     of_head = 0 if why is None else head.keep_whole(tables, why)
     return of_head + tables.keep_whole(tables.names.intersection(touched))

@@ -158,12 +158,14 @@ def _nothing_fits(
     on_device = min((sum(device_parts(demand, one).values()), one.slots) for one in refused)[0]
     if device_limit is not None and on_device > device_limit:
         largest = max(layer.slot_bytes for layer in demand.layers)
+        less = f", or lower lora_rank or exclude modules: what trains takes {demand.adapter_bytes:,}"
         return MemoryLimitError(
             f"{device_limit:,} bytes of device memory cannot hold the layer slots ({refused[0].slots} of {largest:,} "
             f"bytes) beside {demand.fixed_bytes:,} bytes of embeddings, head, adapters, optimizer state and one "
             "micro-batch in one layer",
             where="device_memory",
-            how=f"allow at least {on_device:,} bytes, or lower micro_batch_size or prefetch_depth",
+            how=f"allow at least {on_device:,} bytes, or lower micro_batch_size or prefetch_depth"
+            f"{less * (2 * demand.adapter_bytes > device_limit)}",
         )
     usable = [one for one in refused if _left(device_limit, device_parts(demand, one)) >= 0]
     needed = min(sum(host_parts(demand, one).values()) for one in usable)

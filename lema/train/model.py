@@ -149,7 +149,7 @@ class LemaModel:
         model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
         if overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"}):
             check_base(path, model.gbi)
-        model.attach_lora(saved or configured_lora(model.skeleton, config))
+        model.attach_lora(saved or configured_lora(model.skeleton, config, model.backend.parallel.size))
         assert model.lora_manager is not None
         load_weights(model.lora_manager, path, model.split.layers_name, model.backend.parallel)
         return model
@@ -160,9 +160,10 @@ class LemaModel:
         if (begun := self.config.adapter_name_or_path) is not None:
             self.begin_with_adapter(resolve_model(begun), dropout=self.config.lora_dropout)
             return
+        lora = configured_lora(self.skeleton, self.config, self.backend.parallel.size)
         if self.config.lora_target_modules is None:
-            warn_of_left_out(self.skeleton)
-        self.attach_lora(configured_lora(self.skeleton, self.config), seed=self.config.seed)
+            warn_of_left_out(self.skeleton, lora, experts=self.config.lora_target_parameters is None)
+        self.attach_lora(lora, seed=self.config.seed)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
         """Attach an adapter as PEFT's config has it, drawn from `seed`, or without values, which are to be loaded."""

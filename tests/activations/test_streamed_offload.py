@@ -39,7 +39,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 @contextmanager
 def model_on(backend: Backend, checkpoint: Checkpoint, directory: Path, **settings: Any) -> Iterator[LemaModel]:
-    drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED}
+    drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED, "lora_target_parameters": []}
     settings = {"device": "cpu", "device_memory": None, "save_steps": 0} | drawn | settings
     model = LemaModel(LemaConfig(str(checkpoint.streamed), offload_dir=directory, **settings), backend=backend)
     try:

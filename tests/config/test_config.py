@@ -221,7 +221,7 @@ def test_columns_are_ours_to_theirs() -> None:
         ("lora_bias", ["none", "all", "lora_only"], [True, False, "some", None]),
         ("lora_modules_to_save", [["lm_head"], ("embed_tokens",), None], [[], "lm_head", [""], [3]]),
         ("lora_use_dora", [True, False], [1, "yes"]),
-        ("lora_target_parameters", [["experts.down_proj"], None], [[], "experts.down_proj", [""]]),
+        ("lora_target_parameters", [["experts.down_proj"], [], None], ["experts.down_proj", [""]]),
         ("lora_trainable_token_indices", [[3, 0], {"wte": [1]}, None], [[], [-1], 3, {"wte": []}, {"": [1]}, ["a"]]),
         ("lora_ensure_weight_tying", [True, False], [1, "yes"]),
         ("lora_dropout", [0.0, 0.999], [1.0, -0.1]),

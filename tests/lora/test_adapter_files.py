@@ -395,11 +395,11 @@ def test_an_adapter_of_experts_one_by_one_is_read_as_peft_reads_it(tmp_path: Pat
         warnings.filterwarnings("ignore", message="The following alpha_pattern keys", category=RuntimeWarning)
         expected = whole_logits(whole_model(checkpoint.published, tmp_path / "old"), ids)
     model = LemaModel.from_pretrained(tmp_path / "old", device="cpu", backend=CpuBackend(poison=True))
-    assert torch.equal(streamed_logits(model, ids), expected)
+    torch.testing.assert_close(found := streamed_logits(model, ids), expected)  # not bitwise: `lema.model.experts`
     model.save_pretrained(tmp_path / "new")
     model.close()
     again = LemaModel.from_pretrained(tmp_path / "new", device="cpu")
-    assert torch.equal(streamed_logits(again, ids), expected)
+    assert torch.equal(streamed_logits(again, ids), found)
     again.close()
 
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from everytype import STREAMED, micro_batches, write_model
 from parity import SEED, assert_same, draw_b, streamed_step, whole_step
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from tinyconfig import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DogeConfig, LlamaConfig, PreTrainedModel
@@ -43,6 +45,17 @@ LEFT_OUT = {
     "deepseek_v3": {"down_proj", "gate_proj", "up_proj"},
 }
 
+HINDERED = {
+    "lora_dropout": 0.1,
+    "lora_use_dora": True,
+    "lora_lora_bias": True,
+    "lora_init": "orthogonal",
+    "torch_compile": True,
+    "lora_target_parameters": [],
+    "lora_exclude_modules": ["experts"],
+    "lora_target_modules": ["q_proj"],
+}
+
 
 @contextmanager
 def unwarned() -> Iterator[None]:
@@ -56,11 +69,16 @@ def skeleton(model_type: str) -> PreTrainedModel:
         return meta_model(tiny_config(model_type), torch.float32)
 
 
+def default_adapter(model: PreTrainedModel, **settings: Any) -> LoraConfig:
+    return configured_lora(model, LemaConfig("-", lora_rank=2, **settings))
+
+
 def adapted(model: PreTrainedModel) -> set[str]:
-    """Attach PEFT's modules as the defaults say, and name those that were adapted."""
+    """Attach PEFT's modules as the defaults say, and name those that were adapted, but for weights of experts."""
     with unwarned():
-        inject_lora_params(model, configured_lora(model, LemaConfig("-", lora_rank=1)), torch.device("cpu"), seed=None)
-    return {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        inject_lora_params(model, default_adapter(model), torch.device("cpu"), seed=None)
+    found = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return {name for name in found if not isinstance(model.get_submodule(name), ParamWrapper)}
 
 
 def test_names_stay_as_short_as_they_can_be() -> None:
@@ -154,7 +172,7 @@ def test_what_only_looks_like_a_linear_is_not_adapted() -> None:
 def test_linears_that_peft_does_not_adapt_are_told_of(model_type: str) -> None:
     model = skeleton(model_type)
     with pytest.warns(UserWarning, match="PEFT does not adapt these linear modules") as caught:
-        warn_of_left_out(model)
+        warn_of_left_out(model, default_adapter(model))
     names = {name.rpartition(".")[2] for name in str(caught[0].message).partition(": ")[2].split(", ")}
     assert names == LEFT_OUT[model_type]
     assert names == {name.rpartition(".")[2] for name in linear_modules(model)} - {
@@ -163,8 +181,24 @@ def test_linears_that_peft_does_not_adapt_are_told_of(model_type: str) -> None:
 
 
 def test_where_peft_adapts_everything_nothing_is_told() -> None:
-    warn_of_left_out(skeleton("llama"))
-    warn_of_left_out(skeleton("jetmoe"))  # routers are left out for another reason
+    for model_type in ("llama", "mixtral", "granitemoe"):
+        warn_of_left_out(model := skeleton(model_type), default_adapter(model))
+
+
+def test_experts_are_adapted_by_default_unless_something_hinders_it() -> None:
+    model, both = skeleton("mixtral"), ["experts.down_proj", "experts.gate_up_proj"]
+    assert default_adapter(model).target_parameters == both
+    assert default_adapter(model, lora_layers_to_transform=[1]).target_parameters == [
+        f"layers.1.mlp.{end}" for end in both
+    ]
+    assert default_adapter(model, lora_target_parameters=both[:1]).target_parameters == both[:1]
+    for name, value in HINDERED.items():
+        assert default_adapter(model, **{name: value}).target_parameters is None, name
+    divided = configured_lora(model, LemaConfig("-"), 2)  # among two processes
+    assert divided.target_parameters is None
+    with pytest.warns(UserWarning, match="not adapted by default, or not with these settings.*: experts.down_proj, "):
+        warn_of_left_out(model, divided)
+    warn_of_left_out(model, divided, experts=False)
 
 
 @pytest.mark.exhaustive
@@ -174,7 +208,7 @@ def test_exactly_the_linears_that_are_no_routers_are_adapted(model_type: str) ->
     wanted = set(linear_modules(model)) - router_modules(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_left_out(model)
+        warn_of_left_out(model, default_adapter(model))
     told = {end for one in caught for end in str(one.message).partition(": ")[2].split(", ")}
     left_out = {name for name in wanted if any(f".{name}".endswith(f".{end}") for end in told)}
     assert adapted(model) == wanted - left_out

@@ -140,9 +140,11 @@ def write_model(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = 
 
 @contextmanager
 def opened(directory: Path, **changes: Any) -> Iterator[LemaModel]:
-    """Open a model for streaming with an adapter on every linear, in training mode."""
-    settings = {"lora_rank": 2, "lora_alpha": 4, "seed": SEED, "gradient_checkpointing": True, "save_steps": 0}
-    config = LemaConfig(str(directory), device="cpu", device_memory=None, **settings | changes)
+    """Open a model for streaming with an adapter on every linear, in training mode. Stacked experts have none unless
+    `changes` say so, because products with adapted ones round in another way than PEFT's."""
+    drawn = {"lora_rank": 2, "lora_alpha": 4, "seed": SEED, "lora_target_parameters": []}
+    settings = drawn | {"gradient_checkpointing": True, "save_steps": 0} | changes
+    config = LemaConfig(str(directory), device="cpu", device_memory=None, **settings)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         model.initialize_lora()

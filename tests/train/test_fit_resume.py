@@ -16,6 +16,7 @@ from smallrun import (
     token_rows,
     write_model,
 )
+from tiny import write_checkpoint
 from transformers import (
     TrainerCallback,
 )
@@ -23,6 +24,7 @@ from transformers import (
 from lema import LemaConfig
 from lema.data import prepare_data
 from lema.errors import AdapterError, ConfigError
+from lema.train.checkpoint.resume import as_begun
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +174,16 @@ def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
         "other settings from here on (then -> now): max_steps: 2 -> 4",
     ]
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_a_run_that_adapts_no_experts_goes_on_without_them(tmp_path: Path) -> None:
+    """As one does that began before experts were adapted by default."""
+    model, out = write_checkpoint("mixtral", tmp_path).streamed, tmp_path / "out"
+    rows = [{"input_ids": [*range(first, first + 9)], "labels": [*range(first, first + 9)]} for first in range(1, 9)]
+    begun = settings(model, out, save_steps=1, max_steps=1)
+    run_fit(begun.model_copy(update={"lora_target_parameters": []}), rows)
+    later = begun.model_copy(update={"max_steps": 2})
+    with pytest.raises(ConfigError, match=r"lora_target_parameters: \[\] -> \['experts.down_proj', "):
+        run_fit(later, rows, resume=True)
+    run_fit(as_begun(later, out / "checkpoint-1"), rows, resume=True)
+    assert list(logged(later)) == [1, 2]

@@ -25,7 +25,7 @@ from lema.backend import Backend
 from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
 from lema.config.settings import Change
 from lema.errors import AdapterError, ConfigError, listed
-from lema.lora.files import WEIGHTS, adapter_differences
+from lema.lora.files import WEIGHTS, adapter_differences, read_lora_config
 from lema.storage.manifest import check_manifest
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
 
@@ -128,11 +128,16 @@ def tell_warning(line: str, say: Say) -> None:
 
 
 def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
-    """Return the settings of a run that goes on: what the plan chose when it began, and changes last bits, stays."""
+    """Return the settings of a run that goes on: what the plan chose when it began, and changes last bits, stays. So
+    do the default targets, where experts were not among them."""
     left_open = [name for name in ("micro_batch_size", "loss_chunk_tokens") if getattr(config, name) is None]
     with suppress(AdapterError):  # which the trainer tells
         then = {} if checkpoint is None else settings_then(checkpoint)
-        return config.model_copy(update={name: then[name] for name in left_open if then.get(name) is not None})
+        found: dict[str, Any] = {name: then[name] for name in left_open if then.get(name) is not None}
+        if checkpoint is not None and config.lora_target_modules is None and config.lora_target_parameters is None:
+            saved = read_lora_config(checkpoint)
+            found |= {} if saved is None or saved.target_parameters else {"lora_target_parameters": []}
+        return config.model_copy(update=found)
     return config
 
 
