@@ -99,7 +99,7 @@ class Beside:
     def evaluated(self, loss: RowLoss, hidden: Sequence[Tensor]) -> Tensor:
         """Return the loss of a pass of which no gradient is wanted; `hidden` are the last layer's outputs."""
         with self.engine.retry.at("in the head and the loss"):
-            logps = [loss.forward(state, target) for state, target in zip(hidden, loss.targets, strict=True)]
+            logps = [loss.forward(*one, index) for index, one in enumerate(zip(hidden, loss.targets, strict=True))]
         return self.settle(loss, logps, differentiate=False)
 
     def settle(self, loss: RowLoss, logps: Sequence[Tensor], *, differentiate: bool = True) -> Tensor:

@@ -40,6 +40,7 @@ NAMES = (
     "logps/chosen",
     "logps/rejected",
 )
+OF_LOGITS = ("logits/chosen", "logits/rejected")
 
 
 def text(start: int, count: int) -> str:
@@ -207,10 +208,14 @@ def test_losses_metrics_and_adapters_are_those_of_trl(case: str, accumulation: i
     # Of rewards of KTO's rows, TRL takes the mean of the means of batches, which have different numbers of them.
     several = "kto" in case and accumulation > 1
     names = ["loss", "kl", "rewards/margins"] if several else ["loss", "kl", "nll_loss", *NAMES]
+    if not several and case.startswith(("dpo", "ipo", "kto")):  # ORPO's and CPO's are of other tokens
+        names += OF_LOGITS
+        assert any(name in row for row in logged for name in OF_LOGITS)
     for ours, theirs in zip(steps, logged, strict=True):
         assert_close(ours, theirs, [name for name in names if theirs.get(name)])
     measured = next(row for row in trained.state.log_history if "eval_loss" in row)
-    names = ["eval_loss", *(f"eval_{name}" for name in NAMES if f"eval_{name}" in measured)]
+    wanted = [*NAMES, *(OF_LOGITS if case.startswith(("dpo", "ipo")) else ())]
+    names = ["eval_loss", *(f"eval_{name}" for name in wanted if f"eval_{name}" in measured)]
     if case != "dft" and "kto" not in case:  # of these, TRL takes means of the means of batches
         assert_close(next(row for row in lines if "eval_loss" in row), measured, names)
     theirs = adapter_of(trained.model)

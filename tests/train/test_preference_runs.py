@@ -74,6 +74,8 @@ def test_a_yaml_is_enough(model: Path, objective: str, tmp_path: Path) -> None:
         steps, held = ([{key: value for row in rows for key, value in row.items()}] for rows in (steps, held))
     else:
         assert steps[-1]["loss"] < steps[0]["loss"]
+    if objective in ("dpo", "ipo", "kto"):
+        wanted |= {"logits/chosen", "logits/rejected"}
     assert all(wanted <= row.keys() for row in steps)
     assert all({f"eval_{name}" for name in wanted} <= row.keys() for row in held)
     assert held[-1]["eval_rewards/margins"] > held[0]["eval_rewards/margins"] or objective == "kto"

@@ -43,6 +43,7 @@ class Scored:
     mismatched: tuple[Tensor, Tensor] | None = None
     advantages: Tensor | None = None  # `[rows]` or `[rows, tokens]`, of GRPO
     old_logps: Tensor | None = None  # `[rows, tokens]`, those of the model that made the completions; None: of this one
+    mean_logits: Tensor | None = None  # `[rows, tokens]`, over the vocabulary; None: they are not known
 
     def completions(self, logps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over completions: those of the chosen rows, and those of the rejected."""
@@ -127,7 +128,8 @@ def dpo(rows: Scored, *, loss_type: str, beta: float, smoothing: float) -> tuple
     """DPO (arXiv:2305.18290) and the losses that TRL's `DPOTrainer` has beside it, by its `loss_type`."""
     losses = dpo_losses(rows, loss_type, beta, smoothing)
     chosen, rejected = (beta * one.detach() for one in rows.ratios())
-    return losses.sum() / rows.num_examples, _of_pairs(chosen, rejected, rows.completions(rows.logps))
+    measured = _of_pairs(chosen, rejected, rows.completions(rows.logps)) | _of_logits(rows)
+    return losses.sum() / rows.num_examples, measured
 
 
 def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> Tensor:
@@ -191,7 +193,7 @@ def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesira
         of_chosen, of_rejected = 1 - torch.sigmoid(beta * chosen), torch.sigmoid(beta * rejected)
     loss = torch.cat([desirable * of_chosen, undesirable * of_rejected]).sum() / rows.num_examples
     logps = rows.completions(rows.logps.detach())
-    measured: Measured = {"kl": (kl, 1.0)}
+    measured: Measured = {"kl": (kl, 1.0)} | _of_logits(rows)
     for name, rewards, sums in (("chosen", chosen, logps[0]), ("rejected", rejected, logps[1])):
         if count := len(rewards):
             measured[f"rewards/{name}"] = (beta * rewards.detach()).sum(), float(count)
@@ -295,6 +297,19 @@ def _of_pairs(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) ->
         "logps/chosen": (logps[0].detach().sum(), count),
         "logps/rejected": (logps[1].detach().sum(), count),
     }
+
+
+def _of_logits(rows: Scored) -> Measured:
+    """Return the mean logit of the tokens of a batch's completions, which counts as often as it has rows."""
+    if rows.mean_logits is None:
+        return {}
+    found: Measured = {}
+    for name, at in (("chosen", rows.chosen), ("rejected", rows.rejected)):
+        if count := len(at):
+            trained = rows.trained[at]
+            mean = (rows.mean_logits[at] * trained).sum() / trained.sum().clamp(min=1)
+            found[f"logits/{name}"] = mean * count, float(count)
+    return found
 
 
 def _log1mexp(value: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ much memory as the hidden states. The objective then only scales it, because the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +79,10 @@ class RowLoss:
         said = [batch[EXAMPLE].cpu() for batch in batches if EXAMPLE in batch]
         self._about = torch.cat(said).numpy() if len(said) == len(batches) else self._one_batch()
         self._coefficients: list[Tensor] = []
+        # None: nobody asks for them, or processes divide the vocabulary, and none has all words of a token.
+        divided = parallel is not None and parallel.size > 1
+        wanted_means = not (objective.advantages or divided)
+        self._means = [torch.zeros(one.shape, device=one.device) for one in targets] if wanted_means else None
         self.measured: Measured = {}
 
     @property
@@ -97,12 +100,14 @@ class RowLoss:
         about[:, Of.EXAMPLES], about[:, Of.TOKENS] = rows, tokens
         return about
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the log-probabilities of `targets` `[rows, tokens]`, 0 where there is none, from the last hidden."""
+    def forward(self, hidden: Tensor, targets: Tensor, index: int | None = None) -> Tensor:
+        """Return the log-probabilities of `targets` `[rows, tokens]`, 0 where there is none, from the last hidden.
+        `index`: the micro-batch, if this is the model that is measured, and not its reference."""
         with torch.no_grad():
             logps = torch.zeros(targets.shape, dtype=torch.float32, device=hidden.device)
             for rows, columns in blocks(len(targets), targets.shape[1], self._chunk_tokens):
-                logps[rows, columns] = self._logps(hidden[rows, columns], targets[rows, columns])
+                place = None if index is None else (index, rows, columns)
+                logps[rows, columns] = self._logps(hidden[rows, columns], targets[rows, columns], place)
         return logps
 
     def backward(
@@ -118,7 +123,7 @@ class RowLoss:
         for rows, columns, target in self._blocks(index):
             leaf = hidden[rows, columns].detach().requires_grad_()
             with torch.enable_grad():
-                found = self._logps(leaf, target)
+                found = self._logps(leaf, target, (index, rows, columns))
                 choose(leaves([found]))
                 (gradient[rows, columns],) = torch.autograd.grad(found.sum(), leaf)
             logps[rows, columns] = found.detach()
@@ -162,9 +167,14 @@ class RowLoss:
                 value = (logps * self._coefficients[index][rows, columns]).sum() * self.scale
             yield value
 
-    def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        losses = self._cross_entropy(partial(self._head, hidden), targets, reduction="none")
-        return -losses.view(targets.shape)
+    def _logps(self, hidden: Tensor, targets: Tensor, place: tuple[int, slice, slice] | None = None) -> Tensor:
+        def head() -> Tensor:
+            logits = self._head(hidden)
+            if place is not None and self._means is not None:
+                self._means[place[0]][place[1:]] = logits.detach().mean(dim=-1, dtype=torch.float32)
+            return logits
+
+        return -self._cross_entropy(head, targets, reduction="none").view(targets.shape)
 
     def _batch(
         self, number: int, logps: Tensor, reference: Sequence[Tensor] | None, mismatched: Sequence[Sequence[Tensor]]
@@ -194,6 +204,7 @@ class RowLoss:
             mismatched=(sums[0], sums[1]) if sums else None,
             advantages=torch.cat(advantages).to(device)[at] if advantages else None,
             old_logps=_side_by_side(old).to(device)[at] if old else None,
+            mean_logits=None if self._means is None else _side_by_side(self._means)[at],
         )
         return scored, 1.0 / int(own[0, Of.BATCHES])
 

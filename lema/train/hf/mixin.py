@@ -11,7 +11,8 @@ again in their turn, with what the layers made of their batches, and each ends i
 backward ends where the layers do; after the last one the layers are differentiated, with the gradients of all. A second
 call, such as that of a reference without adapters, is made for all batches in the same way.
 
-So what a trainer does with a batch before its last call of the layers is done more than once.
+So what a trainer does with a batch before its last call of the layers is done more than once, but for preparing it:
+that comes first, for all batches in their order, because GRPO draws completions there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -90,8 +91,25 @@ class StreamingMixin(Below):
         if self._joint is None:
             step = super().training_step
             stack = self.accelerator.unwrap_model(model).stack
-            self._joint = _JointStep(stack, self._batches, lambda batch: step(model, batch, *args, **kwargs))
+            model.train()  # because trainers look at it when they prepare a batch
+            self._joint = _JointStep(stack, self._prepared(), lambda batch: step(model, batch, *args, **kwargs))
         return self._joint.loss(index)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return what the trainer below makes of a batch, or the batch where that is done."""
+        if self._joint is not None and self._joint.stepping:
+            return inputs
+        return super()._prepare_inputs(inputs)
+
+    def _prepared(self) -> list[Any]:
+        """Return what the trainer below makes of the batches of the step. The trainers that make completions there
+        count batches in `_step`, after each, to know which completions are whose and when new ones are due."""
+        count, made = getattr(self, "_step", 0), []
+        for number, batch in enumerate(self._batches):
+            self._step = count + number
+            made.append(self._prepare_inputs(batch))
+        self._step = count
+        return made
 
 
 class _Reached(BaseException):
@@ -116,6 +134,7 @@ class _JointStep:
         self._stack, self._step = stack, step
         self._batches = [_Batch(inputs) for inputs in batches]
         self._made: list[tuple[Tensor, Tensor]] = []  # with the layers' graph, and without
+        self.stepping = False  # whether a training step is being taken
 
     def loss(self, index: int) -> Tensor:
         """Return what the training step of a batch returns; the last has gradients formed in the layers."""
@@ -157,14 +176,14 @@ class _JointStep:
             batch.at += 1
             return batch.states[batch.at - 1]
 
-        stack.supply = supply
+        stack.supply, self.stepping = supply, True
         try:
             # Given a copy, because a trainer may write into its batch, and this may not be the last time.
             batch.loss = self._step(dict(inputs) if type(inputs) is dict else inputs)
         except _Reached:
             pass
         finally:
-            stack.supply = before
+            stack.supply, self.stepping = before, False
 
     def _run(self, like: StackCall) -> None:
         """Run the calls that batches wait for and that are made as this one is, whose adapters are active now."""

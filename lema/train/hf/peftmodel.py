@@ -210,7 +210,7 @@ class StreamedPeftModel(PeftModel):
     def merge_adapter(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
         what = "an adapter is to be merged into weights that are in files"
-        self._refuse(what, "save the adapter, and let `lema merge` merge it")
+        self._refuse(what, "hand PEFT's files of the adapter over (save_pretrained), or let `lema merge` merge it")
 
     def merge_and_unload(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the base's weights are not in memory."""

@@ -1,0 +1,118 @@
+"""A stand-in for a vLLM server, as far as TRL's asynchronous GRPO asks: adapters are handed over as PEFT's files."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+__all__ = ["asked", "generation_server"]
+
+ABOUT = {
+    "lora_config": {"max_lora_rank": 8, "max_loras": 8},
+    "parallel_config": {"data_parallel_size": 1},
+    "model_config": {"dtype": "torch.float32"},
+}
+
+
+class _Server(HTTPServer):
+    """Has the whole model, and the adapters that it was told of."""
+
+    def __init__(self, base: Path) -> None:
+        self.base, self.model, self.told = base, None, []  # `told`: every path that was asked for
+        super().__init__(("127.0.0.1", 0), _Answers)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def load(self, lora_name: str, lora_path: str, **_: Any) -> dict[str, Any]:
+        if self.model is None:
+            whole = AutoModelForCausalLM.from_pretrained(self.base)
+            self.model = PeftModel.from_pretrained(whole, lora_path, adapter_name=lora_name)
+        else:
+            self.model.load_adapter(lora_path, lora_name)
+        return {}
+
+    @torch.no_grad()
+    def complete(self, model: str, prompt: list[int], n: int, max_tokens: int, seed: int) -> dict[str, Any]:
+        """Sample `n` completions; a token comes with its log-probability."""
+        self.model.set_adapter(model)
+        self.model.eval()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            ids = torch.tensor([prompt] * n)
+            made = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=max_tokens,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        tokens = made.sequences[:, len(prompt) :]
+        logps = torch.stack(made.logits, dim=1).log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
+        ends = [[*row, 2].index(2) + 1 for row in tokens.tolist()]  # 2 ends a text
+        return {
+            "choices": [
+                {"token_ids": row[:end], "logprobs": {"token_logprobs": of[:end]}}
+                for row, of, end in zip(tokens.tolist(), logps.tolist(), ends, strict=True)
+            ]
+        }
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: _Server
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer(self, found: dict[str, Any]) -> None:
+        body = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.told.append(path)
+        self._answer({"/health": {}, "/server_info": {"vllm_config": ABOUT}}[path])
+
+    def do_POST(self) -> None:
+        path = self.path.partition("?")[0]
+        self.server.told.append(path)
+        asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        doing = {"/v1/load_lora_adapter": self.server.load, "/v1/completions": self.server.complete}
+        self._answer(doing[path](**asked) if path in doing else {})
+
+
+def asked(url: str, **what: Any) -> Any:
+    """Return the answer to a POST."""
+    request = Request(url, json.dumps(what).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def generation_server(base: Path) -> Iterator[_Server]:
+    """Run a server of a model's directory while the block runs."""
+    with _Server(base) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
