@@ -114,11 +114,9 @@ def test_a_streamed_model_makes_the_completions_losses_and_adapters_of_the_whole
 
 
 @pytest.mark.filterwarnings("ignore:gradients are accumulated over several batches")
-@pytest.mark.parametrize("arguments", [{"steps_per_generation": 1}, REUSED], ids=["made_for_each_batch", "reused"])
-def test_the_mixin_joins_batches_whose_completions_are_made_in_the_step(
-    arguments: dict[str, Any], llama: Path, tmp_path: Path
-) -> None:
-    accumulated = {"gradient_accumulation_steps": 2, "max_steps": 2, **arguments}
+def test_the_mixin_joins_batches_whose_completions_are_made_in_the_step(llama: Path, tmp_path: Path) -> None:
+    # Completions are made for two batches at once, twice in an optimizer step.
+    accumulated = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 2, "beta": 0.1}
     expected = run(whole_model(llama), tmp_path, **accumulated)
     leases = []
     for trainer in (RecordedGRPO, StreamingGRPO):
@@ -128,7 +126,8 @@ def test_the_mixin_joins_batches_whose_completions_are_made_in_the_step(
         same((losses, weights, MADE), expected)
         leases.append(model.opened.memory.counters.leases)
         model.close()
-    assert leases[0] - leases[1] == 2 * (2 - 1) * 2 * NUM_LAYERS
+    assert len(expected[2]) == 4
+    assert leases[0] - leases[1] == 2 * (4 - 1) * 2 * NUM_LAYERS
 
 
 def test_merged_weights_for_a_server_are_refused(llama: Path) -> None:
@@ -246,7 +245,7 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
         with generation_server(llama) as server:
             arguments = AsyncGRPOConfig(
                 str(tmp_path / name),
-                max_steps=5,
+                max_steps=4,
                 activation_checkpointing=True,
                 per_device_train_batch_size=4,
                 token_budget=-1,
@@ -269,7 +268,7 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
                 rollout_worker=Worker(server.url),
             )
             found = outcome(trainer)
-        assert server.told.count("/v1/load_lora_adapter") == 6  # at the start and after each step
+        assert server.told.count("/v1/load_lora_adapter") == 5  # at the start and after each step
         assert not any("weight" in path for path in server.told)
         return *found, list(MADE)
 
