@@ -17,7 +17,7 @@ from datasets import Dataset
 from generationserver import asked, generation_server
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing, vllm_client
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.generation.vllm_generation import VLLMGeneration
@@ -64,10 +64,18 @@ class StreamingGRPO(StreamingMixin, RecordedGRPO):
     pass
 
 
+class RecordedRLOO(Recorded, RLOOTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, reward_funcs=low_words, **kwargs)
+
+
+GRPO = (RecordedGRPO, GRPOConfig, PROMPTS)
+
+
 @pytest.fixture(autouse=True)
 def rewarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, "grpo", (RecordedGRPO, GRPOConfig, PROMPTS))
-    MADE.clear()
+    monkeypatch.setitem(KINDS, "grpo", GRPO)
+    monkeypatch.setitem(KINDS, "rloo", (RecordedRLOO, RLOOConfig, PROMPTS))
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +83,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("llama", tmp_path_factory.mktemp("llama"))
 
 
-def run(model: Any, directory: Path, **arguments: Any) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+def run(
+    model: Any, directory: Path, kind: str = "grpo", trainer: Any = None, **arguments: Any
+) -> tuple[list[float], dict[str, Tensor], list[Any]]:
     """Train; return losses, adapter and completions."""
     MADE.clear()
-    losses, weights = outcome(trainer_of("grpo", model, directory, **{**SAMPLED, **arguments}))
+    losses, weights = outcome(trainer_of(kind, model, directory, trainer=trainer, **{**SAMPLED, **arguments}))
     return losses, weights, list(MADE)
 
 
@@ -97,18 +107,18 @@ REUSED = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iter
 
 
 @pytest.mark.parametrize(
-    ("shape", "arguments"),
-    [("llama", {}), ("llama", REUSED), ("gemma3", {"beta": 0.1})],
-    ids=["llama", "llama_reused_with_reference", "gemma3_with_reference"],
+    ("kind", "shape", "arguments"),
+    [("grpo", "llama", {}), ("grpo", "llama", REUSED), ("grpo", "gemma3", {"beta": 0.1}), ("rloo", "llama", {})],
+    ids=["llama", "llama_reused_with_reference", "gemma3_with_reference", "rloo"],
 )
 @pytest.mark.filterwarnings("ignore:gradients are accumulated over several batches")
 def test_a_streamed_model_makes_the_completions_losses_and_adapters_of_the_whole_one(
-    shape: str, arguments: dict[str, Any], tmp_path: Path
+    kind: str, shape: str, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     directory = save(shape, tmp_path / "model")
-    expected = run(whole_model(directory), tmp_path, **arguments)
+    expected = run(whole_model(directory), tmp_path, kind, **arguments)
     model = streamed_model(directory)
-    same(run(model, tmp_path, **arguments), expected)
+    same(run(model, tmp_path, kind, **arguments), expected)
     assert len(expected[2]) == (1 if arguments == REUSED else 4)
     model.close()
 
@@ -121,9 +131,7 @@ def test_the_mixin_joins_batches_whose_completions_are_made_in_the_step(llama: P
     leases = []
     for trainer in (RecordedGRPO, StreamingGRPO):
         model = streamed_model(llama)
-        MADE.clear()
-        losses, weights = outcome(trainer_of("grpo", model, tmp_path, trainer=trainer, **{**SAMPLED, **accumulated}))
-        same((losses, weights, MADE), expected)
+        same(run(model, tmp_path, trainer=trainer, **accumulated), expected)
         leases.append(model.opened.memory.counters.leases)
         model.close()
     assert len(expected[2]) == 4
@@ -163,9 +171,7 @@ def test_a_server_makes_the_completions_of_adapters_that_it_is_handed(llama: Pat
                 def __init__(self, *args: Any, **kwargs: Any) -> None:
                     super().__init__(*args, rollout_func=rollout, **kwargs)
 
-            MADE.clear()
-            losses, weights = outcome(trainer_of("grpo", model, tmp_path, trainer=Served, **SAMPLED))
-            found.append((losses, weights, list(MADE)))
+            found.append(run(model, tmp_path, trainer=Served))
     same(*found)
     model.close()
 

@@ -14,6 +14,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sft": ({"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "evaluated": 6}, {}),
     "dpo": ({"activation_checkpointing": False}, {"gradient_checkpointing": False}),
     "kto": ({}, {}),
+    "grpo": ({"num_generations": 4, "max_completion_length": 4, "beta": 0.1}, {}),
 }
 
 WORK = f"""
@@ -23,8 +24,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 import lema
 from lema.errors import ConfigError
-from trlruns import RecordedSFT, adapters, lora, outcome, streamed_model, trainer_of, whole_model
+from test_trl_grpo import GRPO
+from trlruns import KINDS, RecordedSFT, adapters, lora, outcome, streamed_model, trainer_of, whole_model
 
+KINDS["grpo"] = GRPO
 place, rank = Path(sys.argv[1]), os.environ["RANK"]
 warnings.filterwarnings("ignore", message="gradients are accumulated")
 made = {{"whole": lambda **_: whole_model(place), "streamed": lambda **settings: streamed_model(place, settings)}}
@@ -70,7 +73,7 @@ torch.save(found, place / f"found-{{rank}}.pt")
 
 pytestmark = pytest.mark.timeout(
     900
-)  # the first test waits for two processes that import all of TRL and train seven times
+)  # the first test waits for two processes that import all of TRL and train eleven times
 
 
 @pytest.fixture(scope="module")
