@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -225,9 +225,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         by_position = dict(zip(names, positional, strict=False))
         if twice := sorted(by_position.keys() & settings.keys()):
             raise SettingsError([Problem(key, f"{key} is given by position and by name") for key in twice])
-        if own := settings.keys() & backend_settings().keys():
-            given = settings.pop("backend_settings", None) or {}
-            settings["backend_settings"] = {**given, **{key: settings.pop(key) for key in own}}
+        given, own = settings.get("backend_settings") or {}, settings.keys() & backend_settings().keys()
+        if (found := {key: settings.pop(key) for key in own}) and isinstance(given, Mapping):
+            settings["backend_settings"] = {**given, **found}
         super().__init__(**by_position, **settings)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -3,8 +3,10 @@
 The dialect is YAML 1.2, so `1e-4` is a number and `on` is text; duplicate keys, tags and tabs are errors.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +24,7 @@ __all__ = ["YamlFile", "parse_value", "read_yaml"]
 
 MAX_BYTES = 256 << 10  # of a file: the parser takes 10 s for so much, and settings are a few thousand
 MAX_VALUES = 20_000  # in a file, aliases written out: a few lines of them stand for more than any memory
+MAX_OPEN = 200  # brackets open at once: the parser's time goes by the square of their number
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
 
 
@@ -92,6 +95,8 @@ def _yaml() -> YAML:
 
 def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:
     try:
+        if max(accumulate(1 if one in "[{" else -1 for one in re.findall(r"[\[\]{}]", text)), default=0) > MAX_OPEN:
+            raise RecursionError
         return read(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

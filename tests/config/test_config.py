@@ -407,6 +407,7 @@ def test_paths_in_yaml_stay_as_the_shell_sees_them(tmp_path: Path) -> None:
         ("model_name_or_path: m\n1: 2\n", ":2", "a key must be a name, not 1"),
         (b"model_name_or_path: m\nrun_name: caf\xe9\n", ":2", "not UTF-8"),
         ("model_name_or_path: m\nseed: " + "[" * 5000, "", "nested too deeply"),
+        ("model_name_or_path: m\nseed: " + "[" * 201 + "]" * 201, "", "nested too deeply"),
         pytest.param(f"model_name_or_path: {'m' * 300_000}\n", "", "more than 262,144 bytes", id="long"),
         pytest.param(
             "".join(f"key{number}: 1\n" for number in range(12_000)), "", "more than 20,000 values", id="many keys"
@@ -615,3 +616,9 @@ def test_a_config_beside_an_adapter_that_is_none_is_refused_by_file(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         LemaConfig.from_pretrained(tmp_path)
     assert caught.value.where == str(tmp_path / CONFIG_NAME)
+
+
+def test_settings_of_backends_that_are_no_mapping_are_named_also_beside_one_of_a_backend() -> None:
+    with pytest.raises(ConfigError, match="backend_settings") as error:
+        LemaConfig("m", train_data="x.txt", backend_settings=[1], neuron_runtime="emulated")
+    assert "neuron_runtime" not in str(error.value)
