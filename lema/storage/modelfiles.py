@@ -114,6 +114,10 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
     except Exception as error:
         what = f"transformers cannot read these settings of generation: {error}"
         raise ModelError(what, where=str(file), how="correct the file, or delete it") from error
+    for name, value in vars(settings).items():
+        given = value if isinstance(value, list) else [] if value is None else [value]
+        if name.endswith("_token_id") and any(type(one) is not int or abs(one) >= 2**63 for one in given):
+            raise ModelError(f"{name} is no token: {value}", where=str(file), how="correct the file, or delete it")
     return settings
 
 

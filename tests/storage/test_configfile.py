@@ -140,3 +140,13 @@ def test_a_config_of_millions_of_labels_is_refused_before_they_are_named(tmp_pat
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_labels": 10000000}')
     with pytest.raises(ModelError, match="10000000 labels"):
         read_config_file(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["[-Infinity]", "1.5", "99999999999999999999", '"</s>"', "true"])
+def test_a_token_of_generation_that_is_none_is_refused_by_name(tmp_path: Path, value: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"bos_token_id": {value}}}')
+    with pytest.raises(ModelError, match="bos_token_id") as caught:
+        load_generation_config(tmp_path)
+    assert "generation_config.json" in str(caught.value)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3], "pad_token_id": -1}')
+    assert load_generation_config(tmp_path) is not None
