@@ -330,9 +330,9 @@ class Split:
         return all(capture.alike(found, expected) for found in alone)
 
     def _refusal(self, why: str) -> ModelError:
-        where = f"{self.layers_name} of {type(self.model).__name__}"
-        what = f"this model cannot be streamed layer by layer: {why}"
-        return ModelError(what, where=where, how="`lema models` lists the types that stream")
+        source, where = self.model.config.name_or_path, f"{self.layers_name} of {type(self.model).__name__}"
+        what, how = f"this model cannot be streamed layer by layer: {why}", "`lema models` lists the types that stream"
+        return ModelError(what, where=f"{source}: {where}" if source else where, how=how)
 
     def _renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name the weights as the layer does now."""
