@@ -118,4 +118,5 @@ def import_libraries(context: typer.Context, config: "LemaConfig", *, trusted: b
     finally:
         for name in hidden:
             del sys.modules[name]
+        gc.freeze()  # else the next look would be at all of it
         gc.enable()

@@ -1,9 +1,8 @@
 """Output for a reader: lines, rows that are a table on a terminal and tab-separated columns anywhere else; and silence.
 
 PEFT imports bitsandbytes, and transformers torchao, wherever these are installed, which log warnings of kernels that
-they could not load. LEMA cannot avoid that without replacing functions for the whole process, which the user's code may
-need; so it hushes them, while it imports its own modules (`lema.lazy_exports`) or for the whole process of a command; a
-command that needs neither begins without them (`lema.cli.arguments.import_libraries`).
+they could not load. Where a command cannot do without them (`lema.cli.arguments.import_libraries`) LEMA hushes them
+for its whole process, and where they are imported in a user's (`lema.lazy_exports`) for as long as that takes.
 """
 
 import logging

@@ -101,7 +101,8 @@ def test_a_run_imports_the_libraries_only_if_it_asks_for_one(tmp_path: Path, ask
 
 
 @pytest.mark.parametrize(
-    ("by", "trusted", "optim"), [("", False, "adamw_torch"), ("main", True, "adamw_torch"), ("main", False, "lion_8bit")]
+    ("by", "trusted", "optim"),
+    [("", False, "adamw_torch"), ("main", True, "adamw_torch"), ("main", False, "lion_8bit")],
 )
 def test_nothing_is_left_out_of_a_users_process_nor_where_it_may_be_needed(
     monkeypatch: pytest.MonkeyPatch, by: str, trusted: bool, optim: Any
