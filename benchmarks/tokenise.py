@@ -92,11 +92,17 @@ def main() -> None:
 
 
 def _start(settings: dict[str, Any]) -> None:
-    """Train one step as settings say, and print what it took."""
-    from lema import LemaConfig
-    from lema.train import train
+    """Train one step as settings say, as `lema train` does, and print what it took."""
+    file = Path(settings["output_dir"]).with_suffix(".yaml")
+    file.write_text(json.dumps(settings), encoding="utf-8")  # which is YAML
+    sys.argv = ["lema", "train", str(file)]
+    from lema.cli import main as command
 
-    train(LemaConfig(**settings))
+    try:
+        command()
+    except SystemExit as end:
+        if end.code:
+            raise
     own, workers = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     took = {"user": round(own.ru_utime + workers.ru_utime, 1)}
     # Not `ru_maxrss` of the process itself, because that counts the one that started it.

@@ -76,15 +76,6 @@ def _quiet_import(module: str) -> ModuleType:
         return import_module(module)
 
 
-def _installed_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("lema")
-    except PackageNotFoundError:
-        return "0+not.installed"
-
-
 _public, _ = lazy_exports(
     __name__,
     {
@@ -110,7 +101,14 @@ _public, _ = lazy_exports(
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
-    return _installed_version() if name == "__version__" else _public(name)
+    if name != "__version__":
+        return _public(name)
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("lema")
+    except PackageNotFoundError:
+        return "0+not.installed"
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,7 @@ import typer
 
 from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
-from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, settings_of
+from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, import_libraries, settings_of
 from lema.cli.exitcodes import run
 from lema.cli.inference import evaluate, generate
 from lema.config.printing import hush
@@ -41,7 +41,7 @@ app.add_typer(config_app, name="config")
 def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
     hush()  # `peft` and `transformers` import what they find installed
-    sys.exit(run(app, sys.argv[1:]))
+    sys.exit(run(app, sys.argv[1:], by="main"))
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,6 +72,7 @@ def demo(
 
 
 def train(
+    context: typer.Context,
     config: ConfigFile,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
     weights_only: Annotated[
@@ -100,6 +101,7 @@ def train(
         file = read_phase_file(config, **settings_of(settings))
     else:
         checked = config_of(config, settings)
+    import_libraries(context, file.config if phased else checked, trusted=trust_remote_code)
     from rich.console import Console
 
     from lema.backend.trace import tracing
@@ -134,6 +136,7 @@ def _check_options(*, phased: bool, resume: bool, weights_only: bool, start: Pat
 
 
 def plan(
+    context: typer.Context,
     config: ConfigFile,
     profile: Annotated[
         str | None, typer.Option(help="A machine to plan for (t4, 4090, h200, trn1, cpu); else this one is measured.")
@@ -154,6 +157,7 @@ def plan(
         file = read_phase_file(config, **settings_of(settings))
     else:
         checked = config_of(config, settings)
+    import_libraries(context, file.config if phased else checked, trusted=trust_remote_code)
     from lema.plan.machine import profile as find_profile
 
     shared: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}

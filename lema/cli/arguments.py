@@ -1,5 +1,7 @@
 """The arguments that several commands share, and how they become settings and models."""
 
+import gc
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +14,8 @@ if TYPE_CHECKING:
     from lema.config import LemaConfig
     from lema.train import LemaModel
 
-__all__ = ["ConfigFile", "Revision", "Settings", "Source", "Trust", "Verb", "config_of", "model_of", "settings_of"]
+__all__ = ["ConfigFile", "Revision", "Settings", "Source", "Trust", "Verb"]
+__all__ += ["config_of", "import_libraries", "model_of", "settings_of"]
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
@@ -96,3 +99,24 @@ def model_of(source: Path, settings: list[str] | None, trust_remote_code: bool) 
         return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
     typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
     return LemaModel(config, trust_remote_code=trust_remote_code)
+
+
+def import_libraries(context: typer.Context, config: "LemaConfig", *, trusted: bool) -> None:
+    """Import transformers and PEFT without the libraries that quantise, which bring torch's compiler and so double the
+    time, unless the run may need them to find one. Whoever imports one afterwards gets it, as a quantised model does.
+    Only in a process that `main` began, because what they find installed they remember: a user's own is not LEMA's."""
+    if context.obj != "main" or trusted or config.optim != "adamw_torch":
+        return
+    hidden = [name for name in ("bitsandbytes", "torchao") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None: Python's own word for "not there"
+    gc.disable()  # because looking for garbage in what is only ever imported takes a tenth of the time
+    try:
+        from peft import import_utils
+
+        for asked in ("is_bnb_4bit_available", "is_torchao_available"):  # by PEFT when it attaches an adapter
+            getattr(import_utils, asked, bool)()
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+        gc.freeze()  # else the next look would be at all of it
+        gc.enable()

@@ -13,11 +13,11 @@ __all__ = ["run"]
 _DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
-def run(commands: typer.Typer, arguments: Sequence[str]) -> int:
-    """Run a command line; return its exit code. An error is one message on standard error; `--debug`: a traceback."""
+def run(commands: typer.Typer, arguments: Sequence[str], *, by: str = "") -> int:
+    """Run a command line `by` whom; return its exit code. An error is one message on standard error, or a traceback."""
     debug = "--debug" in arguments
     try:
-        typer.main.get_command(commands).main([a for a in arguments if a != "--debug"], prog_name="lema")
+        typer.main.get_command(commands).main([a for a in arguments if a != "--debug"], prog_name="lema", obj=by)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except Exception as error:

@@ -1,8 +1,8 @@
 """Output for a reader: lines, rows that are a table on a terminal and tab-separated columns anywhere else; and silence.
 
 PEFT imports bitsandbytes, and transformers torchao, wherever these are installed, which log warnings of kernels that
-they could not load. LEMA cannot avoid that without replacing functions for the whole process, which the user's code may
-need; so it hushes them, while it imports its own modules (`lema.lazy_exports`) or for the whole process of a command.
+they could not load. Where a command cannot do without them (`lema.cli.arguments.import_libraries`) LEMA hushes them
+for its whole process, and where they are imported in a user's (`lema.lazy_exports`) for as long as that takes.
 """
 
 import logging
@@ -64,14 +64,13 @@ def hush() -> None:
 @contextmanager
 def hushed() -> Iterator[None]:
     """Let the chatty libraries log errors only, for the length of a `with` block."""
-    loggers = [logging.getLogger(name) for name in CHATTY]
-    levels = [logger.level for logger in loggers]
+    levels = {name: logging.getLogger(name).level for name in CHATTY}
     hush()
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            _set_level(logger, level)
+        for name, level in levels.items():
+            _set_level(logging.getLogger(name), level)
 
 
 def _set_level(logger: logging.Logger, level: int) -> None:

@@ -184,11 +184,7 @@ def prepare_preferences(
 
     settings: dict[str, Any] = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
-    table = table_of(data, gather, tokenizer, settings, cache)
-    if not len(table.rows):
-        how = f"raise max_length={max_length} or shorten the rows" if table.dropped else "give some rows"
-        raise DataError(f"no examples to train on: {table.dropped:,} were dropped", where="train_data", how=how)
-    rows = TokenDataset(table)
+    rows = TokenDataset(table_of(data, gather, tokenizer, settings, cache))
     marks = rows.marks[:: 1 if labelled else 2]
     made = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
     # Rejected rows come after all chosen ones, because beside another of its prompt a completion is not mismatched.

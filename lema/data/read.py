@@ -75,12 +75,7 @@ def prepare_data(
 
     settings: dict[str, Any] = {"task": "sft", "train_on": forms.train_on, "columns": dict(forms.columns)}
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
-    table = table_of(data, gather, tokenizer, settings, cache)
-    if not len(table.rows):
-        how = f"raise max_length={max_length} or shorten the rows" if table.dropped else "give some rows"
-        gone = f"{table.dropped:,} were dropped, {table.left_out:,} say not to be trained on"
-        raise DataError(f"no rows to train on: {gone}", where=_describe(data), how=how)
-    return TokenDataset(table)
+    return TokenDataset(table_of(data, gather, tokenizer, settings, cache))
 
 
 def _take(columns: Columns, row: Row, ids: Ints, labels: Ints, max_length: int, overlong: Overlong) -> None:
@@ -103,8 +98,8 @@ def table_of(
     cache: Path | None,
 ) -> Table:
     """Return data as tokens: those of large files from the folder `cache`, all others gathered in memory. `settings`
-    are what else decides the tokens. `DataError`, `DiskError`: as `lema.data.cache.cached`."""
-    notes: tuple[str, ...] = ()
+    are what else decides the tokens. `DataError`: no row is left; that and `DiskError`: as `lema.data.cache.cached`."""
+    notes, table = list[str](), None
     if cache is not None and (isinstance(data, (str, Path)) or (_lists_files(data) and data)):
         files = find_files(data)  # type: ignore[arg-type] # they are paths
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
@@ -112,13 +107,19 @@ def table_of(
             size = sum(file.stat().st_size for file in files if file.is_file())
             if size >= kept.SMALL or any(map(is_stream, files)):
                 try:
-                    return kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
+                    table = kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
                 except DiskError as error:
                     if cache != kept.folder_of(True):
                         raise  # because the user has named this folder
-                    notes = (f"tokens are not kept, and are made anew at every start: {error.what} ({error.where})",)
-    columns = gather(rows_of(data), None)
-    return columns.table((*notes, *Remarks(columns.remarks).lines()))
+                    notes = [f"tokens are not kept, and are made anew at every start: {error.what} ({error.where})"]
+    if table is None:
+        columns = gather(rows_of(data), None)
+        table = columns.table((*notes, *Remarks(columns.remarks).lines()))
+    if not len(table.rows):
+        how = f"raise max_length={settings['max_length']} or shorten the rows" if table.dropped else "give some rows"
+        gone = f"{table.dropped:,} were dropped, {table.left_out:,} say not to be trained on"
+        raise DataError(f"no rows to train on: {gone}", where=_describe(data), how=how)
+    return table
 
 
 def mixed(config: LemaConfig, rows: Any) -> Any:

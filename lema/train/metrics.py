@@ -116,14 +116,12 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
 def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bool:
     """Draw training and evaluation loss over steps; False where matplotlib is not installed or no loss was measured."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
     rows = read_metrics(metrics_file)
     # Without pyplot: no global state, and no window system is looked for.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="loss")
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
         points = [(row["step"], row[key]) for row in rows if key in row and "step" in row]

@@ -1,0 +1,77 @@
+"""Processor seconds of a start of `lema train`, by part, from the shell to the first step and on to the end.
+
+    python benchmarks/start.py CONFIG
+    python benchmarks/start.py CONFIG --as-found   # with every library that transformers and PEFT find
+    python benchmarks/start.py CONFIG --no-step    # ends where the first step would begin
+
+Seconds are of the process in user and system mode, because wall time on a shared machine is others', too.
+"""
+
+import argparse
+import importlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lema.cli import app as command
+from lema.cli.exitcodes import run
+from lema.config.printing import hush
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("config")
+parser.add_argument("--as-found", action="store_true")
+parser.add_argument("--no-step", action="store_true")
+
+
+def main() -> None:
+    """Run the command with a clock around its parts, and print a row for each as it ends."""
+    given, then = parser.parse_args(), 0.0
+
+    def tell(part: str) -> None:
+        nonlocal then
+        now = time.process_time()
+        print(f"| {part} | {now - then:.2f} | {now:.2f} |", flush=True)
+        then = now
+
+    def timed(owner: Any, name: str, part: str, before: str = "") -> None:
+        work: Callable[..., Any] = getattr(owner, name)
+
+        def clocked(*args: Any, **options: Any) -> Any:
+            if before:
+                tell(before)
+                if given.no_step:
+                    os._exit(0)
+            made = work(*args, **options)
+            tell(part)
+            return made
+
+        setattr(owner, name, clocked)
+
+    import_libraries = command.import_libraries
+
+    def imported(*args: Any, **options: Any) -> None:
+        tell("interpreter, settings")
+        import_libraries(*args, **options)
+        for name in ("torch", "transformers.modeling_utils", "peft"):
+            importlib.import_module(name)
+        tell("torch, transformers, PEFT")
+        names = ("model", "run", "trainer", "events")
+        model, running, trainer, events = (importlib.import_module(f"lema.train.{name}") for name in names)
+        tell("LEMA's modules")
+        timed(model.LemaModel, "__init__", "model opened, weights outside the layers read")
+        timed(model.LemaModel, "initialize_lora", "adapter drawn")
+        timed(running, "load_data", "plan, data opened")
+        timed(trainer.LemaTrainer, "accumulate", "first step, without the optimizer", before="trainer made")
+        timed(events.RunEvents, "draw", "optimizer, end of the run, picture")
+
+    vars(command)["import_libraries"] = imported
+    hush()
+    print("| part | seconds | so far |\n|---|---|---|")
+    code = run(command.app, ["train", given.config], by="" if given.as_found else "main")
+    tell("adapter saved")
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
