@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lema.backend import Exchange
 from lema.errors import ConfigError, DataError
 
-__all__ = ["C10dComm", "Comm", "Solo", "XlaComm", "comm_of"]
+__all__ = ["C10dComm", "Comm", "Counted", "Solo", "XlaComm", "comm_of"]
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -234,6 +235,62 @@ class XlaComm:
         if key not in self._parts:
             groups = [[group[one] for one in part] for group in self._groups for part in key]
             self._parts[key] = XlaComm(groups, self._xm, self._ordinal)
+        return self._parts[key]
+
+
+class Counted:
+    """A group that counts what its collectives exchange, in its parts as well.
+
+    A ring sends of `n` bytes over `T` processes `2 (T-1)/T n` in an all-reduce, and `(T-1)/T n` in an all-gather or a
+    reduce-scatter, which is the least that any way sends (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+    algorithms for clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002).
+
+    Args:
+        comm: the group.
+        whole: the count that it adds to; None: one of its own.
+    """
+
+    def __init__(self, comm: Comm, whole: Counted | None = None) -> None:
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._whole = whole or self
+        self._parts: dict[Groups, Comm] = {}
+        self.exchanged = Exchange()
+
+    def __deepcopy__(self, memo: Any) -> Counted:
+        return self
+
+    def _sends(self, nbytes: int) -> None:
+        self._whole.exchanged = self._whole.exchanged.plus(Exchange(int(self.size > 1), nbytes))
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum over the group."""
+        self._sends(2 * tensor.nbytes * (self.size - 1) // self.size)
+        return self._comm.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return every rank's tensor, joined along `dim` in rank order."""
+        self._sends(tensor.nbytes * (self.size - 1))
+        return self._comm.all_gather(tensor, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's equal share along `dim` of the sum over the group."""
+        self._sends(tensor.nbytes * (self.size - 1) // self.size)
+        return self._comm.reduce_scatter(tensor, dim)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Return the tensor of the rank `source` of the group, which goes from one to the next."""
+        self._sends(tensor.nbytes)
+        return self._comm.broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._comm.barrier()
+
+    def split(self, parts: Sequence[Sequence[int]]) -> Comm:
+        """Return this rank's part of the group; the same one each time."""
+        key = tuple(tuple(part) for part in parts)
+        if key not in self._parts:
+            self._parts[key] = Counted(self._comm.split(parts), self._whole)
         return self._parts[key]
 
 

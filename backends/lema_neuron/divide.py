@@ -15,13 +15,13 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lema.backend import SingleProcess
+from lema.backend import Exchange, SingleProcess
 from lema.backend.layout import KvLayout
 from lema.errors import ConfigError, ModelError
 from lema.model.partition import layouts_of
 from lema.model.skeleton import ends_of, find_layers
 from lema_neuron.boundary import SEQUENCE
-from lema_neuron.comm import Comm
+from lema_neuron.comm import Comm, Counted
 from lema_neuron.gradients import global_norm, mark, part_of, reduce_gradients
 from lema_neuron.mappings import gather_sequence, scatter_to_group
 from lema_neuron.parallelize import TensorParallel
@@ -45,7 +45,7 @@ class Division:
     """
 
     def __init__(self, comm: Comm, *, sequence_parallel: bool = False, kv_layout: KvLayout = "tile") -> None:
-        self._comm, self._kv_layout = comm, kv_layout
+        self._comm, self._kv_layout = Counted(comm), kv_layout
         self._sequence_parallel = sequence_parallel and comm.size > 1
         self._words: Words | None = None  # of the head; None: it is whole
 
@@ -58,6 +58,11 @@ class Division:
     def size(self) -> int:
         """How many processes the group has."""
         return self._comm.size
+
+    @property
+    def exchanged(self) -> Exchange:
+        """What the collectives of layers, words and gradients have exchanged so far."""
+        return self._comm.exchanged
 
     def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
         """Put this rank's share in the place of every decoder layer's modules, and of the adapters on them.
@@ -161,7 +166,8 @@ def _put_back(base: nn.Module, adapter: LoraLayer, name: str, comm: Comm) -> nn.
     """Return an adapter over a module that has been divided, with this rank's share of its values."""
     factors = {
         f"{kind}.{ADAPTER}.{one}": parameter
-        for kind in ("lora_A", "lora_B")
+        for kind in ("lora_A", "lora_B", "lora_magnitude_vector")
+        if ADAPTER in getattr(adapter, kind)
         for one, parameter in getattr(adapter, kind)[ADAPTER].named_parameters()
     }
     with torch.device("meta"):
@@ -187,6 +193,7 @@ def _config_of(adapter: LoraLayer) -> LoraConfig:
     return LoraConfig(
         lora_dropout=float(getattr(dropout, "p", 0.0)),
         use_rslora=bool(adapter.use_rslora.get(ADAPTER, False)),
+        use_dora=bool(adapter.use_dora.get(ADAPTER, False)),
         lora_bias=bool(adapter.lora_bias.get(ADAPTER, False)),
         init_lora_weights=False,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lema.backend.hostmemory import anonymous
-from lema.backend.protocols import Gathering, Replicas, Upload
+from lema.backend.protocols import Exchange, Gathering, Replicas, Upload
 from lema.errors import ConfigError, LemaError
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class SingleProcess:
 
     rank = 0
     size = 1
+    exchanged = Exchange()
 
     def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
         """Leave the layer whole."""

@@ -149,6 +149,18 @@ class Download(Protocol):
         """Block until the bytes are in host memory. Any thread may call it, more than once."""
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives of a tensor-parallel group, and the bytes that each of its processes sends to another in them."""
+
+    count: int = 0
+    nbytes: int = 0
+
+    def plus(self, other: Exchange, times: int = 1) -> Exchange:
+        """Return these and the other ones, so many times; those since an earlier look are these `plus(before, -1)`."""
+        return Exchange(self.count + times * other.count, self.nbytes + times * other.nbytes)
+
+
 class Parallel(Protocol):
     """How layers lie over a tensor-parallel group. Every process of it makes the same calls in the same order."""
 
@@ -159,6 +171,10 @@ class Parallel(Protocol):
     @property
     def size(self) -> int:
         """How many processes the group has."""
+
+    @property
+    def exchanged(self) -> Exchange:
+        """What its collectives have exchanged so far, those of tensors without values among them."""
 
     def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
         """Replace the modules of a model's decoder layers, adapters among them, by this rank's share of them. It is

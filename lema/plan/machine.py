@@ -13,7 +13,7 @@ from typing import Literal
 
 import psutil
 
-from lema.backend import Backend
+from lema.backend import Backend, Exchange
 from lema.backend.hostmemory import memory_available
 from lema.backend.registry import kept_unasked
 from lema.config import LemaConfig
@@ -40,6 +40,8 @@ class Machine:
     single: float  # with weights of four
     memory: float = math.inf  # bytes per second that the device's memory is read and written at, together
     launch: float = 0.0  # seconds that handing one layer's work to the device takes, at least
+    exchange: float = math.inf  # bytes per second that each process of a tensor-parallel group sends to another
+    latency: float = 0.0  # seconds that a collective takes, however little is sent
     note: str = ""  # what is not known of it
 
     @property
@@ -51,17 +53,22 @@ class Machine:
         """Return the operations per second with weights of `itemsize` bytes an element."""
         return self.single if itemsize >= 4 else self.half
 
+    def exchanging(self, work: Exchange) -> float:
+        """Return the seconds that collectives take."""
+        return work.nbytes / self.exchange + work.count * self.latency
+
 
 # Half precision, links and disks: what public benchmarks of fine-tuning reach on these. Single precision: three
 # quarters of the vendor's figure; memory: half of it. Launch: a decoder layer, forward, in eager mode.
-TRN1 = "one core of two; the speed of its host link is not published, and a guess here: measure it"
+# Of trn1 the 384 GB/s of the links between chips are published; two cores of one exchange over their common memory.
+TRN1 = "one core of two; the speeds of its host link and of exchanges between cores are not published, and guesses here"
 PROFILES = {
     machine.name: machine
     for machine in (
         Machine("t4", 15 * GIB, 32 * GB, Speeds(3e9, 12e9), 25e12, 6e12, 160e9, 1.5e-3),
         Machine("4090", 24 * GIB, 64 * GB, Speeds(7e9, 25e9), 140e12, 62e12, 500e9, 1.5e-3),
         Machine("h200", 139 * GIB, 128 * GIB, Speeds(14e9, 50e9), 400e12, 50e12, 2.4e12, 1.5e-3),
-        Machine("trn1", 16 * GIB, 32 * GIB, Speeds(2e9, 12e9), 65e12, 16e12, 200e9, 1.5e-3, TRN1),
+        Machine("trn1", 16 * GIB, 32 * GIB, Speeds(2e9, 12e9), 65e12, 16e12, 200e9, 1.5e-3, 50e9, 50e-6, TRN1),
         Machine("cpu", 24 * GB, 24 * GB, Speeds(1.1e9), 0.4e12, 0.15e12, 5e9),
     )
 }

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from lema.backend import Exchange, Parallel, SingleProcess
+
 __all__ = ["Tally"]
 
 
@@ -27,10 +29,13 @@ class Tally(TorchDispatchMode):
     """Counts the bytes of what is made in the `with` block and still alive, and the floating-point operations. Views
     count once, with what they are views of. What existed before is given to `leave_out`: it, and views of it, are not
     counted. Neither is what is picked out of it by index, as stand-ins for experts' weights are: an implementation that
-    computes with values in hand copies no weights."""
+    computes with values in hand copies no weights. What the processes of `parallel` exchange is counted as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: Parallel | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
+        self._parallel = parallel or SingleProcess()
+        self._before = self._parallel.exchanged
+        self.exchanged_to_saved = Exchange()  # as far as the last of what was saved
         self.flops = 0
         self.peak = 0
         self._saved: set[int] = set()
@@ -52,7 +57,12 @@ class Tally(TorchDispatchMode):
     def save(self, tensor: Tensor) -> None:
         """Take note that the backward needs a tensor."""
         self._saved.add(_storage(tensor))
-        self._steps_to_saved = len(self._steps)
+        self._steps_to_saved, self.exchanged_to_saved = len(self._steps), self.exchanged
+
+    @property
+    def exchanged(self) -> Exchange:
+        """What the processes have exchanged since the beginning of the block."""
+        return self._parallel.exchanged.plus(self._before, -1)
 
     def flops_to_saved(self) -> int:
         """Return the operations as far as the last of what was saved, but for matrix products that reach none of it."""

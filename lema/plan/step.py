@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lema.backend import Exchange
 from lema.config import LemaConfig
 from lema.config.objective import OF_PAIRS
 from lema.data.batches import dealt
@@ -130,17 +131,22 @@ def rows_each(config: LemaConfig) -> int:
 
 def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Machine, itemsize: int) -> Timings:
     """Return the seconds that operations take at a machine's speed; a layer takes at least what launching it takes.
-    Expanding quantised weights takes what reading them in the device's memory takes, and writing them there; an element
-    of them has `itemsize` bytes as it is used."""
+    Collectives take the machine's latency each, and the time of their bytes. Expanding quantised weights takes what
+    reading them in the device's memory takes, and writing them there; an element of them has `itemsize` bytes as it is
+    used."""
     speed = machine.flops(itemsize)
     found = []
     for kind, work in enumerate(workload.works):
         first = layers[workload.kinds.index(kind)]
         expand = (first.nbytes + first.expanded_bytes) / machine.memory if first.expansions else 0.0
-        flops = (work.forward, work.recompute, work.backward)
-        forward, recompute, backward = (max(one / speed, machine.launch) for one in flops)
-        found.append(LayerSeconds(forward, recompute, backward, expand))
-    return Timings(tuple(found), workload.head.flops / speed)
+        parts = zip((work.forward, work.recompute, work.backward), work.exchanges, strict=True)
+        # One after the other, because what follows a collective needs what it brings.
+        seconds = (max(flops / speed, machine.launch) + machine.exchanging(sent) for flops, sent in parts)
+        found.append(LayerSeconds(*seconds, expand))
+    reduced = [workload.of(layer).reduced for layer in range(len(layers))]  # the gradients of all in one collective
+    once = Exchange(max(one.count for one in reduced), sum(one.nbytes for one in reduced))
+    head = workload.head.flops / speed + machine.exchanging(workload.head.exchange)
+    return Timings(tuple(found), head, machine.exchanging(workload.entered), machine.exchanging(once))
 
 
 def demand_of(

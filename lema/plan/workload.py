@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
-from lema.backend import Parallel, load
+from lema.backend import Exchange, Parallel, load
 from lema.engine.head.cut import HeadCut
 from lema.engine.head.loss import blocks
 from lema.engine.head.pieces import piece_passes
@@ -71,6 +71,8 @@ class LayerWork:
     working_bytes: int  # the most that is alive at once in forward and backward
     forward_bytes: int  # what is alive after the forward, its output included
     gradient_bytes: int  # the gradients of the adapters in the layer; those of its own weights are counted apart
+    exchanges: tuple[Exchange, ...]  # of the forward, of running it again, and of the backward
+    reduced: Exchange  # of the gradients of which each process has a part only, once in a step
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class HeadWork:
 
     flops: int  # floating-point operations; 0: nobody asks for them, where the head is in pieces
     working_bytes: int  # the most that is alive at once; logits are those of one chunk
+    exchange: Exchange  # with that of putting together what the layers have made
     kept_bytes: int = 0  # what waits while other micro-batches are worked on, where the head is in pieces
 
 
@@ -94,6 +97,7 @@ class Workload:
     prelude_bytes: int  # the most that is alive at once before the layers
     state_bytes: int  # of the generator's state, kept for each layer that is recomputed
     starts_below: bool  # whether something before the layers trains
+    entered: Exchange  # before the layers
     pieces: HeadWork | None = None  # the head and the loss in pieces of the vocabulary; None: they are not asked for
 
     def of(self, layer: int) -> LayerWork:
@@ -228,11 +232,12 @@ def _measure(
 ) -> Workload:
     inputs = batch.inputs()
     learn(split, layers)
-    with Tally() as tally:
+    with Tally(split.parallel) as tally:
         tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
         inside, parameters = f"{split.layers_name}.", split.model.named_parameters()
         outside_trains = any(one.requires_grad and not name.startswith(inside) for name, one in parameters)
         prelude = split.prelude(inputs, {}, differentiate=outside_trains)
+        begun = tally.exchanged
     given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
     states = _given(split, layers, prelude)
     entered, hidden = states[0], states[-1]
@@ -245,12 +250,13 @@ def _measure(
     return Workload(
         kinds,
         works if known is None else known.works,
-        _head_work(split, hidden, chunk_tokens, whole),
+        _head_work(split, entered, hidden, chunk_tokens, whole),
         max(one.nbytes for one in states[:-1]),
         sum(tensor.untyped_storage().nbytes() for tensor in given.values() if tally.counts(tensor)),
         tally.peak,
         load("cpu").rng_state().nbytes,
         prelude.hidden.requires_grad,
+        begun,
         None if head is None or head.module is None else _pieces_work(split, hidden, chunk_tokens, head, layers),
     )
 
@@ -267,9 +273,7 @@ def _layer_work(
     split: Split, index: int, stored: LayerBytes, call: LayerCall, states: Sequence[Tensor], trained: Collection[str]
 ) -> LayerWork:
     layer, weights = split.layers[index], fake_weights(stored)
-    # Of the top layer's output a process that holds part of it has no more than of its input.
-    made = states[1] if call.left is not None else states[0]
-    given, gradient = torch.empty_like(states[0]).requires_grad_(), torch.empty_like(made)
+    given, gradient = torch.empty_like(states[0]).requires_grad_(), torch.empty_like(states[1])
     parameters = list(layer.parameters())
     for parameter in parameters:
         if parameter.requires_grad:
@@ -277,7 +281,7 @@ def _layer_work(
     for name in trained:
         weights[name].requires_grad_().grad = torch.empty_like(weights[name])  # counted with the layer's gradients
     saved: dict[int, int] = {}
-    with Tally() as tally:
+    with Tally(split.parallel) as tally:
         tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.own), *parameters, *layer.buffers()])
         tally.leave_out([one.grad for one in (*parameters, *weights.values())])
 
@@ -289,27 +293,36 @@ def _layer_work(
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
             output = split.run_layer(index, weights, call, given)
-        forward, forward_bytes = tally.flops, tally.live
+        forward, forward_bytes, sent = tally.flops, tally.live, tally.exchanged
         torch.autograd.backward(output, gradient)
+    exchanges = sent, tally.exchanged_to_saved, tally.exchanged.plus(sent, -1)
+    split.parallel.reduce_gradients(parameters)
+    reduced = tally.exchanged.plus(sent, -1).plus(exchanges[2], -1)
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     for parameter in parameters:
         parameter.grad = None
     flops = forward, tally.flops_to_saved(), tally.flops - forward
-    return LayerWork(*flops, sum(saved.values()), tally.peak, forward_bytes, gradients)
+    return LayerWork(*flops, sum(saved.values()), tally.peak, forward_bytes, gradients, exchanges, reduced)
 
 
-def _head_work(split: Split, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
-    """Run one chunk, cut as `lema.engine.head.loss` cuts it, and take as many as there are beside `beside` bytes."""
+def _head_work(split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
+    """Run one chunk, cut as `lema.engine.head.loss` cuts it, and take as many as there are beside `beside` bytes. The
+    last layer makes what has the shape of what `entered` the first, before that of all processes is one."""
     rows, length = hidden.shape[:2]
     block = (min(rows, max(1, chunk_tokens // length)), min(length, chunk_tokens))
     leaf = torch.empty_like(hidden[: block[0], : block[1]]).requires_grad_()
     target = torch.zeros(block, dtype=torch.long)
-    with Tally() as tally:
+    with Tally(split.parallel) as tally:
         tally.leave_out([leaf, target, *split.model.parameters(), *split.model.buffers()])
         with torch.enable_grad():
             value = split.parallel.cross_entropy(partial(split.head, leaf), target, reduction="sum")
         torch.autograd.grad(value, leaf)
-    return HeadWork(tally.flops * rows * length // (block[0] * block[1]), tally.peak + beside)
+    one, tokens, part = tally.exchanged, rows * length, math.prod(block)
+    split.parallel.leave_layers(entered)
+    # The last chunk may be a part of one, with as many collectives and fewer bytes.
+    count = one.count * sum(1 for _ in blocks(rows, length, chunk_tokens))
+    sent = tally.exchanged.plus(one, -1).plus(Exchange(count, one.nbytes * tokens // part))
+    return HeadWork(tally.flops * tokens // part, tally.peak + beside, sent)
 
 
 @dataclass(frozen=True)
@@ -359,7 +372,7 @@ def _pieces_work(
         kept = given.numel() * (given.element_size() + torch.float32.itemsize)  # with its gradient
         del given
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
-    return HeadWork(0, tally.peak, kept)
+    return HeadWork(0, tally.peak, Exchange(), kept)
 
 
 @contextmanager
@@ -371,7 +384,9 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
     def like(tensor: Tensor) -> Tensor:
         if id(tensor) in inside or not isinstance(tensor, nn.Parameter):
             return tensor
-        return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+        made = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+        vars(made).update(vars(tensor))  # which say how it lies over processes
+        return made
 
     with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
         try:

@@ -7,7 +7,7 @@ into a directory, and the first rank writes how far off it is.
 import json
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
+from lema.backend import Exchange, Parallel
 from lema.backend.group import first_alone
 from lema.convert.prepare import prepare
 from lema.engine.head.loss import split_batch
@@ -75,6 +76,7 @@ def cases(size: int) -> Iterator[Case]:
         yield Case("llama", False, {"loss_chunk_tokens": 5, "label_smoothing_factor": 0.1})
         yield Case("llama", False, {"lora_target_modules": ["q_proj", "lm_head"]})
         yield Case("llama", False, {"lora_modules_to_save": ["embed_tokens"]})
+        yield Case("llama, 2 kv", True, {"lora_use_dora": True, "lora_dropout": 0.1})
     else:
         yield Case("mistral, 1 kv", True)
         yield Case("mixtral, 2 kv", False, {"lora_target_parameters": []})  # the default where processes divide experts
@@ -239,8 +241,8 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
     config = config_of(directory, Case("wide", sequence_parallel), **settings, sequence_parallel=sequence_parallel)
     ids = torch.randint(1, SHAPE["vocab_size"], (2, 96), generator=torch.Generator().manual_seed(1))
     micro = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    read = []
-    with closing(LemaModel(config)) as model:
+    read: list[int] = []
+    with closing(LemaModel(config)) as model, sends() as wire:
         model.initialize_lora()
         stays = len(model.allocation.residents)
         model.skeleton.train()
@@ -248,11 +250,13 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
             for parameter in model.get_trainable_parameters():
                 parameter.grad = None
             before = model.adapter.counters.bytes_read
-            with Tally() as tally:
+            wire.clear()
+            with Tally(model.backend.parallel) as tally:
                 tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *micro.values()])
                 ring = [buffer.memory for buffer in model.memory._ring.buffers]
                 tally.leave_out([*model.memory._resident.values(), *ring])
                 model.adapter.loss([micro] * 3).backward()
+            exchanged, sent = tally.exchanged, list(wire)
             read.append(model.adapter.counters.bytes_read - before)
         refused = ""
         if sequence_parallel:
@@ -264,24 +268,55 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
         else:
             torch.manual_seed(torch.distributed.get_rank())
             sampled = said(model, do_sample=True, temperature=2.0).tolist()
+    told, exchange = told_by_a_plan(config)
     return {
         "stays": stays,
         "read": read,
         "peak": tally.peak,
-        "told": told_by_a_plan(config),
+        "told": told,
+        "exchanged": [exchanged.count, exchanged.nbytes],
+        "sent": sent,
+        "told exchanged": [exchange.count, exchange.nbytes],
         "refused": refused,
         "sampled": sampled,
     }
 
 
-def told_by_a_plan(config: LemaConfig) -> int:
-    """What a step of one process makes on its device, by a plan; there is no optimizer, gradients alone are made."""
+@contextmanager
+def sends() -> Iterator[list[int]]:
+    """The bytes that a ring of the processes sends for each collective that `torch.distributed` is asked for."""
+    dist: Any = torch.distributed
+    size, found, kept = dist.get_world_size(), list[int](), (dist.all_reduce, dist.all_gather)
+
+    def all_reduce(tensor: Tensor, **options: Any) -> Any:
+        found.append(2 * tensor.nbytes * (size - 1) // size)
+        return kept[0](tensor, **options)
+
+    def all_gather(every: list[Tensor], tensor: Tensor, **options: Any) -> Any:
+        found.append(tensor.nbytes * (size - 1))
+        return kept[1](every, tensor, **options)
+
+    dist.all_reduce, dist.all_gather = all_reduce, all_gather
+    try:
+        yield found
+    finally:
+        dist.all_reduce, dist.all_gather = kept
+
+
+def told_by_a_plan(config: LemaConfig) -> tuple[int, Exchange]:
+    """What a step of one process makes on its device, by a plan, and what it exchanges; there is no optimizer,
+    gradients alone are made."""
     blueprint = draw_up(config, parallel=planned_parallel(config))
     shape = step_shape(config, 128, parts=blueprint.parallel.size)
     micro, chunk = shape.micro_batch, config.loss_chunk_tokens
+    work = measure(blueprint.model, blueprint.layers, micro, chunk, parallel=blueprint.parallel)
+    (forward, again, backward), times = work.works[0].exchanges, shape.num_micro_batches
+    assert len(work.works) == 1
+    exchanged = work.entered.plus(work.head.exchange).plus(forward, LAYERS).plus(again, LAYERS - 1)
+    exchanged = exchanged.plus(backward, LAYERS).plus(lowest_input(blueprint.parallel, config, micro.tokens), -1)
     demand = demand_of(
         blueprint.layers,
-        measure(blueprint.model, blueprint.layers, micro, chunk, parallel=blueprint.parallel),
+        work,
         None,
         shape,
         outside_bytes=0,
@@ -289,7 +324,15 @@ def told_by_a_plan(config: LemaConfig) -> int:
         lowest=blueprint.lowest_adapted,
         shared=True,
     )
-    return sum(device_parts(demand, Allocation(3)).values()) - device_parts(demand, Allocation(3))["slots"]
+    told = sum(device_parts(demand, Allocation(3)).values()) - device_parts(demand, Allocation(3))["slots"]
+    return told, Exchange().plus(exchanged, int(times))
+
+
+def lowest_input(parallel: Parallel, config: LemaConfig, tokens: int) -> Exchange:
+    """The sum of the gradient of what the lowest layer is given: nothing below trains, so it is not formed. A plan
+    counts every layer as one of those above."""
+    hidden = MODELS["wide"][1]["hidden_size"] * 4
+    return Exchange(1, (1 if config.sequence_parallel else 2) * tokens * hidden * (parallel.size - 1) // parallel.size)
 
 
 def main(directory: Path, names: Collection[str]) -> None:

@@ -59,9 +59,10 @@ def whole_model(name: str, kv_heads: int, dtype: torch.dtype = torch.float32, la
     return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
-def lora(name: str, dropout: float = 0.0) -> LoraConfig:
+def lora(name: str, dropout: float = 0.0, dora: bool = False) -> LoraConfig:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if name == "mixtral" else "all-linear"
-    return LoraConfig(r=3, lora_alpha=6, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    given: dict[str, Any] = {"lora_dropout": dropout, "use_dora": dora, "target_modules": targets}
+    return LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **given)
 
 
 def batch() -> dict[str, Tensor]:
@@ -73,14 +74,15 @@ def batch() -> dict[str, Tensor]:
 
 @cache
 def in_one_process(
-    name: str, kv_heads: int, dropout: float = 0.0, dtype: torch.dtype = torch.float32
+    name: str, kv_heads: int, dropout: float = 0.0, dtype: torch.dtype = torch.float32, dora: bool = False
 ) -> tuple[dict[str, Tensor], Any]:
     """The adapter, and what transformers and PEFT compute with it: loss, logits, and its gradients."""
-    alone = get_peft_model(whole_model(name, kv_heads, dtype), lora(name, dropout))
+    alone = get_peft_model(whole_model(name, kv_heads, dtype), lora(name, dropout, dora))
     trained = {path: one for path, one in alone.named_parameters() if one.requires_grad}
     with torch.no_grad():
         for path, parameter in trained.items():
-            parameter.copy_(numbers(path, *parameter.shape) * 0.1)
+            drawn = numbers(path, *parameter.shape) * 0.1
+            parameter.copy_(parameter * (1 + drawn) if "magnitude" in path else drawn)
     torch.manual_seed(5)
     output = alone(**batch())
     output.loss.backward()
@@ -98,12 +100,13 @@ def model_case(
     kv_layout: Any = "tile",
     dropout: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    dora: bool = False,
     **given: Any,
 ) -> dict[str, float]:
-    adapter, wanted = in_one_process(name, kv_heads, dropout, dtype)
+    adapter, wanted = in_one_process(name, kv_heads, dropout, dtype, dora)
     model = whole_model(name, kv_heads, dtype)
     parallelize(model, comm, sequence_parallel=sequence, kv_layout=kv_layout, **given)
-    over: Any = parallel.get_peft_model(model, lora(name, dropout))
+    over: Any = parallel.get_peft_model(model, lora(name, dropout, dora))
     over.load_adapter_state(adapter)
     torch.manual_seed(5)
     output = over(**batch())
@@ -135,6 +138,7 @@ def model_cases(ranks: int) -> dict[str, Callable[[Comm], dict[str, float]]]:
     """The cases, by name; of the key/value heads there are as many as query heads, or fewer than ranks."""
     few = ranks // 2
     cases: dict[str, Callable[[Comm], dict[str, float]]] = {"draw": drawn, "unreduced": unreduced, "saved": saved}
+    cases["magnitudes-saved"] = lambda comm: saved(comm, dora=True)
     for case in product_cases(AXES):
         name, heads, sp = case.values()
         given = (name, 8 if heads == "equal" else few, sp == "sequence")
@@ -143,15 +147,21 @@ def model_cases(ranks: int) -> dict[str, Callable[[Comm], dict[str, float]]]:
     cases["llama-fewer-in-double"] = lambda comm: model_case(comm, "llama", few, True, dtype=torch.float64)
     cases["llama-dropout-tokens"] = lambda comm: model_case(comm, "llama", 4, False, dropout=0.3)
     cases["llama-dropout-sequence"] = lambda comm: model_case(comm, "llama", 4, True, dropout=0.3)
+    for heads, sequence, dropout in ((few, True, 0.0), (8, False, 0.0), (few, False, 0.3), (8, True, 0.3)):
+        case_of = f"magnitudes-{'fewer' if heads == few else 'equal'}-{'sequence' if sequence else 'tokens'}"
+        given = (heads, sequence, "tile", dropout)
+        cases[f"{case_of}{'-dropout' if dropout else ''}"] = lambda comm, given=given: model_case(
+            comm, "llama", *given, dora=True
+        )
     cases["phi3-gathered"] = lambda comm: model_case(comm, "phi3", 4, True)
     cases["mixtral-whole-experts"] = lambda comm: model_case(comm, "mixtral", 4, True, whole=("mlp.experts",))
     return cases
 
 
-def over_ranks(comm: Comm, sequence: bool = False, seed: int | None = None) -> Any:
+def over_ranks(comm: Comm, sequence: bool = False, seed: int | None = None, dora: bool = False) -> Any:
     model = whole_model("llama", 2)
     parallelize(model, comm, sequence_parallel=sequence)
-    return parallel.get_peft_model(model, lora("llama"), seed=seed)
+    return parallel.get_peft_model(model, lora("llama", dora=dora), seed=seed)
 
 
 def drawn(comm: Comm) -> dict[str, float]:
@@ -181,16 +191,20 @@ def unreduced(comm: Comm) -> dict[str, float]:
     return {"wrong": min(wrong)}
 
 
-def saved(comm: Comm) -> dict[str, float]:
+def saved(comm: Comm, dora: bool = False) -> dict[str, float]:
     """PEFT's own files, read by PEFT on the whole model, and by us over the ranks."""
-    adapter, wanted = in_one_process("llama", 2)
-    over = over_ranks(comm, sequence=True)
+    adapter, wanted = in_one_process("llama", 2, dora=dora)
+    over = over_ranks(comm, sequence=True, dora=dora)
+    begun = {name: one for name, one in over.adapter_state().items() if "magnitude" in name}
+    fresh = get_peft_model(whole_model("llama", 2), lora("llama", dora=dora)).state_dict() if dora else {}
+    first = {f"begins as PEFT's: {name}": far(one, fresh[name]) for name, one in begun.items()}
+    assert bool(first) == dora
     over.load_adapter_state(adapter)
     folder: list[Any] = [mkdtemp() if comm.rank == 0 else None]
     torch.distributed.broadcast_object_list(folder)
     over.save_pretrained(folder[0])
     read = PeftModel.from_pretrained(whole_model("llama", 2), folder[0])
-    found = {"read by PEFT": far(read(**batch()).logits.detach(), wanted["logits"])}
+    found = {**first, "read by PEFT": far(read(**batch()).logits.detach(), wanted["logits"])}
     model = whole_model("llama", 2)
     parallelize(model, comm)
     again = parallel.NeuronPeftModel.from_pretrained(model, folder[0])

@@ -101,6 +101,16 @@ def test_a_step_takes_what_a_plan_told_without_the_processes(found: dict[int, di
 
 
 @shared_or_not
+def test_a_step_exchanges_what_a_plan_told_without_the_processes(
+    found: dict[int, dict[str, Any]], shared: bool
+) -> None:
+    for rank in looked_at(found, shared):
+        assert rank["exchanged"] == rank["told exchanged"]
+        if not shared:  # else the collectives that are missing in gloo are others that send more
+            assert rank["exchanged"] == [len(rank["sent"]), sum(rank["sent"])]
+
+
+@shared_or_not
 def test_processes_draw_the_same_text_or_say_why_not(found: dict[int, dict[str, Any]], shared: bool) -> None:
     one, other = looked_at(found, shared)
     assert one["refused"] == other["refused"] == ("sequence_parallel" if shared else "")

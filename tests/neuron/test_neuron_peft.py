@@ -17,6 +17,7 @@ from lema_neuron.gradients import mark, part_of, reduce_gradients
 from lema_neuron.layers import ColumnParallelLinear, GQAQKVColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from lema_neuron.parallelize import parallelize
 from lema_neuron.peft import NeuronLoraLayer, ParallelLinear, get_peft_model
+from lema_neuron.peft.lora import NEURON_LORA_MODULES
 
 FOUR = [[0, 1, 2, 3]]
 
@@ -33,7 +34,6 @@ def column(**given: Any) -> ColumnParallelLinear:
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("use_dora", {"use_dora": True}),
         ("alora_invocation_tokens", {"alora_invocation_tokens": [1]}),
         ("target_parameters", {"target_parameters": ["q_proj.weight"]}),
         ("layer_replication", {"layer_replication": [(0, 2)]}),
@@ -56,6 +56,20 @@ def test_what_is_not_exact_is_refused_by_its_name(name: str, given: dict[str, An
     with pytest.raises(ConfigError, match=name):
         ParallelLinear(column(), "default", r=2, config=config)
     assert not isinstance(model["q_proj"], NeuronLoraLayer)
+
+
+def test_magnitudes_are_refused_where_they_do_not_lie_as_the_outputs_do() -> None:
+    config, comm = LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]), one_of_four()
+    gathered = ColumnParallelLinear(8, 16, gather_output=True, tensor_model_parallel_group=comm)
+    refused: list[tuple[Any, Any, str]] = [
+        (ParallelLinear, gathered, "every rank gets whole"),
+        (NEURON_LORA_MODULES["embedding"], ParallelEmbedding(32, 8, tensor_model_parallel_group=comm), "embeddings"),
+        (NEURON_LORA_MODULES["grouped"], GQAQKVColumnParallelLinear(8, [16, 8], tensor_model_parallel_group=comm), "q"),
+    ]
+    for adapted, layer, why in refused:
+        with pytest.raises(ConfigError, match=why) as raised:
+            adapted(layer, "default", r=2, config=config)
+        assert raised.value.where == "use_dora"
 
 
 def test_other_adapters_mixed_batches_and_inexact_sums_of_adapters_are_refused() -> None:

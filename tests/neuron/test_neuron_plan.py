@@ -1,6 +1,7 @@
 """A plan for processes that hold the model together: each one's part, told by one process that is alone."""
 
 import json
+import math
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from lema import LemaConfig, LemaModel
+from lema.backend import Exchange
 from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.errors import ConfigError
@@ -23,6 +25,7 @@ from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import Demand, LayerCost, Speeds, device_parts
 from lema.plan.machine import profile
 from lema.plan.planner import planner_of
+from lema.plan.step import by_arithmetic
 from lema_neuron.divide import Division
 from lema_neuron.standin import StandIn
 from lema_neuron.vocabulary import words_of
@@ -101,6 +104,52 @@ def test_layers_stay_on_the_device_unasked_as_far_as_its_memory_goes(base: Path)
     assert len(allocation.residents) + allocation.slots == 8
     _, allocation, _ = planned(base, tensor_parallel_size=2, device_memory="30MB")
     assert len(allocation.residents) + allocation.slots < 8
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tokens", "sequence"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
+    base: Path, ranks: int, sequence: bool
+) -> None:
+    settings: dict[str, Any] = {"max_length": 64, "batch_size": 4, "lora_rank": 4, "gradient_checkpointing": True}
+    settings |= {"tensor_parallel_size": ranks, "sequence_parallel": sequence}
+    config = LemaConfig(str(base), device="neuron", lora_target_modules=["q_proj", "down_proj"], **settings)
+    planner = planner_of(config, profile("trn1"))
+    work, tokens, hidden = planner.workload, 4 * 64, 512
+    assert work is not None and planner.timings is not None
+    state = tokens * hidden
+    # A ring of T processes sends of n bytes (T - 1) / T n to scatter a sum, as many to gather, and both in a sum.
+    # Layers are in bfloat16. Of a block, the output is summed in fp32; of down_proj's adapter, what A makes.
+    ring = (ranks - 1) / ranks
+    ends, entries, inner = 2 * state * 4, 2 * state * 2, tokens * 4 * 4
+    forward, again, backward = work.works[0].exchanges
+    if sequence:
+        assert forward == again == backward == Exchange(5, int(ring * (ends + entries + inner)))
+    else:
+        assert forward == again == Exchange(3, int(2 * ring * (ends + inner)))
+        assert backward == Exchange(2, int(2 * ring * entries))
+    words, statistics = int(2 * ring * state * 2), (ranks - 1) * tokens * 3 * 4
+    assert work.entered == Exchange(1, words)
+    assert work.head.exchange == Exchange(2 + sequence, words + statistics + int(ring * state * 2) * sequence)
+    factors = 4 * hidden * (1 + sequence)  # A of q_proj, [4, hidden]; B of down_proj has seen its tokens alone
+    assert work.works[0].reduced == Exchange(1, int(2 * ring * factors * 4))
+    # In the seconds each collective counts.
+    machine = planner.site.machine
+    silent = by_arithmetic(work, planner.blueprint.layers, replace(machine, exchange=math.inf, latency=0.0), 2)
+    waits = [each.nbytes / machine.exchange + each.count * machine.latency for each in (forward, again, backward)]
+    (alone,), (layer,) = silent.layers, planner.timings.layers
+    found = layer.forward - alone.forward, layer.recompute - alone.recompute, layer.backward - alone.backward
+    assert found == pytest.approx(waits) and min(waits) > 1e-4
+    assert planner.timings.head - silent.head == pytest.approx(machine.exchanging(work.head.exchange))
+    assert planner.timings.prelude == machine.exchanging(work.entered) > silent.prelude == 0
+    assert planner.timings.optimizer == pytest.approx(machine.latency + 8 * (2 * ring * factors * 4) / machine.exchange)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tokens", "sequence"])
+def test_a_layer_that_is_another_than_those_below_is_planned_where_it_is_the_last(base: Path, sequence: bool) -> None:
+    settings = {"tensor_parallel_size": 2, "sequence_parallel": sequence, "lora_layers_to_transform": [7]}
+    config = LemaConfig(str(base), device="neuron", max_length=16, batch_size=2, **settings)
+    assert planner_of(config, profile("trn1")).workload.kinds == (0,) * 7 + (1,)  # type: ignore[union-attr]
 
 
 LAYERS = Demand(tuple(LayerCost(GB, GB, GB) for _ in range(20)), outside_bytes=GB)

@@ -15,9 +15,10 @@ from lema.backend.layout import column
 from lema_neuron.layers import ColumnParallelLinear, RowParallelLinear
 from lema_neuron.layers.partition import sequence_dim
 from lema_neuron.peft.base import Base, describe
+from lema_neuron.peft.dora import ShardedDora, magnitude_part
 from lema_neuron.peft.draw import common_seed, draw_a, draw_b
 from lema_neuron.peft.dropout import ShardedDropout
-from lema_neuron.peft.refusals import check_config, refuse_mixed_batch
+from lema_neuron.peft.refusals import check_config, check_dora, refuse_mixed_batch
 from lema_neuron.shares import Part, along, replicated_part
 
 __all__ = ["NeuronLoraLayer", "ParallelLinear", "as_config"]
@@ -63,17 +64,18 @@ class NeuronLoraLayer(LoraLayer):
 
     @property
     def lora_variants(self) -> dict[Any, Any]:
-        """None of PEFT's variants is exact under sharding."""
+        """None of PEFT's variants is exact under sharding as it is."""
         return {(): None}
 
     def _begin(self, name: str, r: int, alpha: float, config: LoraConfig) -> None:
         """Keep the numbers of a new adapter, as PEFT does."""
         check_config(config)
+        check_dora(config, self.base, self._layer)
         if r <= 0:
             raise ValueError(f"`r` should be a positive integer value but the value passed is {r}")
         self.r[name], self.lora_alpha[name] = r, alpha
         self.scaling[name] = alpha / math.sqrt(r) if config.use_rslora else alpha / r
-        self.use_rslora[name], self.use_dora[name] = config.use_rslora, False
+        self.use_rslora[name], self.use_dora[name] = config.use_rslora, config.use_dora
         self.lora_bias[name] = config.lora_bias
         self.lora_dropout[name] = self._dropout(config.lora_dropout)
 
@@ -88,6 +90,9 @@ class NeuronLoraLayer(LoraLayer):
             seed = common_seed(base.comm, "cpu" if device.type in ("cpu", "meta") else device)
             self.draw(name, config.init_lora_weights, seed, target_name)
         self._move_adapter_to_device_of_base_layer(name)
+        if config.use_dora:
+            self.lora_variant[name] = ShardedDora()
+            self.lora_variant[name].init(self, name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _factors(self, name: str) -> list[nn.Parameter]:
@@ -124,7 +129,7 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
         is_target_conv_1d_layer: PEFT's.
         init_lora_weights: True, False or "gaussian".
         use_rslora: scale by `lora_alpha / sqrt(r)`.
-        use_dora: refused.
+        use_dora: train a magnitude for each row; see `lema_neuron.peft.dora`.
         lora_bias: B has a bias.
         config: PEFT's, in the place of the five before.
         kwargs: PEFT's.
@@ -239,6 +244,8 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
             prefix = "lora_B" if base.kind == "row" else "lora_A"
             for one, _ in whole.named_parameters():
                 found[f"{prefix}.{name}.{one}"] = replicated_part(base.comm, partial=partial)
+        for name in self.lora_magnitude_vector:
+            found[f"lora_magnitude_vector.{name}.weight"] = magnitude_part(base)
         return found
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 from peft import LoraConfig
 
 from lema.errors import ConfigError
+from lema_neuron.peft.base import Base
 
-__all__ = ["check_config", "refuse_mixed_batch"]
+__all__ = ["check_config", "check_dora", "refuse_mixed_batch"]
 
 WHY = {
-    "use_dora": "it takes norms of whole rows of the merged weight",
     "layer_replication": "layers are told apart by their names",
     "target_parameters": "it adapts parameters of modules that are cut",
     "trainable_token_indices": "it trains rows of a weight that is cut",
@@ -30,6 +30,7 @@ def check_config(config: Any) -> None:
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{type(config).__name__} is not supported over several ranks", how="use LoraConfig")
     variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
+    variants.remove("use_dora")  # which depends on the layer: `check_dora`
     for name in dict.fromkeys([*WHY, *variants]):
         if getattr(config, name, None):
             why = WHY.get(name, "it is computed from whole weights or activations")
@@ -41,6 +42,23 @@ def check_config(config: Any) -> None:
             where="init_lora_weights",
             how="use True, False or gaussian; or start from an adapter that was initialised on one device",
         )
+
+
+def check_dora(config: LoraConfig, base: Base, layer: Any) -> None:
+    """Refuse DoRA where a magnitude does not lie as the output of its row does.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    if not config.use_dora:
+        return
+    if base.kind not in ("column", "row"):
+        what = "magnitudes of embeddings, and of queries, keys and values that are one layer"
+    elif base.kind == "column" and getattr(layer, "gather_output", False) and base.comm.size > 1:
+        what = "magnitudes of a layer whose output every rank gets whole"
+    else:
+        return
+    raise ConfigError(f"use_dora is not supported under tensor parallelism: {what}", where="use_dora", how=HOW)
 
 
 def refuse_mixed_batch(given: Any) -> None:

@@ -1,0 +1,88 @@
+"""DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353) over column and row layers: a magnitude for each row of W.
+
+What trains is `m / |W + s B A| (W + s B A)`, the norm taken of each row, and no gradient goes through it, as in PEFT.
+Where outputs are cut, a rank has whole rows and their magnitudes. Where inputs are cut, each has a part of every row:
+the squares are summed over the ranks, and magnitudes are whole on all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.variants import DoraLinearVariant
+from torch import Tensor
+
+from lema_neuron.peft.base import Base
+from lema_neuron.shares import Part, replicated_part, sharded_part
+
+__all__ = ["ShardedDora", "magnitude_part"]
+
+
+class ShardedMagnitude(DoraLinearLayer):
+    """PEFT's module of one adapter's magnitudes, `[outputs]`, or this rank's of them.
+
+    Args:
+        base: the parallel layer that is adapted.
+    """
+
+    def __init__(self, base: Base) -> None:
+        super().__init__(fan_in_fan_out=False)
+        self.base = base
+
+    def get_weight_norm(
+        self,
+        weight: Tensor,
+        lora_weight: Tensor,
+        scaling: float,
+        adapter_name: str | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        """Return the norms of whole rows, given this rank's part of the weight and of `B A`."""
+        merged = (weight + scaling * lora_weight).detach()
+        if self.base.kind == "column":
+            return torch.linalg.vector_norm(merged, dim=1)
+        squares = merged.float().square().sum(1)
+        return self.base.comm.all_reduce(squares).sqrt().to(merged.dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lora_A: Any,  # noqa: N803 - as in PEFT
+        lora_B: Any,  # noqa: N803
+        scaling: float,
+        base_layer: Any,
+        base_result: Tensor | None = None,
+        adapter_name: str = "default",  # noqa: ARG002
+    ) -> Tensor:
+        """Return what is added to the layer's output; `base_result` is that, unless `x` was dropped out."""
+        added = (lora_B.weight @ lora_A.weight).to(x.dtype)
+        scale = self.weight / self.get_weight_norm(base_layer.weight.to(x.dtype), added, scaling)
+        if base_result is None:
+            base_result = base_layer(x.to(base_layer.weight.dtype))
+        if base_layer.bias is not None:
+            base_result = base_result - base_layer.bias
+        found: Tensor = (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
+        return found
+
+
+class ShardedDora(DoraLinearVariant):
+    """PEFT's variant of a linear, with magnitudes of a parallel layer."""
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:  # noqa: ARG004
+        """Let magnitudes begin as the norms."""
+        if not module.lora_magnitude_vector:
+            module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+        made = ShardedMagnitude(module.base)
+        factors = {name: getattr(module, name)[adapter_name].weight for name in ("lora_A", "lora_B")}
+        made.update_layer(base_layer=module.get_base_layer(), scaling=module.scaling[adapter_name], **factors)
+        module.lora_magnitude_vector[adapter_name] = made
+
+
+def magnitude_part(base: Base) -> Part:
+    """Return how magnitudes lie: with the outputs that are cut; or whole, with the gradient of this rank's tokens."""
+    if base.kind == "row":
+        return replicated_part(base.comm, partial=base.sequence_parallel)
+    return sharded_part(base.layouts[0], base.sizes[1], base.comm)
