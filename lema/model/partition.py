@@ -94,6 +94,7 @@ def held_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tenso
     if parallel.size == 1:
         return dict(saved)
     layouts = {name.replace(".default", ""): layout_of(one) for name, one in model.named_parameters()}
+    layouts |= {name.removesuffix(".weight"): one for name, one in layouts.items() if "magnitude" in name}
     return {name: held_tensor(parallel, tensor, layouts.get(name)) for name, tensor in saved.items()}
 
 

@@ -141,8 +141,8 @@ def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Mac
         expand = (first.nbytes + first.expanded_bytes) / machine.memory if first.expansions else 0.0
         parts = zip((work.forward, work.recompute, work.backward), work.exchanges, strict=True)
         # One after the other, because what follows a collective needs what it brings.
-        seconds = (max(flops / speed, machine.launch) + machine.exchanging(sent) for flops, sent in parts)
-        found.append(LayerSeconds(*seconds, expand))
+        forward, again, back = (max(one / speed, machine.launch) + machine.exchanging(sent) for one, sent in parts)
+        found.append(LayerSeconds(forward, again, back, expand))
     reduced = [workload.of(layer).reduced for layer in range(len(layers))]  # the gradients of all in one collective
     once = Exchange(max(one.count for one in reduced), sum(one.nbytes for one in reduced))
     head = workload.head.flops / speed + machine.exchanging(workload.head.exchange)

@@ -134,6 +134,7 @@ def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tens
     """Take some steps; return what was found, whole, and how many bytes this process has read: of layers in the last
     step, and outside of layers."""
     found: dict[str, Tensor] = {}
+    torch.manual_seed(9)  # for dropout
     with closing(LemaModel(config)) as model:
         parallel, replicas = model.backend.parallel, model.backend.replicas
         model.initialize_lora()

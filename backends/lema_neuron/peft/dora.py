@@ -28,7 +28,7 @@ class ShardedMagnitude(DoraLinearLayer):
     """
 
     def __init__(self, base: Base) -> None:
-        super().__init__(fan_in_fan_out=False)
+        super().__init__(fan_in_fan_out=False)  # type: ignore[no-untyped-call] # PEFT's is
         self.base = base
 
     def get_weight_norm(
@@ -41,7 +41,8 @@ class ShardedMagnitude(DoraLinearLayer):
         """Return the norms of whole rows, given this rank's part of the weight and of `B A`."""
         merged = (weight + scaling * lora_weight).detach()
         if self.base.kind == "column":
-            return torch.linalg.vector_norm(merged, dim=1)
+            whole: Tensor = torch.linalg.vector_norm(merged, dim=1)
+            return whole
         squares = merged.float().square().sum(1)
         return self.base.comm.all_reduce(squares).sqrt().to(merged.dtype)
 
