@@ -191,9 +191,10 @@ class Update:
         micro-batches. `logits` receives each one's; `announce` says, before the backward, what comes next."""
 
         def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:  # whose tensors go when it fails
-            # The scale stays on the device. It is asked for also where nothing trains: the scaler begins with it.
-            one = torch.ones((), device=self._backend.device)
-            scale = self.scaler.scale(one) if self.scaler.is_enabled() else 1.0
+            # The scale stays on the device. It is asked for also where nothing trains: the scaler begins with it. Not
+            # where none is wanted, because a lazy device would compile a graph for it.
+            enabled, device = self.scaler.is_enabled(), self._backend.device
+            scale = self.scaler.scale(torch.ones((), device=device)) if enabled else 1.0
             if not micro_batches and num_tokens:  # the other processes have some
                 self._model.accompany()
                 loss = torch.zeros((), device=self._backend.device)
