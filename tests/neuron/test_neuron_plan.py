@@ -107,12 +107,12 @@ def test_layers_stay_on_the_device_unasked_as_far_as_its_memory_goes(base: Path)
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tokens", "sequence"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
-    base: Path, ranks: int, sequence: bool
+    base: Path, size: int, sequence: bool
 ) -> None:
     settings: dict[str, Any] = {"max_length": 64, "batch_size": 4, "lora_rank": 4, "gradient_checkpointing": True}
-    settings |= {"tensor_parallel_size": ranks, "sequence_parallel": sequence}
+    settings |= {"tensor_parallel_size": size, "sequence_parallel": sequence}
     config = LemaConfig(str(base), device="neuron", lora_target_modules=["q_proj", "down_proj"], **settings)
     planner = planner_of(config, profile("trn1"))
     work, tokens, hidden = planner.workload, 4 * 64, 512
@@ -120,7 +120,7 @@ def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
     state = tokens * hidden
     # A ring of T processes sends of n bytes (T - 1) / T n to scatter a sum, as many to gather, and both in a sum.
     # Layers are in bfloat16. Of a block, the output is summed in fp32; of down_proj's adapter, what A makes.
-    ring = (ranks - 1) / ranks
+    ring = (size - 1) / size
     ends, entries, inner = 2 * state * 4, 2 * state * 2, tokens * 4 * 4
     forward, again, backward = work.works[0].exchanges
     if sequence:
@@ -128,7 +128,7 @@ def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
     else:
         assert forward == again == Exchange(3, int(2 * ring * (ends + inner)))
         assert backward == Exchange(2, int(2 * ring * entries))
-    words, statistics = int(2 * ring * state * 2), (ranks - 1) * tokens * 3 * 4
+    words, statistics = int(2 * ring * state * 2), (size - 1) * tokens * 3 * 4
     assert work.entered == Exchange(1, words)
     assert work.head.exchange == Exchange(2 + sequence, words + statistics + int(ring * state * 2) * sequence)
     factors = 4 * hidden * (1 + sequence)  # A of q_proj, [4, hidden]; B of down_proj has seen its tokens alone
