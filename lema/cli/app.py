@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -190,6 +191,8 @@ TOLD = tellcommands.models, tellcommands.backends, tellcommands.doctor
 VERBS = demo, train, plan, tellcommands.data, evaluate, *FILES, *TOLD
 for verb in VERBS:
     app.command(name="eval" if verb is evaluate else verb.__name__, cls=Verb)(verb)
+for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
+    app.command(name=point.name, cls=Verb)(point.load())
 config_app.command(cls=Verb)(tellcommands.show)
 config_app.command()(tellcommands.schema)
 config_app.command(name="import")(tellcommands.import_file)

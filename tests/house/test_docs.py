@@ -15,13 +15,13 @@ from lema.config import LemaConfig
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "architecture.md"
-SOURCES = sorted([*ROOT.glob("lema/**/*.py"), *ROOT.glob("backends/**/*.py"), *ROOT.glob("benchmarks/*.py")])
+SOURCES = sorted([*ROOT.glob("lema/**/*.py"), *ROOT.glob("backends/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("benchmarks/*.py")])
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("internals/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MOST_LINES = 120  # of the page on the architecture, and of the README
 MOST_LINES_OF_A_PAGE = 200
 LONG = {"benchmarks.md", "models.md"}  # tables that grow with what was measured and tried
 # Names with dots that are no modules: groups of entry points, and the repository's own name.
-GROUPS = {"lema.backends", "lema.settings", "lema.doctors"}
+GROUPS = {"lema.backends", "lema.settings", "lema.doctors", "lema.verbs"}
 ROOMS = sorted(path.parent for path in ROOT.glob("lema/**/__init__.py") if path.parent.name not in ("lema", "utils"))
 
 
@@ -63,7 +63,7 @@ def test_every_name_of_lema_in_a_docstring_or_a_comment_exists() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_and_page_that_is_named_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    files = re.findall(r"`((?:lema|tests|benchmarks|backends|configs)/[\w/.*-]+)`", text)
+    files = re.findall(r"`((?:lema|tests|benchmarks|backends|tools|configs)/[\w/.*-]+)`", text)
     files += [f"backends/{name}" for name in re.findall(r"`(lema_\w+/[\w/.]+)`", text)]
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     kept = [name for name in files if not name.startswith("benchmarks/results/")]  # git ignores these
