@@ -219,7 +219,7 @@ class MetricsTail:
                     self._inode = inode
                     stream.seek(0)
                 self._take(stream.read())
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise _no_run(self._file.parent) from error
         except OSError as error:
             raise DataError(f"cannot read the metrics: {error.strerror}", where=str(self._file)) from error

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["curve", "picture", "watch"]
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow", "bright_magenta")
-HEIGHT = 8  # lines of the curve
+CURVE, OTHERS = (3, 8, 14), 26  # lines of the curve: the least, usual and most; about how many all others take
 LARGEST = 6  # parts of memory that are named
 
 
@@ -42,7 +42,7 @@ def watch(
     if not once and console.is_terminal and run.state == "running":
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live, _key() as key:
             while run.state == "running":
-                live.update(picture(run, console.width, keys=True), refresh=True)
+                live.update(picture(run, console.width, console.height), refresh=True)
                 if key(every) in ("q", "Q"):
                     break
                 run = read_run(output_dir, tail)
@@ -72,30 +72,32 @@ def _ready(source: int, seconds: float) -> bool:
     return bool(select.select([source], [], [], seconds)[0])
 
 
-def picture(run: Run, width: int, *, keys: bool = False) -> "RenderableType":
-    """Return all that is shown of a run; `keys`: with the keys that leave it."""
+def picture(run: Run, width: int, height: int | None = None) -> "RenderableType":
+    """Return all that is shown of a run, on a screen of that `height`, with the key that leaves it; None: as high as it
+    is. What a low screen has no room for is what comes last."""
     from rich.console import Group
     from rich.text import Text
 
-    shown: list[RenderableType] = [_head(run, width), Text()]
+    least, usual, most = CURVE
+    lines = usual if height is None else min(most, max(least, height - OTHERS))
+    gap = [] if height is not None and height < OTHERS + usual else [Text()]
+    shown: list[RenderableType] = [_head(run, width, keys=height is not None), *gap]
     if run.trained:
-        inner = max(20, width - 12)
-        shown += [*_loss(run, inner), Text(), _numbers(run), Text(), *_times(run, width), *_memories(run, width)]
+        curves = _loss(run, max(20, width - 12), lines)
+        shown += [*curves, *gap, _numbers(run), *gap, *_times(run, width), *gap, *_memories(run, width), *gap]
     else:
         shown.append(Text("No step has been logged yet.", "dim"))
-    shown.append(_files(run))
-    if keys:
-        shown.append(Text("q leaves; the run goes on", "dim"))
-    return Group(*shown)
+    return Group(*shown, _files(run))
 
 
-def _head(run: Run, width: int) -> "Text":
+def _head(run: Run, width: int, *, keys: bool) -> "Text":
     from rich.text import Text
 
     steps = "" if run.steps is None else f"/{run.steps:,}"
     colour = {"running": "green", "ended": "blue", "stopped": "yellow"}[run.state]
     told = Text.assemble((str(run.directory), "bold"), "  ", (run.state, f"bold {colour}"))
     told.append(f" ({run.holder})" if run.holder else "", "dim")
+    told.append("  q leaves" if keys else "", "dim")
     told.append(f"\nstep {run.step:,}{steps}")
     if run.steps:
         room = max(10, min(40, width - 50))
@@ -140,12 +142,12 @@ def _line(start: tuple[int, int] | None, end: tuple[int, int]) -> Iterator[tuple
         yield round(x0 + (end[0] - x0) * at / count), round(y0 + (end[1] - y0) * at / count)
 
 
-def _loss(run: Run, width: int) -> "Iterator[Text]":
+def _loss(run: Run, width: int, height: int) -> "Iterator[Text]":
     from rich.text import Text
 
     points = by_step(run.trained, "loss")
     known = [value for _, value in points if math.isfinite(value)]
-    lines = curve(points, width, HEIGHT)
+    lines = curve(points, width, height)
     for at, line in enumerate(lines):
         label = f"{max(known):9.4g} " if at == 0 else f"{min(known):9.4g} " if at == len(lines) - 1 else " " * 10
         yield Text.assemble((label, "dim"), (line, "cyan"))
@@ -192,7 +194,6 @@ def _times(run: Run, width: int) -> "Iterator[Text]":
     yield Text("where a step's time goes, of the latest steps", "bold")
     yield _bar([value / whole for value in sums.values()], width)
     yield _legend({name: f"{100 * value / whole:.1f}%" for name, value in sums.items()})
-    yield Text()
 
 
 def _memories(run: Run, width: int) -> "Iterator[Text]":
@@ -209,7 +210,6 @@ def _memories(run: Run, width: int) -> "Iterator[Text]":
         if memory.measured is not None:
             yield Text("▔" * max(1, round(width * memory.measured / most)), "white")
         yield _legend({name: human_bytes(size) for name, size in parts.items()})
-        yield Text()
 
 
 def _largest(memory: Memory) -> dict[str, int]:
