@@ -165,10 +165,14 @@ def test_markup_in_files_is_shown_and_never_run(plain_run: Path, tmp_path: Path)
 
 def test_a_certificate_shows_its_losses_whether_it_is_bitwise_and_memory(plain_run: Path, tmp_path: Path) -> None:
     shutil.copytree(plain_run, tmp_path / "run")
-    told = {"bitwise": False, "losses": {"streamed": [3.25, 2.5], "whole": [3.25, 2.75]}, "memory": {"peak_bytes": 3e9}}
-    (tmp_path / "run" / "certificate.json").write_text(json.dumps(told | {"memory": {"peak_bytes": 3_000_000_000}}))
+    losses = [{"step": 1, "streamed": 3.25, "whole": 3.5}, {"step": 2, "streamed": 2.5, "whole": 2.75}]
+    memory = {"streamed": {"before": 7, "peak": 3_000_000_000}, "of": "the process"}
+    told = {"holds": True, "bitwise": False, "losses": losses, "memory": memory, "tolerances": [0.5, 1.5]}
+    (tmp_path / "run" / "certificate.json").write_text(json.dumps(told))
     text = page_of(tmp_path / "run").texts["certificates"]
-    for words in ("certificate.json", "not bitwise", "losses: streamed", "3.25, 2.5", "3.25, 2.75", "3.0 GB"):
+    for words in ("certificate.json", "not bitwise", "the promise holds", "stepstreamedwhole", "13.253.5", "22.52.75"):
+        assert words in text
+    for words in ("memory: streamed: peak3.0 GB", "memory: streamed: before7 B", "memory: ofthe process", "0.5, 1.5"):
         assert words in text
     (tmp_path / "run" / "certificate.json").write_text("{cut off")
     assert "{cut off" in page_of(tmp_path / "run").texts["certificates"]

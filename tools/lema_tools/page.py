@@ -32,7 +32,7 @@ margin:0;padding:14px 16px;min-width:0}
 .tiles span{display:block;color:var(--dim);font-size:13px}
 .tiles b{font-size:21px;font-weight:650;display:block;line-height:1.35}
 .tiles small{color:var(--dim);font-size:12.5px}
-.card+.card{margin-top:14px}
+#certificates .card+.card{margin-top:14px}
 figure{position:relative}figcaption{font-weight:600;font-size:14px;margin-bottom:8px;display:flex;
 flex-wrap:wrap;gap:2px 14px;justify-content:space-between}
 svg{display:block;width:100%;height:auto;overflow:visible}

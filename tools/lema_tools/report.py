@@ -250,11 +250,9 @@ def _certificates(run: Run) -> str:
     for file in run.certificates:
         name = escape(file.name)
         if file.suffix == ".json" and (found := read_json(file)):
-            verdict, known = found.get("bitwise"), ""
-            if isinstance(verdict, bool):
-                kind, word = ("good", "bitwise equal") if verdict else ("bad", "not bitwise")
-                known = f'<span class="chip {kind}">{word}</span>'
-            cards.append(f'<div class="card"><h3>{name}{known}</h3>{table(_flat(found))}</div>')
+            known = "".join(_chips(found))
+            tables = "".join(_rows(key, value) for key, value in found.items() if _is_table(value))
+            cards.append(f'<div class="card"><h3>{name}{known}</h3>{tables}{table(_flat(found))}</div>')
         else:
             text = escape(file.read_text(encoding="utf-8", errors="replace")[:LONG])
             cards.append(f'<details class="card"><summary>{name}</summary><pre>{text}</pre></details>')
@@ -262,14 +260,33 @@ def _certificates(run: Run) -> str:
     return "".join(cards) or f'<p class="none">{none}</p>'
 
 
+def _chips(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a certificate says in a word."""
+    words = {"holds": ("the promise holds", "the promise is broken"), "bitwise": ("bitwise equal", "not bitwise")}
+    for name, (yes, no) in words.items():
+        if isinstance(verdict := found.get(name), bool):
+            yield f'<span class="chip {"good" if verdict else "bad"}">{yes if verdict else no}</span>'
+
+
+def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a list of objects as a table, a column for each of their names."""
+    names = list({key: None for row in rows[:200] for key in row})
+    told = ([_text(row.get(key)) for key in names] for row in rows[:200])
+    return f"<h3>{escape(name)}</h3>{table(told, [one.replace('_', ' ') for one in names])}"
+
+
 def _flat(found: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the numbers and texts of nested objects, each by its way there."""
+    """Yield the numbers and texts of nested objects, each by its way there; lists of objects are tables elsewhere."""
     for key, value in found.items():
         name = f"{before}{key}".replace("_", " ")
         if isinstance(value, Mapping) and depth < 4:
             yield from _flat(value, f"{name}: ", depth + 1)
-        else:
-            yield name, _size(str(key), value)
+        elif not _is_table(value):
+            yield name, _size(name, value)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
 
 
 def _size(key: str, value: Any) -> str:

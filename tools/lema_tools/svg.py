@@ -195,13 +195,13 @@ def columns(title: str, parts: Sequence[tuple[float, Mapping[str, float]]], colo
 def timeline(spans: Sequence[Span], tracks: Mapping[str, int]) -> str:
     """Return rows of what happened when, one for each track with its colour; a pointer tells name and length."""
     begin, end = min(one.begin for one in spans), max(one.end for one in spans)
-    left, wide, row = 150, 1000 - 150 - 8, 26
+    left, wide, row = 150, 1000 - 150 - 30, 26
     height = row * len(tracks) + 30
     scale = wide / ((end - begin) or 1.0)
     drawn = [f'<svg viewBox="0 0 1000 {height}" role="img" aria-label="timeline of a step">']
     for at, track in enumerate(tracks):
         y = at * row
-        drawn.append(f'<path class="grid" d="M{left} {y + row - 1}H992"/>')
+        drawn.append(f'<path class="grid" d="M{left} {y + row - 1}H970"/>')
         drawn.append(f'<text class="track end" x="{left - 8}" y="{y + 17}">{escape(track)}</text>')
     for value in _ticks(0.0, 1000 * (end - begin), 8):
         x = left + value / 1000 * scale
