@@ -80,7 +80,7 @@ def _taken(file: Path) -> int | None:
 
 
 # What the save at a run's end, beside its checkpoints, is under until it is whole.
-UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|(metrics|plan)\.jsonl?|loss\.png)\.\d+\.part")
+UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss\.png)\.\d+\.part")
 
 
 @contextmanager

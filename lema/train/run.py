@@ -118,9 +118,8 @@ def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     config = model.config
     if not config.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
-    train_data = read_data(config, model.files, config.train_data)
+    rows = read_data(config, model.files, config.train_data)
     held_back = read_data(config, model.files, config.eval_data) if config.eval_data else None
     if config.eval_split:
-        train_data, held_back = train_data.split(config.eval_split, config.seed)
-    train_data = mixed(config, train_data)
-    return first_rows(train_data, config.max_train_samples), first_rows(held_back, config.max_eval_samples)
+        rows, held_back = rows.split(config.eval_split, config.seed)
+    return first_rows(mixed(config, rows), config.max_train_samples), first_rows(held_back, config.max_eval_samples)
