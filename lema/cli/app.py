@@ -63,15 +63,6 @@ def _common(
     """Fine-tune language models larger than the device's memory."""
 
 
-def demo(
-    directory: Annotated[Path, typer.Argument(help="Where to put the model, data and adapter.")] = Path("lema-demo"),
-) -> None:
-    """Make a small model, fine-tune it by streaming, and check the adapter; no network, no GPU."""
-    from lema.cli.demo import run_demo
-
-    run_demo(directory)
-
-
 def train(
     context: typer.Context,
     config: ConfigFile,
@@ -187,8 +178,8 @@ def plan(
 
 
 FILES = filecommands.prepare, generate, filecommands.merge, filecommands.consolidate, filecommands.shard
-TOLD = tellcommands.models, tellcommands.backends, tellcommands.doctor
-VERBS = demo, train, plan, tellcommands.data, evaluate, *FILES, *TOLD
+TOLD = tellcommands.models, tellcommands.backends
+VERBS = train, plan, tellcommands.data, evaluate, *FILES, *TOLD
 for verb in VERBS:
     app.command(name="eval" if verb is evaluate else verb.__name__, cls=Verb)(verb)
 for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):

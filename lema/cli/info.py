@@ -1,6 +1,5 @@
-"""The commands that only show something: models, devices, this machine, settings, and what a run sees of its data."""
+"""The commands that only show something: models, devices, settings, and what a run sees of its data."""
 
-import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from lema.data import TokenDataset
 
-__all__ = ["backends", "data", "doctor", "import_file", "models", "schema", "show"]
+__all__ = ["backends", "data", "import_file", "models", "schema", "show"]
 
 SHOWN = 10  # rows that are cut or left out
 BARS = 12  # of the histogram, at most
@@ -56,29 +55,6 @@ def backends() -> None:
         raise BackendUnavailable("no backend is installed", how="pip install lema brings one for the CPU")
     for backend in known:
         typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
-
-
-def doctor(
-    directory: Annotated[
-        Path,
-        typer.Option(metavar="DIR", exists=True, file_okay=False, help="Whose disk is measured; nothing stays there."),
-    ] = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes seconds: timing disk and link.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to fix what is not."""
-    from rich.console import Console
-
-    from lema.cli.doctor.report import examine, show_report
-
-    waiting = Console(stderr=True)
-    with waiting.status("looking") if waiting.is_terminal else contextlib.nullcontext():
-        report = examine(directory, measure=not quick)
-    if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
-    else:
-        show_report(report, Console(highlight=False))
-    raise typer.Exit(report.exit_code)
 
 
 def show(config: ConfigFile, settings: Settings = None) -> None:
