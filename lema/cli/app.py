@@ -178,8 +178,7 @@ def plan(
 
 
 FILES = filecommands.prepare, generate, filecommands.merge, filecommands.consolidate, filecommands.shard
-TOLD = tellcommands.models, tellcommands.backends
-VERBS = train, plan, tellcommands.data, evaluate, *FILES, *TOLD
+VERBS = train, plan, tellcommands.data, evaluate, *FILES, tellcommands.backends
 for verb in VERBS:
     app.command(name="eval" if verb is evaluate else verb.__name__, cls=Verb)(verb)
 for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):

@@ -1,4 +1,4 @@
-"""The commands that only show something: models, devices, settings, and what a run sees of its data."""
+"""The commands that only show something: devices, settings, and what a run sees of its data."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import ConfigFile, Revision, Settings, Trust, config_of
+from lema.cli.arguments import ConfigFile, Settings, Trust, config_of
 from lema.errors import BackendUnavailable, ConfigError, LemaError
 
 if TYPE_CHECKING:
@@ -18,32 +18,11 @@ if TYPE_CHECKING:
 
     from lema.data import TokenDataset
 
-__all__ = ["backends", "data", "import_file", "models", "schema", "show"]
+__all__ = ["backends", "data", "import_file", "schema", "show"]
 
 SHOWN = 10  # rows that are cut or left out
 BARS = 12  # of the histogram, at most
 WIDTH = 40  # of its longest bar
-
-
-def models(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/models.md.")] = False,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """List the types of models: which stream, what adapters train in them, and why one does not stream."""
-    from rich.console import Console
-
-    from lema.cli.tables import json_text, markdown, show_models, survey_all
-
-    rows = survey_all(names or [], revision=revision, trust_remote_code=trust_remote_code)
-    if as_json or as_markdown:
-        typer.echo((json_text if as_json else markdown)(rows), nl=as_json)
-    else:
-        show_models(rows, Console(highlight=False))
 
 
 def backends() -> None:
