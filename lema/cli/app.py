@@ -14,7 +14,7 @@ from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
 from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, import_libraries, settings_of
 from lema.cli.exitcodes import run
-from lema.cli.inference import evaluate, generate
+from lema.cli.inference import generate
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
 
@@ -178,9 +178,9 @@ def plan(
 
 
 FILES = filecommands.prepare, generate, filecommands.merge, filecommands.consolidate, filecommands.shard
-VERBS = train, plan, tellcommands.data, evaluate, *FILES, tellcommands.backends
+VERBS = train, plan, *FILES, tellcommands.backends
 for verb in VERBS:
-    app.command(name="eval" if verb is evaluate else verb.__name__, cls=Verb)(verb)
+    app.command(name=verb.__name__, cls=Verb)(verb)
 for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
     app.command(name=point.name, cls=Verb)(point.load())
 config_app.command(cls=Verb)(tellcommands.show)
