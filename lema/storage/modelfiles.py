@@ -23,7 +23,14 @@ from lema.storage.index import check_inside
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["check_code", "load_generation_config", "load_tokenizer", "read_config_file", "require_commit"]
+__all__ = [
+    "check_code",
+    "known_types",
+    "load_generation_config",
+    "load_tokenizer",
+    "read_config_file",
+    "require_commit",
+]
 
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, settings
 CODE = ("*.py",)
