@@ -14,7 +14,6 @@ from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
 from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, import_libraries, settings_of
 from lema.cli.exitcodes import run
-from lema.cli.inference import generate
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
 
@@ -177,7 +176,7 @@ def plan(
         raise typer.Exit(MemoryLimitError.exit_code)
 
 
-FILES = filecommands.prepare, generate, filecommands.merge, filecommands.consolidate, filecommands.shard
+FILES = filecommands.prepare, filecommands.merge, filecommands.consolidate, filecommands.shard
 VERBS = train, plan, *FILES, tellcommands.backends
 for verb in VERBS:
     app.command(name=verb.__name__, cls=Verb)(verb)

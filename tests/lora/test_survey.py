@@ -23,8 +23,8 @@ from transformers.models.auto.modeling_auto import (
 
 from lema.model import meta_model
 from lema.model.skeleton import EmptyOnMeta
-from lema_tools.models.survey import Row, model_types, survey, survey_model, try_model
-from lema_tools.models.table import markdown, show_models
+from lema_tools.survey.attempt import Row, model_types, survey, survey_model, try_model
+from lema_tools.survey.table import markdown, show_models
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # A small one, a hybrid of several kinds of layers, experts, one that does not stream, one with no default config.

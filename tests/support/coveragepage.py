@@ -31,7 +31,7 @@ from lema.model.skeleton import find_layers
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex
 from lema.storage.slices import AssembledRecord
-from lema_tools.models.survey import try_model
+from lema_tools.survey.attempt import try_model
 
 __all__ = ["CHECKPOINTS", "Checkpoint", "Found", "page", "try_checkpoint"]
 

@@ -21,7 +21,7 @@ def models(
     """List the types of models: which stream, what adapters train in them, and why one does not stream."""
     from rich.console import Console
 
-    from lema_tools.models.table import json_text, markdown, show_models, survey_all
+    from lema_tools.survey.table import json_text, markdown, show_models, survey_all
 
     rows = survey_all(names or [], revision=revision, trust_remote_code=trust_remote_code)
     if as_json or as_markdown:

@@ -13,7 +13,7 @@ from rich.progress import track
 from lema.config.printing import print_table
 from lema.config.problems import meant
 from lema.errors import ConfigError
-from lema_tools.models.survey import Row, model_types, survey, survey_model
+from lema_tools.survey.attempt import Row, model_types, survey, survey_model
 
 __all__ = ["json_text", "markdown", "show_models", "survey_all"]
 

@@ -1,4 +1,4 @@
-"""The command that continues prompts with a trained model, and writes what it makes as batches end."""
+"""`lema generate`: continues prompts with a trained model, and writes what it makes as batches end."""
 
 import contextlib
 import json
