@@ -1,1 +1,1 @@
-"""What a model does without a backward: texts in batches, and how likely given ones are."""
+"""What a model does without a backward: texts, in batches."""
