@@ -27,10 +27,13 @@ from transformers import (
 
 import lema
 from lema import LemaConfig
+from lema.backend import SingleProcess
 from lema.engine.skip_matmuls import LastLinear
 from lema.errors import ConfigError
+from lema.model import Split, split
 from lema.model.capture import replaced
 from lema.model.shared_inputs import SharedInputs, multiply_together
+from lema_cpu import CpuBackend
 
 LAYERS, RANK = 8, 2  # that of `opened`
 SIZES = {
@@ -284,6 +287,29 @@ def test_what_a_model_writes_into_is_seen(which: str) -> None:
     assert all(len(group) == 2 for group in shared._groups.values())
 
 
-def test_where_it_would_not_be_true_it_is_refused(tmp_path: Path) -> None:
+def test_seeing_what_shares_an_input_draws_nothing(tmp_path: Path) -> None:
+    """The same dropouts fall as with PEFT's own linears, though the first run of each layer is tried before."""
+    config = GPT2Config(**{**CONFIGS["gpt2"].to_dict(), "attn_pdrop": 0.1, "resid_pdrop": 0.1})
+    directory, found = write_model(config, tmp_path), []
+    for arithmetic in ("exact", "fast"):
+        with opened(directory, arithmetic=arithmetic) as model:
+            torch.manual_seed(0)
+            loss = model.adapter.loss(micro_batches())
+            found.append((loss.detach(), torch.get_rng_state()))
+    (exact, state), (fast, other) = found
+    assert difference(fast, exact) <= 1e-6 and torch.equal(state, other)
+
+
+class Two(SingleProcess):
+    size = 2
+
+
+def test_where_it_would_not_be_true_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="torch_compile makes its own of what arithmetic: fast"):
         LemaConfig("model", arithmetic="fast", torch_compile=True)
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    with pytest.raises(ConfigError, match="several processes hold the model together"):
+        Split(model, CpuBackend(), parallel=Two(), fast=True)
+    monkeypatch.setattr(split, "has_addresses", lambda _: False)
+    with pytest.raises(ConfigError, match="compiles what is run on it"):
+        Split(model, CpuBackend(), fast=True)
