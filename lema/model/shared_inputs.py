@@ -203,7 +203,7 @@ class _Sums(torch.autograd.Function):
                 torch.addmm(one.bias.to(dtype), x, matrix.t(), out=flat)
             flat.addmm_(part, one.right.to(dtype).t(), alpha=one.scaling)
             outputs.append(made)
-        ctx.about, ctx.dtype = [(one.scaling, one.transposed) for one in factors], dtype
+        ctx.about, ctx.dtype, ctx.shape = [(one.scaling, one.transposed) for one in factors], dtype, given.shape
         ctx.set_materialize_grads(False)
         # The frozen weights too, because what is saved is packed, a leased weight as a reference to its place.
         kept = given if given.dtype == dtype else x
@@ -231,7 +231,7 @@ class _Sums(torch.autograd.Function):
             for dy, weight, (_, transposed) in zip(flat, weights, ctx.about, strict=True):
                 if dy is not None:
                     dx.addmm_(dy, weight.t() if transposed else weight)
-            dx = dx.view(kept.shape)
+            dx = dx.view(ctx.shape)
         stacked = together.t() @ x if any(wanted[5::4]) else None
         rows = [None] * len(lefts) if stacked is None else stacked.split([len(one) for one in lefts])
         for index, (dy, part, (scaling, _)) in enumerate(zip(flat, lows, ctx.about, strict=True)):

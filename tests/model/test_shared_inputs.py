@@ -287,6 +287,24 @@ def test_what_a_model_writes_into_is_seen(which: str) -> None:
     assert all(len(group) == 2 for group in shared._groups.values())
 
 
+def test_a_wider_input_is_cast_once_and_its_gradient_is_as_wide() -> None:
+    """As where norms leave fp32 under autocast of bf16: the casts are PEFT's, and so is each dtype."""
+    layer, found = Layer(lambda *_: None), []
+    for linear in (layer.one, layer.two):
+        linear.base_layer.bfloat16()
+    for way in (lambda _: None, multiply_together):
+        way(layer)
+        given, shared = torch.linspace(-1, 1, 48).view(2, 4, 6).requires_grad_(), SharedInputs()
+        with torch.autocast("cpu", torch.bfloat16), shared.used(layer, {}, (given,), {}):
+            made = layer(given)
+        made.float().square().sum().backward()
+        found.append([made.detach(), given.grad, *(one.grad for one in trained(layer).values())])
+        layer.zero_grad(set_to_none=True)
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert difference(one.float(), other.float()) <= 2e-2
+
+
 def test_seeing_what_shares_an_input_draws_nothing(tmp_path: Path) -> None:
     """The same dropouts fall as with PEFT's own linears, though the first run of each layer is tried before."""
     config = GPT2Config(**{**CONFIGS["gpt2"].to_dict(), "attn_pdrop": 0.1, "resid_pdrop": 0.1})
