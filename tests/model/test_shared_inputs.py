@@ -30,7 +30,7 @@ from lema import LemaConfig
 from lema.backend import SingleProcess
 from lema.engine.skip_matmuls import LastLinear
 from lema.errors import ConfigError
-from lema.model import Split, split
+from lema.model import Split, shared_inputs, split
 from lema.model.capture import replaced
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema_cpu import CpuBackend
@@ -248,6 +248,27 @@ def test_attention_shares_beside_experts_whose_way_depends_on_values(tmp_path: P
         model.adapter.loss(micro_batches()).backward()
         groups = [{len(group) for group in shared._groups.values()} for shared in model.split._sharing.values()]
     assert len(groups) == LAYERS and all(3 in sizes for sizes in groups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "widest"),
+    # Parallel blocks share attention's input with the MLP's. Linears of a class of its own, as falcon's, are PEFT's.
+    [("gptj", 4), ("cohere", 5), ("olmo2", 3), ("jamba", 3), ("falcon", 0)],
+)
+def test_no_architecture_is_named(
+    model_type: str, widest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums, forward = [0], shared_inputs._Sums.forward
+
+    def counted_forward(ctx: Any, given: Tensor, dtype: torch.dtype, factors: Any, *tensors: Any) -> Any:
+        sums.append(len(factors))
+        return forward(ctx, given, dtype, factors, *tensors)
+
+    monkeypatch.setattr(shared_inputs._Sums, "forward", staticmethod(counted_forward))
+    found = compare(model_type, tmp_path, **FAST)
+    assert max(sums) == widest
+    assert max(found.logits, found.loss) <= 1e-6 and found.worst <= 1e-5
 
 
 class Layer(nn.Module):
