@@ -215,6 +215,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Weight of the desirable rows of kto; None: 1."""
     undesirable_weight: Said[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the undesirable rows of kto; None: 1."""
+    arithmetic: Said[Literal["exact", "fast"]] = "exact"
+    """`fast`: LoRA linears that read one input share one product with their A, each B is added in place, and one
+    backward serves them. Equal to PEFT but for rounding; what it does not cover is computed as PEFT does."""
     backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
     """What only one backend has, by name. It may be given as any other setting."""
 
@@ -260,6 +263,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         yield from self._about_offloading()
         yield from disagreements_of_objective(self)
         yield from disagreements_of_batches(self)
+        if self.arithmetic == "fast" and self.torch_compile:
+            what = "torch_compile makes its own of what arithmetic: fast computes otherwise; leave one of them out"
+            yield Problem("arithmetic", what)
         if self.packing and self.objective != "sft":
             what = f"objective: {self.objective} is a loss of rows, which are not joined"
             yield Problem("packing", what, "leave it out")

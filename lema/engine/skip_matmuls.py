@@ -21,13 +21,11 @@ import torch
 from peft.tuners.lora.layer import Linear
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from lema.model.capture import replaced
+from lema.model.shared_inputs import PRODUCTS, Unread
 
 __all__ = ["AdaptedLinears", "LastLinear"]
-
-PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument by a matrix, and saves no more than that
 
 
 @dataclass(eq=False)
@@ -53,7 +51,7 @@ class LastLinear:
         assert self.linear is not None
         if saved() != self.begun:  # a layer may call one linear more than once, and this is not the last call
             return forward(*args, **kwargs)
-        with replaced({self.linear.base_layer: self._nothing}):
+        with replaced({self.linear.base_layer: Unread(self._nothing)}):
             return forward(*args, **kwargs)
 
     def _nothing(self, given: Tensor) -> Tensor:

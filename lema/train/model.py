@@ -113,7 +113,7 @@ class LemaModel:
         self.records, self.dtypes = records, dtypes
         self._trace = trace
         self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
-        self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)
+        self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")
         name = self.split.layers_name
         self._divided = False  # among the processes that hold the model together
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
