@@ -12,7 +12,7 @@ from lema.errors import ConfigError
 
 __all__ = ["consolidate", "merge", "prepare", "shard"]
 
-FORMATS = ("lema", *sorted(point.name for point in entry_points(group="lema.shard_formats")))
+FORMATS = sorted(point.name for point in entry_points(group="lema.shard_formats"))
 
 
 def prepare(
@@ -117,7 +117,7 @@ def shard(
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The base model; by default the one the adapter names.")
     ] = None,
-    format: Annotated[str, typer.Option(metavar="|".join(FORMATS), help="Whose shards they are to be.")] = FORMATS[0],
+    format: Annotated[str, typer.Option(metavar="|".join(FORMATS), help="Whose shards they are to be.")] = "lema",
     trust_remote_code: Trust = False,
 ) -> None:
     """Cut an adapter up for a tensor-parallel group, along the plan of its base model."""

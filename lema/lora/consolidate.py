@@ -1,7 +1,7 @@
 """Converts sharded adapters to PEFT's files and back, so that any shards become an adapter that loads at any degree.
 
 Both directions only move numbers, without arithmetic on them, and need nothing of the base model but its config.
-Formats of other libraries are entry points of the group `lema.shard_formats`.
+Formats are entry points of the group `lema.shard_formats`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lema.backend.layout import Difference, KvLayout, Layout
+from lema.backend.layout import Difference, KvLayout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.lora.checks import BASE_NAME, check_shapes, read_json
 from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, the_lora_config
-from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
 from lema.model import meta_model, read_config
-from lema.model.partition import layout_at, layouts_of
 from lema.storage import resolve_model
 from lema.storage.atomic import appearing, free_directory
 
@@ -33,7 +31,7 @@ __all__ = ["Consolidated", "ShardFormat", "consolidate_adapter", "shard_adapter"
 
 
 class ShardFormat(Protocol):
-    """Shards as another library writes them; LEMA's own are those of `lema.lora.shards`."""
+    """One way to lay an adapter in shards: LEMA's own, or another library's."""
 
     @property
     def marks(self) -> str:
@@ -66,11 +64,11 @@ class ShardFormat(Protocol):
         `ModelError`, `ConfigError`: the format has no place for it, for its model, or for so many ranks."""
 
 
-OWN = "lema"
+SHARDS = "adapter_shards"
 
 
 def shard_formats() -> dict[str, ShardFormat]:
-    """Return the formats of other libraries that are installed, by name."""
+    """Return the formats that are installed, by name."""
     return {point.name: point.load() for point in entry_points(group="lema.shard_formats")}
 
 
@@ -99,22 +97,17 @@ def consolidate_adapter(
     `out_dir` is taken, or `kv_layout` is none; `WeightsError`: `model` is given, and is neither a local directory nor
     in the hub cache; `DiskError`: a file could not be written; nothing is left behind. `shards`: the directory of
     shards, or the one it lies in, in any format (`shard_formats`). `kv_layout`: where replicas of keys and values lie,
-    if shards of another library do not say. `check`: replicas must agree, bit for bit; else the first rank's are taken,
+    if the shards do not say. `check`: replicas must agree, bit for bit; else the first rank's are taken,
     and it is told which differ. `model`: the base model, whose modules' shapes, by its config, the adapter must fit;
     None: the one it names, if that is here."""
-    out, (directory, other) = free_directory(out_dir, 1), _find_shards(Path(shards))
+    out, (directory, form) = free_directory(out_dir, 1), _find_shards(Path(shards))
     config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
     if config_file is None:
         raise AdapterError(f"there is no {CONFIG}", where=str(directory.parent), how="copy it beside the shards")
     config = _adapter_config(config_file)
     base, skeleton = _base_of(config, model)
-    if other is not None:
-        order = None if kv_layout is None else _order(kv_layout)
-        tensors, differing, tp, config = other.read(directory, config, skeleton, order, check=check)
-    elif kv_layout is not None:
-        raise ConfigError("these shards say how they lie", where="kv_layout", how="leave it out")
-    else:
-        tensors, differing, tp = read_shards(directory, check=check)
+    order = None if kv_layout is None else _order(kv_layout)
+    tensors, differing, tp, config = form.read(directory, config, skeleton, order, check=check)
     if base is not None and skeleton is not None:
         check_shapes(tensors, skeleton, base)
     with appearing(out) as partial:
@@ -131,22 +124,21 @@ def shard_adapter(
     kv_layout: str = "tile",
     model: str | None = None,
     trust_remote_code: bool = False,
-    format: str = OWN,
+    format: str = "lema",
 ) -> Path:
     """Cut an adapter in PEFT's format up for a tensor-parallel group, along the plan that its base model comes with.
 
-    In LEMA's own `format` every projection keeps its own A and B; others are those of `shard_formats`, with errors of
-    their own where they have no place for something. The axis of the rank is never cut. `AdapterError`: there is no
-    adapter, or it is damaged; `WeightsError`: the base model is neither a local directory nor in the hub cache;
-    `ModelError`: the base model has no plan, or it does not cover a module of the adapter; it says which;
-    `ConfigError`: the model cannot be divided among so many ranks, or `out_dir` is taken; `DiskError`: a file could not
-    be written; nothing is left behind.
+    `format` is one of `shard_formats`; those of other libraries may have no place for something, and errors that say
+    so. The axis of the rank is never cut. `AdapterError`: there is no adapter, or it is damaged; `WeightsError`: the
+    base model is neither a local directory nor in the hub cache; `ModelError`: the base model has no plan, or it does
+    not cover a module of the adapter; it says which; `ConfigError`: the model cannot be divided among so many ranks, or
+    `out_dir` is taken; `DiskError`: a file could not be written; nothing is left behind.
 
     `kv_layout`: where replicas of keys and values lie, if there are fewer heads of these than ranks. `model`: the base
     model, of which the config is read; None: the one the adapter names."""
     out, adapter, formats = free_directory(out_dir, 1), Path(adapter_dir), shard_formats()
-    if format not in (OWN, *formats):
-        how = f"one of {', '.join((OWN, *sorted(formats)))}"
+    if format not in formats:
+        how = f"one of {', '.join(sorted(formats))}"
         raise ConfigError(f"no format of shards is called {format!r}", where="format", how=how)
     saved, settings = the_lora_config(adapter), _adapter_config(adapter / CONFIG)
     base = model or saved.base_model_name_or_path
@@ -158,22 +150,8 @@ def shard_adapter(
     tensors, order = read_safetensors(adapter / WEIGHTS), _order(kv_layout)
     with appearing(out) as partial:
         _write_settings(settings, adapter, partial)
-        if format == OWN:
-            write_shards(partial / SHARDS, tensors, _layouts(tensors, layouts_of(skeleton, tp, order)), tp)
-        else:
-            formats[format].write(partial / SHARDS, tensors, settings, skeleton, tp, order)
+        formats[format].write(partial / SHARDS, tensors, settings, skeleton, tp, order)
     return out
-
-
-def _layouts(tensors: Mapping[str, Tensor], plan: Mapping[str, Layout]) -> dict[str, Layout]:
-    layouts = {}
-    for name, tensor in tensors.items():
-        module, leaf = module_of(name)
-        try:
-            layouts[name] = layout_of_tensor(leaf, layout_at(module, plan), tensor.dim())
-        except ModelError as error:
-            raise ModelError(error.what, where=f"tensor {name} of the adapter", how=error.how) from error
-    return layouts
 
 
 def _base_of(config: Mapping[str, Any], model: str | None) -> tuple[str | None, nn.Module | None]:
@@ -205,16 +183,11 @@ def _order(kv_layout: str) -> KvLayout:
     return cast(KvLayout, kv_layout)
 
 
-def _find_shards(given: Path) -> tuple[Path, ShardFormat | None]:
-    """The directory with the shards themselves, the one given or that of one adapter in it, and their format; None: it
-    is LEMA's own."""
+def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
+    """The directory with the shards themselves, the one given or that of one adapter in it, and their format."""
     formats = shard_formats()
     beside = [given, given / SHARDS, *sorted(path / SHARDS for path in given.glob("adapter_*") if path.name != SHARDS)]
-    found: list[tuple[Path, ShardFormat | None]] = [(path, None) for path in beside if (path / LAYOUTS).is_file()]
-    own = {path for path, _ in found}
-    found += [
-        (path, one) for path in beside for one in formats.values() if path not in own and any(path.glob(one.marks))
-    ]
+    found = [(path, one) for path in beside for one in formats.values() if any(path.glob(one.marks))]
     if len(found) == 1:
         return found[0]
     if found:
@@ -222,8 +195,7 @@ def _find_shards(given: Path) -> tuple[Path, ShardFormat | None]:
         raise AdapterError(f"there are {len(found)} adapters here", where=str(given), how=how)
     if (given / WEIGHTS).is_file():
         raise AdapterError("this adapter is whole already", where=str(given), how="use it as it is")
-    marks = " or ".join((LAYOUTS, *(one.marks for one in formats.values())))
-    how = f"name a directory with {SHARDS}, which holds {marks}"
+    how = f"name a directory with {SHARDS}, which holds {' or '.join(one.marks for one in formats.values())}"
     raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
 
 

@@ -1,1 +1,1 @@
-"""The adapter shards of optimum-neuron: read, and written; the core finds them in the group `lema.shard_formats`."""
+"""Formats of adapter shards, which the core finds in the group `lema.shard_formats`: LEMA's, and optimum-neuron's."""

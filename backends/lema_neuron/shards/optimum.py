@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from lema.backend.layout import Difference, KvLayout, shard
 from lema.errors import AdapterError, ConfigError
 from lema.lora.checks import check_shapes
-from lema.lora.shards import join, module_of
+from lema.lora.shards import module_of
 from lema.storage.atomic import flush
 from lema_neuron.shards.describe import describe
 from lema_neuron.shards.metadata import OWN_NAME, Metadata, Rule, metadata_of, plain_rule, read_metadata
+from lema_neuron.shards.own import join
 from lema_neuron.shards.ranks import find_stages, load_rank, rank_file
 
 __all__ = ["OPTIMUM"]
