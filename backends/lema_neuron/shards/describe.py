@@ -90,7 +90,7 @@ def _adapted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
 
 
 def _modules(
-    model: nn.Module, adapted: Mapping[str, set[str]], plan: Mapping[str, Layout], tp: int, *, grouped: bool
+    model: PreTrainedModel, adapted: Mapping[str, set[str]], plan: Mapping[str, Layout], tp: int, *, grouped: bool
 ) -> Iterator[_Module]:
     for path, module in model.named_modules():
         if not (own := dict(module.named_parameters(recurse=False))):
@@ -101,16 +101,17 @@ def _modules(
         elif isinstance(module, nn.Linear):
             layout = layout_at(path, plan)
         known = last in (*ATTENTION, *MLP) or module in (model.get_input_embeddings(), model.get_output_embeddings())
-        if (layout is not None and (not known or "bias" in own)) or (
-            layout is None and max(map(Tensor.dim, own.values())) > 1
-        ):
+        odd = max(one.dim() for one in own.values()) > 1 if layout is None else not known or "bias" in own
+        if odd:
             what = f"{path} is no module of the models that this format is for{', or has a bias' if known else ''}"
             raise ModelError(what, where=path, how=HOW)
         beside = {name for name, _ in model.get_submodule(owner).named_children()} if owner else set()
-        fused = ATTENTION[:3] if grouped and beside.issuperset(ATTENTION) else MLP[:2] if beside.issuperset(MLP) else ()
+        fused: tuple[str, ...] = MLP[:2] if beside.issuperset(MLP) else ()
+        if grouped and beside.issuperset(ATTENTION):
+            fused = ATTENTION[:3]
         if last not in fused:
             yield _Module(path, module, path, ("",), 1, layout)
-        elif last == fused[0]:
+        elif last == ATTENTION[0] or last == MLP[0]:
             paths = [f"{owner}.{name}" for name in fused]
             if any(adapted.get(one) != adapted.get(path) for one in paths):
                 what = f"{', '.join(fused)} are one module in this format, and the adapter is of some of them"
@@ -133,9 +134,8 @@ def _specs(module: nn.Module, config: Any, tp: int, keys: int, copies: int) -> l
     linears: dict[str, Any] = dict(module.named_children())
     about = {"tp_size": tp, "peft_type": "lora"}
     if linears.keys() >= set(MLP):
-        sizes = [linears[name].out_features for name in MLP[:2]]
         fused = {"fused_linear_name": "gate_up_proj", "linear_names": list(MLP[:2]), "bias": False, "fuse_axis": 0}
-        return [[FUSED, {**fused, "original_dims": sizes, **about}]]
+        return [[FUSED, {**fused, "original_dims": [linears[name].out_features for name in MLP[:2]], **about}]]
     if not linears.keys() >= set(ATTENTION):
         return None
     if keys % tp == 0:
