@@ -188,7 +188,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """With those: between attention and MLP each process holds its part of the sequence only."""
     pad_to_multiple_of: Said[types.Count | None] = None
     """Make rows longer, to a multiple of so many tokens: few shapes on devices that compile each, one where it is
-    `max_length`. None: no longer than the longest of their micro-batch, or what `sequence_parallel` needs."""
+    `max_length`. Dropout is drawn for what is added, too; without it nothing but rounding changes. None: no longer
+    than the longest of their micro-batch, or what `sequence_parallel` needs."""
     max_skipped_steps: Silent[types.NotNegative] = 0
     """Steps of a run that may be dropped for a loss or gradient that is NaN or infinite; at the next one it ends."""
     check_base_weights: Silent[bool] = True

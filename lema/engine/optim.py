@@ -22,19 +22,8 @@ from lema.config import LemaConfig
 from lema.engine.schedules import factor_of, spans_of
 from lema.errors import ConfigError
 
-__all__ = [
-    "check_optimizer",
-    "divided",
-    "follow",
-    "make_optimizer",
-    "make_schedule",
-    "moments_elsewhere",
-    "own_share",
-    "set_rates",
-    "set_update",
-    "step_share",
-    "training_bytes",
-]
+__all__ = ["check_optimizer", "follow", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
+__all__ += ["divided", "moments_elsewhere", "own_share", "step_share"]
 
 Place: TypeAlias = tuple[torch.device, torch.dtype]
 

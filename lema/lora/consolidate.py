@@ -29,6 +29,9 @@ from lema.storage.atomic import appearing, free_directory
 
 __all__ = ["Consolidated", "ShardFormat", "consolidate_adapter", "shard_adapter", "shard_formats"]
 
+Settings = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+
 
 class ShardFormat(Protocol):
     """One way to lay an adapter in shards: LEMA's own, or another library's."""
@@ -38,13 +41,7 @@ class ShardFormat(Protocol):
         """What a directory of such shards has in it: a pattern of file names."""
 
     def read(
-        self,
-        directory: Path,
-        config: Mapping[str, Any],
-        model: nn.Module | None,
-        kv_layout: KvLayout | None,
-        *,
-        check: bool,
+        self, directory: Path, config: Settings, model: nn.Module | None, kv_layout: KvLayout | None, *, check: bool
     ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, Any]]:
         """Put shards together. Return the tensors by PEFT's names, which replicas of which differ (none, if `check`:
         they must agree, bit for bit), over how many ranks they lay, and PEFT's config, made of the `config` beside
@@ -52,13 +49,7 @@ class ShardFormat(Protocol):
         None: as the shards say. `AdapterError`: files are missing, damaged or unsafe, or ranks or replicas differ."""
 
     def write(
-        self,
-        directory: Path,
-        tensors: Mapping[str, Tensor],
-        config: Mapping[str, Any],
-        model: PreTrainedModel,
-        tp: int,
-        kv_layout: KvLayout,
+        self, directory: Path, tensors: Tensors, config: Settings, model: PreTrainedModel, tp: int, kv_layout: KvLayout
     ) -> None:
         """Cut an adapter of PEFT's `config` up for `tp` ranks, in a directory that does not exist yet. `AdapterError`,
         `ModelError`, `ConfigError`: the format has no place for it, for its model, or for so many ranks."""
