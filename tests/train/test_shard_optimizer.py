@@ -78,6 +78,19 @@ def test_losses_adapters_and_checkpoints_are_those_of_undivided_state(place: Pat
 
 
 @pytest.mark.slow
+def test_two_copies_that_two_processes_hold_each_divide_their_parts(place: Path) -> None:
+    options: dict[str, Any] = {"neuron_runtime": "emulated", "tensor_parallel_size": 2, "lora_bias": "none"}
+    options["device"] = "neuron"
+    one = train(place, "grid-whole", 4, **options)
+    other = train(place, "grid-parts", 4, shard_optimizer=True, **options)
+    assert losses(one) == losses(other)
+    for file in ("adapter_model.safetensors", "checkpoint-4/optimizer.safetensors"):
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+    alone = train(place, "grid-parts", 1, "--resume", device="cpu", lora_bias="none", max_steps=6)
+    assert len(losses(alone)) > len(losses(one))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "then", "parts"), [(2, 1, True), (1, 2, True), (2, 2, False), (2, 3, True)])
 def test_a_run_goes_on_with_any_number_of_processes_divided_or_not(
     place: Path, count: int, then: int, parts: bool
