@@ -309,8 +309,9 @@ class LemaModel:
     @cached_property
     def memory(self) -> LayerStream:
         """The stream of layers, as `allocation` has it; of several processes each makes its own, all at once."""
-        if self.config.shard_weights and self.backend.replicas.size == 1:
-            warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)
+        for name in ("shard_weights", "shard_optimizer"):
+            if getattr(self.config, name) and self.backend.replicas.size == 1:
+                warnings.warn(f"{name} does nothing in one process: torchrun starts several", stacklevel=2)
         if not self.allocation.pieces:
             self.outside_bytes += self._head.keep_whole(self._tables)
         return LayerStream(

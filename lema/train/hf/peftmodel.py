@@ -117,7 +117,8 @@ def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: 
     if replicas.size > 1:
         # Because processes that divide weights wait for each other at every layer, and trainers do not evaluate so; and
         # because the leaves that stand for adapters are others in the backward of compiled layers.
-        refused = {"shard_weights": config.shard_weights, "torch_compile": config.torch_compile or opened.split.lazy}
+        refused = {"shard_weights": config.shard_weights, "shard_optimizer": config.shard_optimizer}
+        refused |= {"torch_compile": config.torch_compile or opened.split.lazy}
         if asked := [name for name, value in refused.items() if value]:
             what = "several processes of a foreign trainer cannot do this"
             raise ConfigError(what, where=f"{asked[0]} on {config.device}", how="leave it out, or start one process")
