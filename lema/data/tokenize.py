@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.data.chat.messages import Chat
+from lema.data.chat.pieces import Pieces
 from lema.data.chat.tokens import Chats, Learnt, tokenize_spans
 from lema.data.chat.turns import Known, Span
 from lema.data.columns import IGNORED, Kind, Tokens, left_out, num_trained, parse
@@ -36,6 +37,11 @@ class Reading:
     forms: Forms = field(default_factory=Forms)
     vocab_size: int | None = None  # tokens that the model knows; None: ids are not checked
     remarks: Remarks = field(default_factory=Remarks)
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """What is known of the pieces of texts; None: the tokenizer takes them whole."""
+        return None if self.tokenizer is None else Pieces.of(self.tokenizer)
 
     @cached_property
     def chats(self) -> Chats:
@@ -64,7 +70,7 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
         texts = [draft for draft in drafts if draft.spans]
         tokenizer = cast("PreTrainedTokenizerBase", reading.tokenizer)
         pairs = [draft.text for draft in texts], [draft.spans for draft in texts]
-        encoded = iter(tokenize_spans(*pairs, tokenizer, whole=texts[0].whole) if texts else ())
+        encoded = iter(tokenize_spans(*pairs, tokenizer, texts[0].whole, reading.pieces) if texts else ())
         for draft in drafts:
             row, given = draft.row, draft.given
             if given is not None:

@@ -3,13 +3,13 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
+from lema.data.chat.pieces import Ids, Learnt, Pieces
 from lema.data.chat.template import Template, open_template
 from lema.data.chat.turns import Known, Rendered, Span, keep, render_chat
 from lema.data.files import Row
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Chats", "Learnt", "check_roles", "tokenize_spans"]
 
-Ids: TypeAlias = npt.NDArray[np.int32]
-Learnt: TypeAlias = npt.NDArray[np.bool_]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -118,16 +116,23 @@ def check_roles(chat: Chat, template: Template, row: Row) -> None:
 
 
 def tokenize_spans(
-    texts: Sequence[str], spans: Sequence[Sequence[Span]], tokenizer: "PreTrainedTokenizerBase", *, whole: bool
+    texts: Sequence[str],
+    spans: Sequence[Sequence[Span]],
+    tokenizer: "PreTrainedTokenizerBase",
+    whole: bool,
+    pieces: Pieces | None = None,
 ) -> list[tuple[Ids, Learnt]]:
     """The token ids of each text, and for each token whether it lies in one of the text's spans. A text is tokenised as
     a whole, as the model will meet it. A token across the start of a span lies in it (it holds the first characters to
     learn); one across the end does not (it holds characters which come later). Texts that are `whole` have their
-    special tokens; else they are added. A tokenizer written in Python knows no characters: it reads texts again."""
+    special tokens; else they are added. A tokenizer written in Python knows no characters: it reads texts again.
+    `pieces` are what is known of the tokenizer's, if its texts may be taken in pieces; they change no token."""
     if not tokenizer.is_fast:
         return [_by_prefixes(text, own, tokenizer, whole) for text, own in zip(texts, spans, strict=True)]
     less: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
     with library_errors(tokenizer.name_or_path):
+        if pieces is not None and (whole or pieces.before is not None):
+            return [pieces.tokenize(text, own, whole=whole) for text, own in zip(texts, spans, strict=True)]
         encoded = tokenizer(list(texts), add_special_tokens=not whole, **less).encodings
     assert encoded is not None
     found = zip(texts, encoded, spans, strict=True)
