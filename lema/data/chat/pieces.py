@@ -31,39 +31,20 @@ _PIECE = re.compile(r" *[^ ]+(?:(?<=\s) +[^ ]*)*| +")  # up to a space that foll
 _LONGEST, _MOST = 32, 1 << 16  # characters of a piece that is kept, and such pieces, of about 200 bytes each
 
 # What expressions are made of: GPT-2's, and those after cl100k_base, o200k_base, Llama 3 and Qwen.
-_KIND = r"\\p\{[LMNPS]\w?\}"
+_KIND, _SHORT = r"\\p\{[LMNPS]\w?\}", r"\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)"
 _UNIT = rf"(?:{_KIND}|\[(?:{_KIND})+\]|\[\^\\s(?:{_KIND})*\]|\[\\r\\n/?\])(?:[+*?]|\{{1,3\}})?"
-_SHORT = r"\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)"
 _WORDS = rf"(?: \?|\[\^\\r\\n(?:{_KIND})+\]\?)?(?:{_UNIT})+(?:{_SHORT}\?)?"
-_BLANKS = r"\\s\*\[\\r\\n\]\+|\\s\+\(\?!\\S\)|\\s\+"
-_ALTERNATIVE = rf"(?:{_SHORT}|'(?:s|t|re|ve|m|ll|d)|{_WORDS}|{_BLANKS})"
+_ALTERNATIVE = rf"(?:{_SHORT}|{_WORDS}|\\s\*\[\\r\\n\]\+|\\s\+\(\?!\\S\)|\\s\+)"
 _EXPRESSION = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
 
 
-class _Known(dict[str, bytes]):
-    """The token ids of pieces, int32; those that are not known are made."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-
-    def __missing__(self, piece: str) -> bytes:
-        (encoding,) = self.backend.encode_batch_fast([piece], add_special_tokens=False)
-        found = array("i", encoding.ids).tobytes()
-        if len(piece) <= _LONGEST:
-            if len(self) >= _MOST:
-                self.clear()
-            self[piece] = found
-        return found
-
-
-class Pieces:
-    """The texts of one tokenizer, taken in pieces."""
+class Pieces(dict[str, bytes]):
+    """The pieces of one tokenizer's texts that are known, and their token ids, int32; others are made."""
 
     def __init__(self, backend: Any, added: Iterable[str], before: Sequence[int] | None) -> None:
-        self.before = before  # tokens that are put before each text; None: some are put after it
+        self.backend, self.before = backend, before  # tokens that are put before a text; None: some are put after it
         longest_first = sorted(filter(None, added), key=len, reverse=True)
-        self._added = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self._known = _Known(backend)
+        self.added = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     @classmethod
     def of(cls, tokenizer: "PreTrainedTokenizerBase") -> Self | None:
@@ -77,7 +58,9 @@ class Pieces:
         added, backend = tokenizer.added_tokens_decoder.values(), tokenizer.backend_tokenizer
         across = any(one.lstrip or one.rstrip or one.single_word or re.search(r"\S ", one.content) for one in added)
         try:
-            cuts, changes = map(_state, (backend.pre_tokenizer, backend.normalizer))
+            cuts, changes = (
+                one and json.loads(one.__getstate__()) for one in (backend.pre_tokenizer, backend.normalizer)
+            )
         except Exception:  # noqa: BLE001 - what the library raises of a part in Python, of which nothing is known
             return None
         varies = getattr(backend.model, "dropout", None) or tokenizer.split_special_tokens
@@ -90,12 +73,21 @@ class Pieces:
         own = (one.content for one in added if not one.normalized)
         return cls(backend, own, before if plain and before + plain == around else None)
 
+    def __missing__(self, piece: str) -> bytes:
+        (encoding,) = self.backend.encode_batch_fast([piece], add_special_tokens=False)
+        found = array("i", encoding.ids).tobytes()
+        if len(piece) <= _LONGEST:
+            if len(self) >= _MOST:
+                self.clear()
+            self[piece] = found
+        return found
+
     def tokenize(self, text: str, spans: Sequence[Span], *, whole: bool) -> tuple[Ids, Learnt]:
         """The token ids of a text, and for each token whether it lies in one of the spans."""
         pieces = list[str]()
-        for number, part in enumerate(self._added.split(text)):
+        for number, part in enumerate(self.added.split(text)):
             pieces += [part] if number % 2 else _PIECE.findall(part)
-        parts = [array("i", () if whole else self.before or ()).tobytes(), *map(self._known.__getitem__, pieces)]
+        parts = [array("i", () if whole else self.before or ()).tobytes(), *map(self.__getitem__, pieces)]
         ids, ends = np.frombuffer(b"".join(parts), np.int32), [*accumulate(map(len, pieces))]
 
         def count(place: int) -> int:
@@ -103,7 +95,7 @@ class Pieces:
             which = bisect_right(ends, place)
             found = sum(map(len, parts[: which + 1])) // 4
             if which < len(pieces) and ((local := place - ends[which] + len(pieces[which])) or not place):
-                encoding = self._known.backend.encode(pieces[which], add_special_tokens=False)
+                encoding = self.backend.encode(pieces[which], add_special_tokens=False)
                 found += bisect_right([end for _, end in encoding.offsets], local)
             return found
 
@@ -113,19 +105,12 @@ class Pieces:
         return ids, inside
 
 
-def _state(part: Any) -> Any:
-    """What a tokenizer's file says of a part of it; None: it has no such part."""
-    return part and json.loads(part.__getstate__())
-
-
 def _begins_at_spaces(cuts: Any) -> bool:
     """Whether a part of a text begins at each space that follows no blank."""
     *splits, last = cuts["pretokenizers"] if cuts and cuts["type"] == "Sequence" else [cuts]
     if not last or last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return False
-    splits = [one for one in splits if one["type"] != "Digits"]
     plain = all(one["type"] == "Split" and one["behavior"] == "Isolated" and not one["invert"] for one in splits)
     texts = [one["pattern"].get("Regex", "") for one in splits] if plain else [""]
-    return all(map(_EXPRESSION.fullmatch, texts)) and (
-        last["use_regex"] or any(r"\s+" in text.split("|") for text in texts)
-    )
+    blanks = last["use_regex"] or any(text.endswith(r"|\s+") for text in texts)
+    return blanks and all(map(_EXPRESSION.fullmatch, texts))
