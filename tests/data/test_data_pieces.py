@@ -10,7 +10,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lema.data.chat.pieces import _PIECE, Pieces
-from lema.data.chat.tokens import tokenize_spans
 
 SHORT, BLANKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -71,7 +70,7 @@ def known(trained):
         around = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
         backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=number % 2 == 0), around])
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-        found[name] = tokenizer, Pieces.of(tokenizer)
+        found[name] = Pieces(tokenizer)
     return found
 
 
@@ -79,20 +78,22 @@ def known(trained):
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, places=st.lists(st.integers(0, 200), min_size=2, max_size=6), whole=st.booleans())
 def test_pieces_have_the_tokens_and_the_marks_of_the_whole(known, name, text, places, whole):
-    tokenizer, pieces = known[name]
-    assert pieces is not None
+    pieces = known[name]
+    assert pieces.cuts
     borders = sorted(min(place, len(text)) for place in places)
     spans = [(start, end) for start, end in zip(borders[::2], borders[1::2], strict=False) if start < end]
-    ((ids, marks),) = tokenize_spans([text], [spans], tokenizer, whole)
+    pieces.cuts = False
+    ids, marks = pieces.tokenize(text, spans, whole)
+    pieces.cuts = True
     for _ in range(2):  # when its pieces are not known, and when they are
-        ((same, again),) = tokenize_spans([text], [spans], tokenizer, whole, pieces)
+        same, again = pieces.tokenize(text, spans, whole)
         assert same.tolist() == ids.tolist() and again.tolist() == marks.tolist()
 
 
 def test_what_is_known_has_a_bound(known, monkeypatch):
     monkeypatch.setattr("lema.data.chat.pieces._MOST", 8)
-    _, pieces = known["gpt2"]
-    pieces.tokenize(" ".join(map(str, range(100))) + " " + "long" * 99, [], whole=True)
+    pieces = known["gpt2"]
+    pieces.tokenize(" ".join(map(str, range(100))) + " " + "long" * 99, [], True)
     assert 0 < len(pieces) <= 8 and max(map(len, pieces)) <= 32
 
 
@@ -110,7 +111,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_texts_of_another_tokenizer_are_not_cut(trained, why):
-    assert Pieces.of(PreTrainedTokenizerFast(tokenizer_object=REFUSED[why](trained))) is None
+    assert not Pieces(PreTrainedTokenizerFast(tokenizer_object=REFUSED[why](trained))).cuts
 
 
 @pytest.mark.parametrize(
@@ -125,18 +126,18 @@ def test_texts_of_another_tokenizer_are_not_cut(trained, why):
 def test_a_token_that_reaches_over_a_border_forbids_pieces(trained, token):
     backend = made(trained, [])
     backend.add_tokens([token])
-    assert Pieces.of(PreTrainedTokenizerFast(tokenizer_object=backend)) is None
+    assert not Pieces(PreTrainedTokenizerFast(tokenizer_object=backend)).cuts
 
 
 def test_a_part_that_is_written_in_python_forbids_pieces(trained):
     class Own:
         def pre_tokenize(self, text):
-            text.split(lambda _, part: [part])
+            pass
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained))
-    assert Pieces.of(tokenizer) is not None
+    assert Pieces(tokenizer).cuts
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Own())
-    assert Pieces.of(tokenizer) is None
+    assert not Pieces(tokenizer).cuts
 
 
 def test_a_piece_begins_at_each_space_that_follows_no_blank():
