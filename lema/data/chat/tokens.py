@@ -124,12 +124,7 @@ def tokenizing(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str, Sequence[
 
     plain = isinstance(tokenizer, Fast) and type(tokenizer)._encode_plus is Fast._encode_plus
     how = Pieces(tokenizer).tokenize if plain else partial(_by_prefixes, tokenizer)
-
-    def tokenize(text: str, spans: Sequence[Span], whole: bool) -> tuple[Ids, Learnt]:
-        with library_errors(tokenizer.name_or_path):
-            return how(text, spans, whole)
-
-    return tokenize
+    return library_errors(tokenizer.name_or_path)(how)
 
 
 def _by_prefixes(
