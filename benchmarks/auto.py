@@ -1,6 +1,7 @@
 """What is left open against thirty configurations set by hand, under the same limit of device memory.
 
     OMP_NUM_THREADS=1 python benchmarks/auto.py
+    OMP_NUM_THREADS=1 python benchmarks/auto.py --resume   # go on with the models that are missing
     OMP_NUM_THREADS=1 python benchmarks/auto.py --quick    # a minute or two of one model, to see that it works
 
 `auto` is `device_memory` alone, the rest chosen by the plan. The grid sets rows at once, recomputation, prefetch depth
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -39,7 +41,7 @@ from typing import Any
 
 import peft
 import torch
-from common import Shape, cpu_seconds, report
+from common import RESULTS, Shape, cpu_seconds, report
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
@@ -86,12 +88,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="turns of each arm that is compared")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of a turn")
     parser.add_argument("--limit", type=int, help="bytes, in the place of each model's own")
+    parser.add_argument("--resume", action="store_true", help="leave out models whose results are there already")
     parser.add_argument("--quick", action="store_true", help="one model, few arms, turns and steps")
     given = parser.parse_args()
     arguments = argparse.Namespace(**{**vars(given), **(QUICK if given.quick else {})})
     assert LemaTrainer is not None and peft is not None  # imported here, so that no fork has to
     found = []
     for name in arguments.models:
+        # Each model has a file of its own, so that what was interrupted goes on with the next one.
+        kept = RESULTS / f"auto-{'quick-' if given.quick else ''}{name}.json"
+        if arguments.resume and kept.exists():
+            found += json.loads(kept.read_text(encoding="utf-8"))["rows"]
+            continue
         config, rows, length, limit = MODELS[name]
         with tempfile.TemporaryDirectory() as place:
             AutoModelForCausalLM.from_config(config).save_pretrained(place)
@@ -99,7 +107,18 @@ def main() -> None:
             found.append({"model": name, **compared(place, base, arguments)})
         for key, value in found[-1].items():
             print(f"{key:>22}: {value}", flush=True)
+        report(kept.stem, found[-1:], Shape(0, 0, 0, 0))
     report("auto", found, Shape(0, 0, 0, 0))
+    told = [
+        "model",
+        "arms",
+        "refused",
+        *(f"{who} / auto, {what}" for what in ("CPU", "wall") for who in ("best", "again")),
+    ]
+    print("| " + " | ".join(told) + " |\n" + "|---" * len(told) + "|")
+    for row in found:
+        cells = (f"{one:.3f}" if isinstance(one, float) else str(one) for one in map(row.get, told))
+        print("| " + " | ".join(cells) + " |")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.data.chat.messages import Chat
-from lema.data.chat.tokens import Chats, Learnt, tokenize_spans
+from lema.data.chat.pieces import Ids, Learnt
+from lema.data.chat.tokens import Chats, tokenizing
 from lema.data.chat.turns import Known, Span
 from lema.data.columns import IGNORED, Kind, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
@@ -26,6 +27,9 @@ __all__ = ["Ints", "Reading", "tokenize_rows"]
 Ints: TypeAlias = npt.NDArray[np.int32]
 NOTHING = np.empty(0, np.int32)
 BATCH, BATCH_CHARACTERS = 64, 1 << 17  # that are tokenised at once
+Draft: TypeAlias = Tokens | tuple[str, list[Span], bool] | None
+"""A row before it is tokenised: text, what of it is learnt, and whether it has its special tokens; or tokens that were
+given; None, where it is not to be trained on."""
 
 
 @dataclass
@@ -38,21 +42,16 @@ class Reading:
     remarks: Remarks = field(default_factory=Remarks)
 
     @cached_property
+    def tokenize(self) -> Callable[[str, Sequence[Span], bool], tuple[Ids, Learnt]]:
+        """The tokenizer's way from a text to tokens, with what is known of it."""
+        assert self.tokenizer is not None
+        return tokenizing(self.tokenizer)
+
+    @cached_property
     def chats(self) -> Chats:
         """The tokenizer's chats."""
         assert self.tokenizer is not None
         return Chats(self.tokenizer, self.forms.train_on, self.remarks, Known.of(self.tokenizer))
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A row before it is tokenised: text, or tokens that were given; neither, where it is not to be trained on."""
-
-    row: Row
-    text: str = ""
-    spans: list[Span] = field(default_factory=list)  # of the text that are learnt
-    whole: bool = False  # whether the text has its special tokens
-    given: Tokens | None = None
 
 
 def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:
@@ -61,50 +60,46 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
     in front stand there once, also where the text already begins with them. `DataError`: a row is malformed, has
     nothing to learn, or holds ids outside the vocabulary. All rows before it have been yielded."""
     for drafts in _drafts(rows, reading):
-        texts = [draft for draft in drafts if draft.spans]
-        tokenizer = cast("PreTrainedTokenizerBase", reading.tokenizer)
-        pairs = [draft.text for draft in texts], [draft.spans for draft in texts]
-        encoded = iter(tokenize_spans(*pairs, tokenizer, whole=texts[0].whole) if texts else ())
-        for draft in drafts:
-            row, given = draft.row, draft.given
-            if given is not None:
-                columns = {"input_ids": given.ids, "labels": given.labels}
-                _check_range(row, columns, reading.vocab_size)
-                ids, labels = np.array(given.ids, np.int32), np.array(given.labels, np.int32)
-            elif draft.spans:
-                ids, learnt = next(encoded)
-                if not draft.whole:
-                    ids, learnt = _bordered(ids, learnt, tokenizer)
-                _check_range(row, {"input_ids": ids}, reading.vocab_size)
-                labels = np.where(learnt, ids, np.int32(IGNORED))
-            else:
+        encoded = iter([reading.tokenize(*draft) for _, draft in drafts if isinstance(draft, tuple)])
+        for row, draft in drafts:
+            if draft is None:
                 yield row, NOTHING, NOTHING
                 continue
+            if isinstance(draft, Tokens):
+                _check_range(row, {"input_ids": draft.ids, "labels": draft.labels}, reading.vocab_size)
+                ids, labels = np.array(draft.ids, np.int32), np.array(draft.labels, np.int32)
+            else:
+                ids, learnt = next(encoded)
+                if not draft[2]:
+                    ids, learnt = _bordered(ids, learnt, cast("PreTrainedTokenizerBase", reading.tokenizer))
+                _check_range(row, {"input_ids": ids}, reading.vocab_size)
+                labels = np.where(learnt, ids, np.int32(IGNORED))
             if num_trained(labels) == 0:
                 how = "the loss counts tokens after the first whose label is not -100; remove the row, or fix labels"
                 raise row.broken("the row has no token to train on", how=how)
             yield row, ids, labels
 
 
-def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[_Draft]]:
-    """Yield what is to be tokenised together; what is wrong with a row is raised after those before it are yielded."""
-    drafts, size = list[_Draft](), 0
+def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[tuple[Row, Draft]]]:
+    """Yield rows before they are tokenised, several at once, because a processor is faster at one thing after another;
+    what is wrong with a row is raised after those before it are yielded."""
+    drafts, size = list[tuple[Row, Draft]](), 0
     try:
         for row, kind in rows:
-            draft = _Draft(row) if left_out(row) else _draft(row, kind, reading)
-            if drafts and (len(drafts) == BATCH or size > BATCH_CHARACTERS or draft.whole != drafts[0].whole):
+            draft = None if left_out(row) else _draft(row, kind, reading)
+            drafts.append((row, draft))
+            # A Python number takes more memory than a character.
+            size += 64 * len(draft.ids) if isinstance(draft, Tokens) else len(draft[0]) if draft else 0
+            if len(drafts) == BATCH or size > BATCH_CHARACTERS:
                 yield drafts
                 drafts, size = [], 0
-            drafts.append(draft)
-            # A Python number takes more memory than a character.
-            size += len(draft.text) if draft.given is None else 64 * len(draft.given.ids)
     except DataError:
         yield drafts
         raise
     yield drafts
 
 
-def _draft(row: Row, kind: Kind, reading: Reading) -> _Draft:
+def _draft(row: Row, kind: Kind, reading: Reading) -> Draft:
     tokenizer = reading.tokenizer
     if tokenizer is not None and kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
         what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
@@ -113,14 +108,14 @@ def _draft(row: Row, kind: Kind, reading: Reading) -> _Draft:
     has_template = tokenizer is not None and bool(tokenizer.chat_template)
     example = parse(row, kind, chat_template=has_template, forms=reading.forms)
     if isinstance(example, Tokens):
-        return _Draft(row, given=example)
+        return example
     if tokenizer is None:
         raise row.broken(f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer")
     if isinstance(example, Chat):
         rendered = reading.chats.render(example, row)
-        return _Draft(row) if rendered is None else _Draft(row, *rendered, whole=True)
+        return rendered and (*rendered, True)
     text = example.prompt + example.completion
-    return _Draft(row, text, [(0 if reading.forms.train_on == "all" else len(example.prompt), len(text))])
+    return text, [(0 if reading.forms.train_on == "all" else len(example.prompt), len(text))], False
 
 
 def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> tuple[Ints, Learnt]:

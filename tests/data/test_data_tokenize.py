@@ -5,7 +5,7 @@ from support.tokenized import tokenized
 from transformers import ByT5Tokenizer
 
 from lema.data import Row, TokenDataset, prepare_data
-from lema.data.chat.tokens import tokenize_spans
+from lema.data.chat.tokens import tokenizing
 from lema.data.columns import detect
 from lema.data.forms import Forms
 from lema.data.tokenize import Reading
@@ -81,15 +81,15 @@ def test_python_tokenizers_agree(templates):
 def test_both_ways_to_find_spans_agree(tokenizer):
     text = "The river runs past the mill: what is the name? The name is long — très long."
     spans = [(4, 9), (29, 48), (60, len(text))]
-    ((ids, by_offsets),) = tokenize_spans([text], [spans], tokenizer, whole=False)
+    ids, by_offsets = tokenizing(tokenizer)(text, spans, False)
 
     class Slow:
-        is_fast = False
+        name_or_path = "slow"
 
         def __call__(self, part, **kwargs):
             return tokenizer(part, **kwargs)
 
-    ((same, by_prefixes),) = tokenize_spans([text], [spans], Slow(), whole=False)
+    same, by_prefixes = tokenizing(Slow())(text, spans, False)
     assert same.tolist() == ids.tolist() and by_prefixes.tolist() == by_offsets.tolist()
     assert by_offsets.any() and not by_offsets.all()
 

@@ -215,6 +215,9 @@ def test_prompts_are_continued_after_each_evaluation(
         run_fit(config("other", [" "]), rows, held_out)
 
 
+UNREACHED = {"create": OfflineModeIsEnabled("offline"), "connect": cards.HTTPError("offline")}
+
+
 class Hub:
     """Stands for `huggingface_hub.HfApi`: notes what is asked of it."""
 
@@ -228,8 +231,8 @@ class Hub:
 
     def create_repo(self, name: str, **options: Any) -> Any:
         self.asked.append(("create", name, options))
-        if self.fails == "create":
-            raise OfflineModeIsEnabled("offline")
+        if self.fails in UNREACHED:
+            raise UNREACHED[self.fails]
         return type("Made", (), {"repo_id": f"me/{name}" if "/" not in name else name})
 
     def upload_folder(self, *, folder_path: str, allow_patterns: list[str], **options: Any) -> None:
@@ -258,11 +261,12 @@ def test_an_adapter_is_uploaded_with_its_card_and_tokenizer_alone(
     assert "base_model" not in card  # a directory of this machine is none that the hub knows
 
 
+@pytest.mark.parametrize("why", UNREACHED)
 def test_a_hub_that_takes_nothing_is_known_before_the_first_step(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     config = settings(llama, tmp_path / "out", push_to_hub=True, hub_model_id="me/it", max_steps=1)
-    monkeypatch.setattr(cards, "HfApi", Hub("create"))
+    monkeypatch.setattr(cards, "HfApi", Hub(why))
     with pytest.raises(ConfigError, match="the hub takes no adapter: offline"):
         run_fit(config, token_rows(4))
     assert not (tmp_path / "out" / "metrics.jsonl").exists()

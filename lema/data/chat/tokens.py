@@ -1,15 +1,15 @@
 """A chat as token ids, with only the assistant's words trained on, or what the settings and the data say instead."""
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
+from lema.data.chat.pieces import Ids, Learnt, Pieces
 from lema.data.chat.template import Template, open_template
 from lema.data.chat.turns import Known, Rendered, Span, keep, render_chat
 from lema.data.files import Row
@@ -19,10 +19,8 @@ from lema.storage.modelfiles import library_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chats", "Learnt", "check_roles", "tokenize_spans"]
+__all__ = ["Chats", "check_roles", "tokenizing"]
 
-Ids: TypeAlias = npt.NDArray[np.int32]
-Learnt: TypeAlias = npt.NDArray[np.bool_]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -117,41 +115,20 @@ def check_roles(chat: Chat, template: Template, row: Row) -> None:
             raise row.broken(f"the role {role!r} is not known", at=f"message {number}", how=how)
 
 
-def tokenize_spans(
-    texts: Sequence[str], spans: Sequence[Sequence[Span]], tokenizer: "PreTrainedTokenizerBase", *, whole: bool
-) -> list[tuple[Ids, Learnt]]:
-    """The token ids of each text, and for each token whether it lies in one of the text's spans. A text is tokenised as
-    a whole, as the model will meet it. A token across the start of a span lies in it (it holds the first characters to
-    learn); one across the end does not (it holds characters which come later). Texts that are `whole` have their
+def tokenizing(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str, Sequence[Span], bool], tuple[Ids, Learnt]]:
+    """Return what gives the token ids of a text, and for each token whether it lies in one of the text's spans. A text
+    is tokenised as the model will meet it. A token across the start of a span lies in it (it holds the first characters
+    to learn); one across the end does not (it holds characters which come later). A text that is `whole` has its
     special tokens; else they are added. A tokenizer written in Python knows no characters: it reads texts again."""
-    if not tokenizer.is_fast:
-        return [_by_prefixes(text, own, tokenizer, whole) for text, own in zip(texts, spans, strict=True)]
-    less: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    with library_errors(tokenizer.name_or_path):
-        encoded = tokenizer(list(texts), add_special_tokens=not whole, **less).encodings
-    assert encoded is not None
-    found = zip(texts, encoded, spans, strict=True)
-    return [(np.array(one.ids, np.int32), _inside(text, one, own)) for text, one, own in found]
+    from transformers import PreTrainedTokenizerFast as Fast
 
-
-def _inside(text: str, encoding: Any, spans: Sequence[Span]) -> Learnt:
-    """Whether each token of a text lies in one of the spans."""
-    inside = np.zeros(len(encoding), dtype=bool)
-    count, ends = len(inside), list[int]()
-    while count and (encoding.token_to_chars(count - 1) or (0, 0))[1] == 0:  # put after the text, for no character
-        count -= 1
-    for span in spans:
-        # The first token that ends after a character is the one that holds it, if any does.
-        first, last = (count if place == len(text) else encoding.char_to_token(place) for place in span)
-        if first is None or last is None:
-            ends = ends or [end for _, end in encoding.offsets]
-            first, last = (bisect_right(ends, place, 0, count) for place in span)
-        inside[first:last] = True
-    return inside
+    plain = isinstance(tokenizer, Fast) and type(tokenizer)._encode_plus is Fast._encode_plus
+    how = Pieces(tokenizer).tokenize if plain else partial(_by_prefixes, tokenizer)
+    return library_errors(tokenizer.name_or_path)(how)
 
 
 def _by_prefixes(
-    text: str, spans: Sequence[Span], tokenizer: "PreTrainedTokenizerBase", whole: bool
+    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span], whole: bool
 ) -> tuple[Ids, Learnt]:
     """Compare with the tokens of the text up to each border."""
 

@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, ModelCardData, errors
+from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from lema.config import LemaConfig
 from lema.data import forms_of
@@ -22,6 +22,7 @@ from lema.model.files import ModelFiles
 __all__ = ["CARD", "make_repository", "model_card", "upload", "write_beside"]
 
 CARD = "README.md"
+HTTPError = errors.HTTPError  # type: ignore[attr-defined] # httpx's or httpx2's, by the version of the library
 PUBLISHED = (
     *("adapter_*", CARD, "token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.jinja"),
 )
@@ -85,7 +86,7 @@ def make_repository(config: LemaConfig) -> None:
     """Make the repository on the hub, if there is none; or `ConfigError`, before a run begins that cannot upload."""
     try:
         HfApi().create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True)
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         how = "log in with `hf auth login` or set HF_TOKEN, and check hub_model_id; or leave push_to_hub out"
         raise ConfigError(f"the hub takes no adapter: {error}", where="push_to_hub", how=how) from error
 
@@ -96,7 +97,7 @@ def upload(config: LemaConfig) -> str:
     try:
         name = api.create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True).repo_id
         api.upload_folder(repo_id=name, folder_path=directory, allow_patterns=list(PUBLISHED), commit_message="Adapter")
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         how = f"the adapter is in {directory}: `hf upload {_repository(config)} {directory}` sends it"
         raise ConfigError(f"the adapter was not uploaded: {error}", where="push_to_hub", how=how) from error
     return f"{api.endpoint}/{name}"
