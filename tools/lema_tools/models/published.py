@@ -133,7 +133,7 @@ def _blocks(name: str, shape: Shape, scale: str = "weight_scale_inv") -> Layout 
 def _tensors(name: str, shape: Shape) -> Layout | None:
     if not LINEAR.search(name):
         return None
-    beside = {f"{name}_scale_inv": ("F32", ()), f"{name.removesuffix('weight')}activation_scale": ("F32", ())}
+    beside = {f"{name}_scale_inv": ("BF16", ()), f"{name.removesuffix('weight')}activation_scale": ("F32", ())}
     return {name: ("F8_E4M3", shape), **beside}
 
 

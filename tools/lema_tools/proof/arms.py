@@ -147,7 +147,8 @@ def whole(case: Case) -> Outcome:
     with closing(open_backend(config)) as backend:
         device = backend.device
         before = _begin_peak()
-        base = AutoModelForCausalLM.from_pretrained(case.model, dtype=dtype).to(device)
+        base: Any = AutoModelForCausalLM.from_pretrained(case.model, dtype=dtype)
+        base.to(device)
         base.config.use_cache = False
         adapter = Path(case.scratch) / "adapter"
         model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device=str(device)).train()
