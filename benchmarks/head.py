@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common import PeakAnonymous, Shape, memory_kinds, report
-from gpu_model import MODELS, Place, write_random
+from gpu_model import MODELS, TINY, Place, write_random
 from limits_group import memory_group
 from memory import RETURNING
 
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of a row")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--head", default="stream", choices=["stream", "device"])
+    parser.add_argument("--tiny", action="store_true", help="a small model without a limit, to see that it runs")
     parser.add_argument("--layers", type=int, help="fewer than the 32 of the model")
     parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
     parser.add_argument("--fp32-products", action="store_true", help="for processors without bf16: see `_products`")
@@ -45,7 +46,7 @@ def main() -> None:
         what, model = arguments.child
         print(json.dumps((_plan if what == "plan" else _train)(arguments, model)))
         return
-    whole = MODELS["8B"]
+    whole = _shape(arguments)
     shape = Shape(**{**vars(whole), "layers": arguments.layers or whole.layers})
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         model = arguments.model or Path(name) / "model"
@@ -53,12 +54,17 @@ def main() -> None:
             write_random(model, shape, [Place(Path(name), 2 * shape.weight_bytes)], threads=2)
         row = _child("plan", model)
         with ExitStack() as stack:
-            group = stack.enter_context(memory_group(int(arguments.limit) or None))
+            group = stack.enter_context(memory_group(None if arguments.tiny else int(arguments.limit) or None))
             row |= _child("train", model, group.join)
             row["cgroup"] = group.counters()
     row["off"] = row["planned_peak"] / row["peak_anonymous"] - 1
     print(json.dumps(row, indent=1))
-    report("head", [row], shape)
+    if not arguments.tiny:
+        report("head", [row], shape)
+
+
+def _shape(arguments: argparse.Namespace) -> Shape:
+    return (TINY if arguments.tiny else MODELS)["8B"]
 
 
 def _child(what: str, model: Path, join: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -142,7 +148,7 @@ def _train(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         opened = LemaModel(_settings(arguments, model))
         opened.initialize_lora()
         trainer = opened.get_trainer()
-        ids = torch.randint(0, MODELS["8B"].vocabulary, (arguments.rows, arguments.tokens))
+        ids = torch.randint(0, _shape(arguments).vocabulary, (arguments.rows, arguments.tokens))
         micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
         losses, seconds = [], []
         for _ in range(arguments.steps):

@@ -23,8 +23,8 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="lema",
     help="Fine-tune language models larger than the device's memory.",
-    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 75 stopped with a checkpoint, "
-    "130 Ctrl-C.",
+    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 7 another number (prove), "
+    "75 stopped with a checkpoint, 130 Ctrl-C.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

@@ -275,6 +275,8 @@ def planner_of(
     processes: int = 1,
     strict: bool = True,
     trust_remote_code: bool = False,
+    blueprint: Blueprint | None = None,
+    known: dict[tuple[MicroBatch, int, bool], Workload] | None = None,
 ) -> Planner:
     """Learn what the model of a run or phase needs, and what the machine gives; weights are read only to time them.
 
@@ -282,6 +284,7 @@ def planner_of(
     given the model, returns what says of a parameter's name whether it trains; None: adapters do. `device_memory` is
     the limit of a phase that trains weights, which has none in `config`. The `processes` share each batch, all of them
     on one machine. `strict`: a model whose activations cannot be told is an error; else weights alone are counted.
+    Planners of one model and adapter for several machines share its `blueprint` and what was looked at, `known`.
     Raises `ConfigError` as training would.
     """
     parallel = SingleProcess() if chosen is not None else planned_parallel(config)
@@ -292,12 +295,12 @@ def planner_of(
         if site is None or site.speeds == "measured":
             backend = stack.enter_context(closing(open_alone(config)))
             site = site or this_machine(backend, measured=True)
-        blueprint = draw_up(
-            config, backend=backend, trust_remote_code=trust_remote_code, chosen=chosen, parallel=parallel
-        )
+        drawn: dict[str, Any] = {"trust_remote_code": trust_remote_code, "chosen": chosen, "parallel": parallel}
+        blueprint = blueprint or draw_up(config, backend=backend, **drawn)
         positions = getattr(blueprint.model.config, "max_position_embeddings", None)
         shape = step_shape(config, positions, processes, parts=parallel.size)
         planner = Planner(config, blueprint, site, None, None, shape, processes, device_memory)
+        planner = planner if known is None else replace(planner, known=known)
         try:
             planner = _fitted(replace(planner, workload=planner.work(shape.micro_batch)))
         except ModelError as error:

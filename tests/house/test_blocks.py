@@ -1,0 +1,68 @@
+"""Every code block of the README and of docs/: which are run by a test, and what is checked of those that are not.
+
+A block between `<!-- NAME -->` and `<!-- end -->` is run by the test that names it. Of the others: settings are checked
+by test_docs.py; of each `lema` command the verb and its options exist, and of scripts the file; Python compiles. Those
+in Python are listed here, because they are not run: they show calls with data sets, loops or trainers of one's own.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from lema.cli.app import app
+from lema.config import LemaConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- ([\w ]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined] # a group has commands
+NOT_RUN = {"activations.md": 1, "coming-from-trl.md": 1, "python.md": 1, "trainers.md": 5}  # Python, of each page
+RUN = {  # name of a block, and the tests that run it
+    "demo command": "tests/cli/test_demo.py",
+    "test command": "tests/house/test_readme.py",
+    "config example": "tests/house/test_readme.py",
+    "python example": "tests/house/test_readme.py",
+    "activations example": "tests/activations/test_activations_page.py",
+    "trainer example": "tests/activations/test_activations_page.py",
+    "axolotl yaml": "tests/cli/test_import.py",
+    "trl yaml": "tests/cli/test_import.py",
+    "phases example": "tests/train/phases/test_phases_page.py",
+}
+
+
+def blocks(page: Path) -> list[tuple[str, str, str]]:
+    """The name, the language and the text of every block of a page."""
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def test_every_named_block_is_run_by_the_test_that_is_listed() -> None:
+    assert {name for page in PAGES for name, _, _ in blocks(page) if name} == RUN.keys()
+    texts = {name: (ROOT / file).read_text(encoding="utf-8") for name, file in RUN.items() if name != "demo command"}
+    assert not [name for name, text in texts.items() if not re.search(rf"\b{name.split()[0]}\b", text)]
+
+
+def test_python_that_is_not_run_is_listed_and_compiles() -> None:
+    kept = {page: [text for name, kind, text in blocks(page) if kind == "python" and not name] for page in PAGES}
+    found = {str(page.relative_to(ROOT)).removeprefix("docs/"): texts for page, texts in kept.items()}
+    assert {page: len(texts) for page, texts in found.items() if texts} == NOT_RUN
+    for page, texts in found.items():
+        for text in texts:
+            compile(text, page, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_has_a_verb_and_options_that_exist(page: Path) -> None:
+    settings = {f"--{name.replace('_', '-')}" for name in LemaConfig.defaults()}
+    for _, kind, text in blocks(page):
+        for line in text.replace("\\\n", " ").splitlines() if kind in ("", "bash") else []:
+            command = line.partition(" #")[0]
+            for script in re.findall(r"python ((?:benchmarks|tests|runs)/\S+\.py)", command):
+                assert (ROOT / script).is_file(), script
+            if not (called := re.match(r"(?:\S+=\S+ )*(?:\S*/)?lema ([a-z]+)(.*)", command)):
+                continue
+            verb = COMMANDS[called[1]]
+            own = {option for parameter in verb.params for option in parameter.opts} | {"--help", "--debug"}
+            used = {one.partition("=")[0] for one in called[2].split() if one.startswith("--")}
+            assert called[1] == "config" or used <= own | settings, command

@@ -1,0 +1,135 @@
+"""Makes configs/models and docs/your-model.md: a file of settings for named checkpoints on devices of some sizes.
+
+    PYTHONPATH=.:backends:tools python tests/support/modelconfigs.py [NAME ...]     # a plan each, some seconds a model
+
+Each file is what `lema init` writes for the checkpoint's config, without its weights; where nothing fits, there is
+none. The page is made of the files that are there.
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers.utils import logging
+
+from lema.errors import MemoryLimitError
+from lema_tools.models.checkpoints import CHECKPOINTS, PARAMETERS, Checkpoint, named
+from lema_tools.models.chosen import Choice, choices, profile_for, yaml_lines
+from lema_tools.models.published import write_hollow
+
+__all__ = ["CONFIGS", "MODELS", "SIZES", "files_of", "page"]
+
+ROOT = Path(__file__).parents[2]
+CONFIGS, PAGE = ROOT / "configs" / "models", ROOT / "docs" / "your-model.md"
+GB = 10**9
+SIZES = (8, 12, 16, 24, 48, 80)  # GB of device memory
+NEAR = 0.09  # of the parameters that the publisher counts: those of a tied head, or of towers, may be more or less
+MODELS = [one for one in CHECKPOINTS if one.name in PARAMETERS and one.sizes is not None]
+
+
+def files_of(checkpoint: Checkpoint) -> dict[int, str]:
+    """Return the text of the file for each size that the checkpoint fits; none where its sizes are not known here."""
+    with tempfile.TemporaryDirectory() as scratch:
+        found = list(choices(write_hollow(checkpoint, Path(scratch)), [size * GB for size in SIZES]))
+    made = {size: one for size, one in zip(SIZES, found, strict=True) if isinstance(one, Choice)}
+    assert all(isinstance(one, Choice | MemoryLimitError) for one in found)
+    counted = {one.parameters / 1e9 / PARAMETERS[checkpoint.name] for one in made.values()}
+    if any(abs(ratio - 1) > NEAR for ratio in counted):
+        sys.stderr.write(
+            f"{checkpoint.name}: its sizes give {max(counted):.2f} of its parameters, so they are others\n"
+        )
+        return {}
+    name = checkpoint.name.lower()
+    return {size: "".join(f"{line}\n" for line in _lines(checkpoint, one, size, name)) for size, one in made.items()}
+
+
+def _lines(checkpoint: Checkpoint, choice: Choice, size: int, name: str) -> Iterator[str]:
+    command = f"lema init {checkpoint.name} --device-memory {size}GB --data data.jsonl"
+    yield from yaml_lines(choice, checkpoint.hub_id, "data.jsonl", f"output/{name}", command, checkpoint.needs)
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield from INTRODUCTION.splitlines()
+    sizes = " | ".join(f"{size} GB" for size in SIZES)
+    yield f"| model | billion parameters | {sizes} |"
+    yield "|---|---|" + "---|" * len(SIZES)
+    absent = []
+    for one in MODELS:
+        files = {size: CONFIGS / one.name / f"{size}GB.yaml" for size in SIZES}
+        if not any(file.is_file() for file in files.values()):
+            absent.append(one.name)
+            continue
+        cells = [_speed(file) if file.is_file() else "-" for file in files.values()]
+        yield f"| {one.name} | {PARAMETERS[one.name]:g} | {' | '.join(cells)} |"
+    yield ""
+    if absent:
+        yield f"No file, because its sizes are not known here or no size fits: {', '.join(absent)}."
+
+
+def _speed(file: Path) -> str:
+    (found,) = re.findall(r"Predicted, not measured: ([\d,]+) tokens/s", file.read_text(encoding="utf-8"))
+    return str(found)
+
+
+_PROFILES = ", ".join(f"{size} GB: `{profile_for(size * GB)}`" for size in SIZES)
+INTRODUCTION = f"""\
+# Your model, your machine
+
+Made by `python tests/support/modelconfigs.py`, which writes the files as well.
+
+The file for a model and a device is `configs/models/` with the model's name and the memory of the device, such as
+`configs/models/Qwen3-8B/24GB.yaml`. Put your rows in `data.jsonl`, or name them, and train:
+
+```bash
+lema train configs/models/Qwen3-8B/24GB.yaml --train-data my-rows.jsonl
+```
+
+For a model or a size that is not here, `lema init` writes the file:
+
+```bash
+lema init Qwen/Qwen3-8B --device-memory 10GB --data my-rows.jsonl --output my.yaml
+```
+
+It takes a directory, a hub id in the cache, or a name of [published checkpoints](coverage.md), and ends with code 4
+where nothing fits.
+
+A cell is the tokens per second that the plan predicts, of steps of 16 rows with 1,024 tokens; `-`: nothing that was
+tried fits. They are **predictions, not measurements**: no row was run on such a device. Where they come from:
+
+- the sizes in the checkpoint's config.json, written down in `tools/lema_tools/models/checkpoints.py`, and its published
+  form; a model whose sizes give another number of parameters than its publisher counts is left out;
+- speeds of computing, link and disk of a profile of `lema plan`
+  ({_PROFILES}),
+  with the device's memory in place of the profile's, and half of the profile's host memory;
+- LoRA of rank 16 on every linear of the layers, experts excepted.
+
+`tests/plan/test_model_configs.py` makes the files again and compares them: those of two models in a default run, all in
+the exhaustive one ([what the tests take](internals/tests.md)).
+
+"""
+
+
+def main(names: list[str]) -> None:
+    """Write the files of the models named, or of all, and the page."""
+    logging.set_verbosity_error()
+    for one in [found for name in names if (found := named(name))] or MODELS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            texts = files_of(one)
+        shutil.rmtree(CONFIGS / one.name, ignore_errors=True)
+        for size, text in texts.items():
+            file = CONFIGS / one.name / f"{size}GB.yaml"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{one.name}: {', '.join(f'{size} GB' for size in texts) or 'none'}\n")
+        sys.stdout.flush()
+    PAGE.write_text("\n".join(page()).rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

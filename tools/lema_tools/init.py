@@ -1,0 +1,70 @@
+"""`lema init`: writes a file of settings for a model and a device, with what the plan chose and why."""
+
+import contextlib
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lema.errors import ConfigError, LemaError, MemoryLimitError
+
+__all__ = ["init"]
+
+
+def init(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Directory, cached hub id, or name of docs/coverage.md.")
+    ],
+    device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of the device, such as 24GB.")],
+    data: Annotated[Path, typer.Option(metavar="FILE", help="Rows to train on.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The file that is written.")] = Path("my.yaml"),
+    profile: Annotated[
+        str | None, typer.Option(help="Machine whose speeds are taken; else the one most like the device.")
+    ] = None,
+) -> None:
+    """Write a file of settings for a model and a device, with what the plan chose, and why. Exit code 4: no fit."""
+    if output.exists():
+        raise ConfigError("this file exists already", where=str(output), how="name another one: --output FILE")
+    if not data.exists():
+        raise ConfigError("there is no such file to train on", where=f"--data {data}", how="give rows that are there")
+    from lema.config.units import memory_bytes
+    from lema.plan.machine import profile as find_profile
+
+    if profile is not None:
+        find_profile(profile)
+    try:
+        memory = memory_bytes(device_memory, 0)
+    except ValueError as error:
+        raise ConfigError(str(error), where=f"--device-memory {device_memory}", how="a size such as 24GB") from error
+    from lema_tools.models.chosen import choices, yaml_lines
+
+    with contextlib.ExitStack() as stack:
+        directory, name, needs = _model(model, stack)
+        (found,) = choices(directory, [memory], profile)
+    if isinstance(found, MemoryLimitError):
+        raise found
+    command = shlex.join(["lema", *sys.argv[1:]])
+    lines = yaml_lines(found, name, str(data), f"output/{output.stem}", command, needs)
+    with output.open("x", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    typer.echo(f"{output}: {found.device_bytes / 1e9:.1f} GB of {device_memory}, {found.residents} layers stay there;")
+    typer.echo(f"{found.tokens_per_second:,.0f} tokens/s predicted with the profile {found.profile}")
+    typer.echo(f"next: lema train {shlex.quote(str(output))}")
+
+
+def _model(model: str, stack: contextlib.ExitStack) -> tuple[Path, str, str]:
+    """Return where the model is described, what the settings call it, and what has to be done to it first."""
+    from lema.storage import resolve_model
+    from lema_tools.models.checkpoints import named
+    from lema_tools.models.published import write_hollow
+
+    try:
+        return Path(resolve_model(model, download=False)), model, ""
+    except LemaError:
+        if (known := named(model)) is None:
+            raise
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    return write_hollow(known, scratch / "model"), known.hub_id, known.needs

@@ -1,0 +1,161 @@
+"""What a run of a model takes on a device of some memory: the settings that are chosen, and the YAML file with reasons.
+
+A plan is made with a profile's speeds, and nothing is measured: the first settings of `LADDER` that fit are taken.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lema.config import LemaConfig
+from lema.config.units import human_bytes, human_count
+from lema.errors import MemoryLimitError
+from lema.model.skeleton import find_layers
+from lema.plan.blueprint import Blueprint, draw_up
+from lema.plan.machine import PROFILES, Machine
+from lema.plan.planner import planner_of
+
+__all__ = ["BASE", "Choice", "choices", "profile_for", "yaml_lines"]
+
+GB = 10**9
+BASE: dict[str, Any] = {"batch_size": 16, "max_length": 1024, "lora_rank": 16, "lora_alpha": 32, "learning_rate": 1e-4}
+# Rows of a step that are computed at once, then one row with fewer logits at once and one layer less on the device.
+LADDER: tuple[dict[str, int], ...] = (
+    {"micro_batch_size": 4},
+    {"micro_batch_size": 1, "loss_chunk_tokens": 256, "prefetch_depth": 1},
+)
+HOST = 0.5  # of the profile's host memory, which weights and activations may take
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that fit, and what the plan says of them."""
+
+    settings: dict[str, Any]  # beside model, data and output
+    profile: str  # whose speeds the plan has
+    device_bytes: int  # at the peak
+    host_bytes: int
+    residents: int  # layers that stay on the device
+    cached: int  # layers that stay in host memory
+    layers: int
+    layer_bytes: int  # of the largest, as it lies in a slot
+    model_bytes: int  # of the model's files
+    parameters: int
+    adapter_parameters: int
+    experts: bool  # whether the model has stacked experts
+    tokens_per_second: float  # predicted
+    bottleneck: str  # computing, the link or the disk
+
+
+def profile_for(device_memory: int) -> str:
+    """Return the profile whose device is most like one of so many bytes."""
+    return "t4" if device_memory <= 16 * GB else "4090" if device_memory <= 48 * GB else "h200"
+
+
+def choices(
+    directory: Path, memories: Sequence[int], profile: str | None = None
+) -> Iterator[Choice | MemoryLimitError]:
+    """Yield for each amount of device memory, which rise, what is chosen for the model in `directory`, or why nothing
+    fits. The model is looked at once for all of them. Raises `ModelError`: what it takes cannot be told."""
+    blueprint: Blueprint | None = None
+    known: dict[Any, Any] = {}
+    for memory in memories:
+        name = profile or profile_for(memory)
+        machine = replace(PROFILES[name], device_memory=memory)
+        found: Choice | MemoryLimitError | None = None
+        for changes in LADDER:
+            host = f"{int(HOST * machine.host_memory / GB)}GB"
+            settings = {"device_memory": f"{memory / GB:g}GB", "host_memory": host, **BASE, **changes}
+            config = LemaConfig(str(directory), device="cpu", lora_target_parameters=[], **settings)
+            blueprint = blueprint or draw_up(config)
+            try:
+                planner = planner_of(config, machine, blueprint=blueprint, known=known)
+                found = _choice(planner, settings, name, machine)
+            except MemoryLimitError as error:
+                found = error
+                continue
+            # A head that was left whole counts with what is outside the layers from now on.
+            blueprint = blueprint if planner.blueprint.pieces else planner.blueprint
+            break
+        assert found is not None
+        yield found
+
+
+def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machine) -> Choice:
+    needs, drawn = planner.needs(), planner.blueprint
+    step = planner.simulated(needs.demand, needs.allocation)
+    if sum(needs.device.values()) > machine.device_memory:
+        raise MemoryLimitError("the plan takes more than the device has", where="device_memory")
+    stack = find_layers(drawn.model)[1]
+    experts = any(one.ndim > 2 for name, one in stack.named_parameters() if "lora_" not in name and "conv" not in name)
+    return Choice(
+        settings | ({"lora_target_parameters": []} if experts else {}),
+        profile,
+        sum(needs.device.values()),
+        sum(needs.host.values()),
+        len(needs.allocation.residents),
+        len(needs.allocation.host_cached),
+        len(drawn.layers),
+        max(layer.slot_bytes for layer in needs.demand.layers),
+        drawn.stored_bytes,
+        drawn.parameters,
+        drawn.adapter_parameters,
+        experts,
+        planner.shape.tokens / step.seconds,
+        {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck],
+    )
+
+
+def yaml_lines(choice: Choice, model: str, data: str, output: str, command: str, needs: str = "") -> Iterator[str]:
+    """Yield the lines of a file that `lema train` runs, with the reason of what was chosen above each part."""
+    settings, host = choice.settings, human_bytes(PROFILES[choice.profile].host_memory)
+    size, most = f"{human_count(choice.parameters)} parameters", human_bytes(choice.device_bytes)
+    trained, slot = human_count(choice.adapter_parameters), human_bytes(choice.layer_bytes)
+    plain = "A hub id is downloaded once, a directory is taken as it is."
+    yield f"# Made by: {command}"
+    yield "# Change what you like; `lema plan` says what it takes on your machine, and `lema train` runs it."
+    yield ""
+    yield f"# {choice.layers} layers, {size}, {human_bytes(choice.model_bytes)} of files."
+    yield f"# Before it streams it needs {needs}." if needs else f"# {plain}"
+    yield f"model_name_or_path: {_text(model)}"
+    yield ""
+    yield "# Rows of text, prompts with completions, or messages; `lema data` shows what is trained on."
+    yield "# Longer rows are cut at max_length tokens, for which the plan below was made."
+    yield f"train_data: {_text(data)}"
+    yield f"max_length: {settings['max_length']}"
+    yield f"output_dir: {_text(output)}"
+    yield ""
+    yield f"# By the plan {most} are used at the peak: slots of {slot}"
+    yield f"# for layers that stream, and {choice.residents} layers that stay on the device."
+    yield f"device_memory: {settings['device_memory']}"
+    yield ""
+    yield f"# Half of the {host} of the profile {choice.profile}; with it {choice.cached} layers stay"
+    yield f"# in host memory and are not read from the disk; {human_bytes(choice.host_bytes)} are used."
+    yield f"host_memory: {settings['host_memory']}"
+    yield ""
+    yield "# A layer serves all rows of a step before the next one is read, so more rows make reading cheaper."
+    yield f"# Predicted, not measured: {choice.tokens_per_second:,.0f} tokens/s, limited by {choice.bottleneck}."
+    yield f"batch_size: {settings['batch_size']}"
+    yield f"micro_batch_size: {settings['micro_batch_size']}"
+    if "prefetch_depth" in settings:
+        yield ""
+        yield "# Memory is short: one layer is read ahead instead of two, and the logits of fewer tokens exist at once."
+        yield "# Both cost some time and change no result but for rounding."
+        yield f"prefetch_depth: {settings['prefetch_depth']}"
+        yield f"loss_chunk_tokens: {settings['loss_chunk_tokens']}"
+    yield ""
+    yield f"# Every linear of the layers is adapted: {trained} parameters train, with AdamW."
+    yield "# Rank 16 and 1e-4 are where to begin; see docs/adapters.md for what else there is."
+    for name in ("lora_rank", "lora_alpha", "learning_rate"):
+        yield f"{name}: {settings[name]}"
+    if choice.experts:
+        yield ""
+        yield "# Experts have no adapters of their own, which would take many times the memory of all others."
+        yield "# Without this line they have."
+        yield "lora_target_parameters: []"
+
+
+def _text(value: str) -> str:
+    return value if all(one.isalnum() or one in "/._-" for one in value) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,224 @@
+"""The two runs that are compared: the same steps streamed, and with `transformers` and PEFT on the whole model.
+
+Each is a process of its own where it is called by `run_apart`, so that its peak of memory is its own; `python -m
+lema_tools.proof.arms ARM CASE RESULT` is that process.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from lema.backend import Backend
+from lema.config import LemaConfig
+from lema.engine.head.loss import split_batch
+from lema.errors import LemaError, MemoryLimitError
+from lema.model.partition import open_backend
+from lema.plan.planner import planner_of, site_of
+from lema.train import LemaModel
+
+__all__ = ["Case", "Outcome", "run_apart", "streamed", "whole"]
+
+# glibc keeps what it likes of freed memory; with these it gives it back, so that peaks tell what was needed.
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both runs do; `scratch` is a folder that they share, and `tokens` are those of a row."""
+
+    model: str
+    scratch: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    steps: int = 5
+    micro_batches: int = 4  # of one row, in each step
+    tokens: int = 64
+    rank: int = 16
+    learning_rate: float = 1e-3
+    seed: int = 42
+
+    @property
+    def settings(self) -> LemaConfig:
+        """What LEMA trains with: no layer stays on the device, though there may be room, and both of the adapter's
+        matrices are drawn, because a gradient of A is zero while B is. Experts have no adapter, because products with
+        adapted ones round otherwise than PEFT's (docs/internals/experts.md)."""
+        return LemaConfig(
+            self.model,
+            device=self.device,
+            dtype=self.dtype,
+            device_memory=None,
+            gradient_checkpointing=True,
+            batch_size=self.micro_batches,
+            micro_batch_size=1,
+            max_length=self.tokens,
+            lora_rank=self.rank,
+            lora_alpha=2 * self.rank,
+            lora_init=False,
+            lora_target_parameters=[],
+            learning_rate=self.learning_rate,
+            lr_scheduler_type="constant",
+            seed=self.seed,
+            save_steps=0,
+            output_dir=str(Path(self.scratch) / "output"),
+        )
+
+    def rows(self, vocabulary: int) -> Iterator[Tensor]:
+        """Yield the token ids of each step, int64 `[micro_batches, tokens]`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(self.steps):
+            yield torch.randint(0, vocabulary, (self.micro_batches, self.tokens), generator=generator)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: the loss of each step, and tensors by name."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor] = field(repr=False)  # of the first step
+    adapter: dict[str, Tensor] = field(repr=False)  # after the last
+    memory: dict[str, int]  # bytes: `before` the model was opened and at the `peak`, of the process or the device
+    seconds: list[float]  # of each step
+    told: dict[str, Any] = field(default_factory=dict)  # what else the streamed run knows
+
+
+def streamed(case: Case) -> Outcome:
+    """Train by streaming; the adapter as it was drawn is left in the folder `adapter` for the other run."""
+    config, gradients = case.settings, dict[str, Tensor]()
+    planner = planner_of(config, site=site_of(config))
+    needs = planner.needs()
+    shared = planner.site.machine.shared  # the ring of host buffers is the slots then
+    parts = {f"host: {name}": size for name, size in needs.host.items() if size and not (shared and name == "ring")}
+    parts |= {f"device: {name}": size for name, size in needs.device.items() if size}
+    before = _begin_peak()
+    with closing(LemaModel(config)) as model:
+        model.initialize_lora()
+        assert model.lora_manager is not None
+        model.save_pretrained(Path(case.scratch) / "adapter")
+        trainer, losses, seconds = model.get_trainer(), list[float](), list[float]()
+        adapter = model.lora_manager.train()
+
+        def keep(event: str) -> None:
+            if event == "on_pre_optimizer_step" and not gradients:
+                gradients.update(_trained(adapter, lambda one: one.grad))
+
+        words, read = model.skeleton.config.get_text_config().vocab_size, model.memory.counters.bytes_read
+        torch.manual_seed(case.seed)
+        for ids in case.rows(words):
+            began = time.perf_counter()
+            batches = split_batch({"input_ids": ids, "labels": ids}, 1)
+            losses.append(trainer.accumulate(batches, on_event=keep).loss)
+            seconds.append(time.perf_counter() - began)
+        stream = model.memory
+        told = {
+            "bytes_read_per_step": (stream.counters.bytes_read - read) / case.steps,
+            "layers": len(stream.layers),
+            "slots": stream.num_slots,
+            "layer_bytes": sum(layer.nbytes for layer in stream.layers),
+            "model_bytes": model.gbi.nbytes,
+            "parameters": planner.blueprint.parameters,
+            "adapter_parameters": model.num_adapter_parameters,
+            "model_type": model.skeleton.config.model_type,
+            "plan": parts,
+            "device": str(model.backend.device),
+        }
+        return Outcome(
+            losses, gradients, _trained(adapter, lambda one: one), _memory(model.backend, before), seconds, told
+        )
+
+
+def whole(case: Case) -> Outcome:
+    """Train the whole model with `transformers` and PEFT, from the adapter that the other run has drawn; of LEMA there
+    is the name of the device, and no more."""
+    config = case.settings
+    dtype = getattr(torch, case.dtype)
+    with closing(open_backend(config)) as backend:
+        device = backend.device
+        before = _begin_peak()
+        base: Any = AutoModelForCausalLM.from_pretrained(case.model, dtype=dtype)
+        base.to(device)
+        base.config.use_cache = False
+        adapter = Path(case.scratch) / "adapter"
+        model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device=str(device)).train()
+        trained = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=case.learning_rate, weight_decay=0.0)
+        losses, seconds, gradients = list[float](), list[float](), dict[str, Tensor]()
+        torch.manual_seed(case.seed)
+        for ids in case.rows(base.config.get_text_config().vocab_size):
+            began, total = time.perf_counter(), torch.zeros((), device=device)
+            given = {"num_items_in_batch": ids[:, 1:].numel()} if len(ids) > 1 else {}
+            for row in ids.to(device).split(1):
+                with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+                    loss = model(input_ids=row, labels=row, **given).loss
+                loss.backward()
+                total = total + loss.detach()
+            gradients = gradients or _trained(model, lambda one: one.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(total))
+            seconds.append(time.perf_counter() - began)
+        return Outcome(losses, gradients, _trained(model, lambda one: one), _memory(backend, before), seconds)
+
+
+ARMS: dict[str, Callable[[Case], Outcome]] = {"streamed": streamed, "whole": whole}
+
+
+def run_apart(arm: str, case: Case) -> Outcome:
+    """Run one of the two in a process of its own, or raise a LemaError with what it said where it fails."""
+    place = Path(case.scratch) / f"{arm}.pt"
+    command = [sys.executable, "-m", "lema_tools.proof.arms", arm, json.dumps(asdict(case)), str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **RETURNING})
+    if done.returncode or not place.is_file():
+        said = "\n".join(done.stderr.strip().splitlines()[-12:])
+        what = f"the {arm} run ended with {done.returncode}:\n{said}"
+        if arm == "whole" and (done.returncode in (-9, 137) or "out of memory" in said.lower()):
+            how = "the comparison needs the whole model in memory: take a smaller one of its kind, or fewer --tokens"
+            raise MemoryLimitError(what, where=case.model, how=how)
+        raise LemaError(what, where=case.model, how="the same command with smaller numbers may show why")
+    return Outcome(**torch.load(place, weights_only=True))
+
+
+def _trained(model: nn.Module, what: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
+    """Copy something of all that trains to the host, by name."""
+    found = ((name, what(one)) for name, one in model.named_parameters() if one.requires_grad)
+    return {name: one.detach().cpu().clone() for name, one in found if one is not None}
+
+
+def _begin_peak() -> int:
+    """Begin the process's peak of memory anew, which Linux does where 5 is written to a file of /proc (proc(5),
+    clear_refs), and return the bytes that are resident now."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def _resident(what: str) -> int:
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(f"{what}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _memory(backend: Backend, before: int) -> dict[str, int]:
+    """Return the bytes resident before, and the most since: of the process, or of a device with memory of its own."""
+    stats = backend.memory()
+    return {"before": before, "peak": _resident("VmHWM")} if stats.shared else {"before": 0, "peak": stats.peak}
+
+
+if __name__ == "__main__":
+    from lema.config.printing import hush
+
+    hush()
+    name, given, result = sys.argv[1:]
+    outcome = ARMS[name](Case(**json.loads(given)))
+    torch.save(dict(vars(outcome)), result)

@@ -1,0 +1,114 @@
+"""`lema prove`: trains a model by streaming and whole, and certifies that the numbers are the same."""
+
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lema.errors import ConfigError, MemoryLimitError
+
+if TYPE_CHECKING:
+    from lema_tools.proof.arms import Case
+
+__all__ = ["prove", "write_model"]
+
+LAYERS, HIDDEN, WORDS = 12, 512, 2048
+DTYPES = "float32", "bfloat16", "float16"
+MORE = 1.2  # times the weights: what the whole model takes at least, with adapter, optimizer and activations
+
+
+def prove(
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Directory or cached hub id; else a small one is made.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="Rows of a step, one at a time; 1 for models with dropout of their own.")
+    ] = 4,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 64,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 16,
+    device: Annotated[str, typer.Option(help="Backend to run on, as `lema backends` lists them.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")] = "float32",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of rows and adapter.")] = 42,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the certificate goes.")] = Path("lema-proof"),
+) -> None:
+    """Train some steps by streaming and with the whole model, and certify that the numbers are the same. Exit code 7:
+    they are not; 4: the whole model does not fit, which the comparison needs."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"there is no type {dtype!r} to prove in", where="--dtype", how=f"one of {', '.join(DTYPES)}")
+    from lema.config.printing import hush
+    from lema_tools.proof.arms import Case, run_apart
+    from lema_tools.proof.certificate import PromiseBroken, certify, markdown, write
+
+    hush()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = write_model(Path(scratch) / "model") if model is None else _found(model)
+        case = Case(str(found), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed)
+        check_room(case)
+        streamed = run_apart("streamed", case)
+        certificate = certify(case, streamed, run_apart("whole", case), _command())
+    certificate["case"]["model"] = model or "made"  # the path of what was made is gone
+    files = write(certificate, output)
+    typer.echo("\n".join(markdown(certificate)))
+    typer.echo(f"\nwritten to {files[0]} and {files[1]}")
+    if not certificate["holds"]:
+        what = "the numbers of the streamed run are not those of the whole model"
+        raise PromiseBroken(what, where=str(files[0]), how="please report it, with that file and `lema doctor --json`")
+
+
+def check_room(case: "Case") -> None:
+    """Raise a MemoryLimitError where the weights alone leave the whole model no room, on the device or in the host."""
+    from contextlib import closing
+
+    from lema.backend.hostmemory import memory_available
+    from lema.config.units import human_bytes
+    from lema.model.partition import open_backend
+    from lema.plan.planner import planner_of, site_of
+
+    config = case.settings
+    planner = planner_of(config, site=site_of(config), strict=False)
+    needed = int(MORE * planner.blueprint.model_bytes)
+    with closing(open_backend(config)) as backend:
+        stats, host = backend.memory(), memory_available()
+    free = host if stats.shared else min(host, stats.total if stats.free is None else stats.free)
+    if needed > free:
+        what = f"the whole model takes {human_bytes(needed)} at least, and {human_bytes(free)} are free"
+        how = "the comparison needs the whole model in memory: prove a smaller one of its kind"
+        raise MemoryLimitError(what, where=case.model, how=how)
+
+
+def write_model(directory: Path, *, layers: int = LAYERS, hidden: int = HIDDEN) -> Path:
+    """Write a Llama with random weights, 150 MB in fp32 unless it is smaller, in several files."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lema.cli.demo.run import without_bars
+
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=WORDS,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]), without_bars():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory, max_shard_size="50MB")
+    return directory
+
+
+def _found(model: str) -> Path:
+    from lema.storage import resolve_model
+
+    return Path(resolve_model(model))
+
+
+def _command() -> str:
+    return shlex.join(["lema", *sys.argv[1:]])
