@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from lema.activations.offload import Packed
 from lema.engine.skip_matmuls import AdaptedLinears, LastLinear, Skipped
@@ -45,7 +45,6 @@ class Graph:
         self._linears = None if again is None or whole else linears
         self._last = LastLinear()
         self._saved = 0  # how many tensors the first run saved, without weights
-        self._edges: list[GradientEdge] = []
         self._lease: Lease | None = None
         self.held: dict[int, int] = {}
 
@@ -79,20 +78,15 @@ class Graph:
         finally:
             self._lease = None
 
-    def made(self, outputs: Sequence[Tensor]) -> None:
-        """Say what the first run made, whose gradients the backward gets."""
-        if self._again is None:
-            # Edges and not outputs, because these are the next layer's inputs, and kept as such.
-            self._edges = list(map(get_gradient_edge, outputs))
-
-    def backward(self, lease: Lease, gradients: Sequence[Tensor]) -> None:
-        """Differentiate, with the layer on `lease`, given the gradients of what the first run made."""
+    def backward(self, lease: Lease, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+        """Differentiate, with the layer on `lease`, given the gradients of what the first run made, which is at `edges`
+        of its graph, if that is kept. The caller has them, because a graph with edges of its own would hold itself."""
         if self._again is not None:
             torch.autograd.backward(self._rerun(lease, self._again), gradients)
             return
         self._lease = lease
         try:
-            torch.autograd.backward(self._edges, gradients)
+            torch.autograd.backward(edges, gradients)
         finally:
             self._lease = None
 

@@ -37,6 +37,9 @@ PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument b
 class Skipped(TorchDispatchMode):
     """Has products of matrices be NaN in a `with` block, and computes none. Autograd, above it, sees them as ever."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's is
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
             return func(*args, **(kwargs or {}))

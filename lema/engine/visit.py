@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lema.activations.kept import StepBoundaries, StepGraphs
 from lema.backend import Backend
@@ -166,7 +167,7 @@ class _LayerVisit:
     _away: StepGraphs | None
     _beside: Beside | None
     _room: int
-    _graphs: list[Graph] = field(default_factory=list)
+    _graphs: list[tuple[Graph, list[GradientEdge]]] = field(default_factory=list)
     _boundary: list[Tensor] = field(default_factory=list)  # of the micro-batch whose backward runs
     _found: dict[int, Tensor] = field(default_factory=dict)  # gradients of the inputs
     _leaves: Leaves = field(default_factory=dict)  # for the weights that train
@@ -212,8 +213,8 @@ class _LayerVisit:
                 given = graph_input(engine.anchor, given, self._found, index)
             weights = {**lease.weights, **self._leaves}
             made = _made(engine, self._layer, weights, call, given, compiled=compiled)
-        graph.made(made)
-        self._graphs.append(graph)
+        # Edges and not outputs, because these are the next layer's inputs, and kept as such.
+        self._graphs.append((graph, [] if again else list(map(get_gradient_edge, made))))
         self._room = max(0, self._room - sum(graph.held.values()))
         return [one.detach() for one in made]
 
@@ -225,7 +226,7 @@ class _LayerVisit:
         with engine.leased(self._layer, "backward") as lease:
             for name, weight in engine.trained.leaves(self._layer, lease).items():
                 self._leaves[name].data = weight.detach()  # the slot of the forward holds another layer now
-            for index, graph in enumerate(self._graphs):
+            for index, (graph, edges) in enumerate(self._graphs):
                 engine.stop.poll()
                 if self._away is not None:
                     self._away.expect_after(self._layer, index)
@@ -233,7 +234,7 @@ class _LayerVisit:
                     if self._boundaries is not None:
                         self._boundary.append(stack.enter_context(self._boundaries.kept(self._layer, index)))
                         stack.callback(self._boundary.clear)
-                    graph.backward(lease, gradients[index * each : (index + 1) * each])
+                    graph.backward(lease, edges, gradients[index * each : (index + 1) * each])
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
         found = [self._found.get(index) for index in range(len(self._graphs))]

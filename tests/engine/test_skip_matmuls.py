@@ -106,7 +106,7 @@ def recomputed(layer: nn.Module, given: Tensor, lease: Lease) -> list[Tensor | N
         graph = Graph(lambda _: again(leaf), AdaptedLinears(layer))
         with graph.built(lease):
             out = layer(leaf)
-        graph.backward(lease, [torch.ones_like(out)])
+        graph.backward(lease, [], [torch.ones_like(out)])
 
     return gradients(layer, given, differentiate)
 
@@ -287,7 +287,7 @@ def test_a_value_that_is_read_after_all_gives_no_number_at_all() -> None:
         with graph.built(lease):
             out = layer(leaf)
         layer.dropout.register_forward_pre_hook(look)
-        graph.backward(lease, [torch.ones_like(out)])
+        graph.backward(lease, [], [torch.ones_like(out)])
 
     gradients(layer, given, differentiate)
     assert bool(seen[0].isnan().all())
