@@ -1,5 +1,6 @@
 """docs/commands.md is what its command prints, and has every command of the app."""
 
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from commandspage import page
@@ -17,5 +18,6 @@ def test_the_page_is_what_its_command_prints() -> None:
 
 def test_it_has_every_command_once() -> None:
     titles = [line.split()[-1] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("## lema ")]
-    of_config = ["show", "schema", "import"]
-    assert titles == [{"evaluate": "eval"}.get(verb.__name__, verb.__name__) for verb in VERBS] + of_config
+    others = sorted(point.name for point in entry_points(group="lema.verbs"))
+    own = [{"evaluate": "eval"}.get(verb.__name__, verb.__name__) for verb in VERBS]
+    assert titles == [*own, *others, "show", "schema", "import"]
