@@ -42,6 +42,7 @@ PICKS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 COPIES = {aten._to_copy, aten.copy_, aten.clone}
 MEASURED = 64  # shapes of products that are measured apart, those that took longest; others go by these
 CALLS = 1000  # of an operation, by which the cost of watching one is measured
+RUNS = 8  # of each thing that a limit goes by
 BANDWIDTH_ELEMENTS = 1 << 24
 
 Shape = tuple[Any, ...]
@@ -306,8 +307,19 @@ def _alone(watched: Watched, backend: Backend) -> dict[Shape, float]:
     for shape in islice(wanted, MEASURED):
         func, *told = shape
         args = [_tensor(backend, *one) for one in told if one is not None]
-        found[shape] = median_seconds(partial(func, *args), backend)
+        found[shape] = _fastest(partial(func, *args), backend)
     return found
+
+
+def _fastest(work: Callable[[], object], backend: Backend) -> float:
+    """Return the least seconds of some runs of `work`: a limit is what the machine reaches when it is left alone."""
+    seconds = []
+    for _ in range(RUNS):
+        began = time.perf_counter()
+        work()
+        backend.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return max(min(seconds), 1e-9)
 
 
 def _tensor(backend: Backend, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -318,7 +330,7 @@ def _tensor(backend: Backend, size: torch.Size, stride: tuple[int, ...], dtype: 
 def _memory_speed(backend: Backend) -> float:
     """Return the bytes per second at which the device's memory is read and written by an addition."""
     one, other, made = (torch.ones(BANDWIDTH_ELEMENTS, device=backend.device) for _ in range(3))
-    return 3 * one.nbytes / median_seconds(lambda: torch.add(one, other, out=made), backend)
+    return 3 * one.nbytes / _fastest(partial(torch.add, one, other, out=made), backend)
 
 
 def _disk_speed(model: LemaModel) -> float:
