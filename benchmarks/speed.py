@@ -44,8 +44,10 @@ def main() -> None:
         write_model(directory, shape)
         ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
         lema, stream = _lema_arm(directory, ids, arguments)
+        fast, _ = _lema_arm(directory, ids, arguments, arithmetic="fast")
         baseline = peft_model(directory)
-        arms = {"lema, from disk": lema, "peft, in memory": plain_step(baseline, ids, baseline.dtype, adamw(baseline))}
+        peft = plain_step(baseline, ids, baseline.dtype, adamw(baseline))
+        arms = {"lema, from disk": lema, "lema fast, from disk": fast, "peft, in memory": peft}
         seconds, cpu, losses = _alternate(arms, directory, arguments.steps)
         limits = _limits(stream, directory, shape, arguments)
         rows = _rows(seconds, cpu, losses, arguments.tokens, limits)
@@ -69,7 +71,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _lema_arm(
-    directory: Path, ids: torch.Tensor, arguments: argparse.Namespace
+    directory: Path, ids: torch.Tensor, arguments: argparse.Namespace, **settings: Any
 ) -> tuple[Callable[[], float], LayerStream]:
     config = LemaConfig(
         str(directory),
@@ -78,6 +80,7 @@ def _lema_arm(
         micro_batch_size=1,
         prefetch_depth=arguments.prefetch_depth,
         save_steps=0,
+        **settings,
     )
     model = LemaModel(config)
     model.initialize_lora()

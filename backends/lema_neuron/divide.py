@@ -22,7 +22,7 @@ from lema.model.partition import layouts_of
 from lema.model.skeleton import ends_of, find_layers
 from lema_neuron.boundary import SEQUENCE
 from lema_neuron.comm import Comm, Counted
-from lema_neuron.gradients import global_norm, mark, part_of, reduce_gradients
+from lema_neuron.gradients import carry, global_norm, is_marked, mark, reduce_gradients
 from lema_neuron.mappings import gather_sequence, scatter_to_group
 from lema_neuron.parallelize import TensorParallel
 from lema_neuron.peft.layer import ParallelLinear
@@ -95,9 +95,6 @@ class Division:
         divide_words(model, words, self._comm)
         self._words = words_of(ends_of(model)[1])
         mark(model, self._comm)
-        for parameter in model.parameters():
-            if (layout := part_of(parameter).layout) is not None:
-                parameter.parallel_layout = layout  # type: ignore[attr-defined]
 
     def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
         """Return the cross-entropy of what the head makes; of one that is divided, each rank makes its words'."""
@@ -133,8 +130,8 @@ class Division:
         """Say of parameters that nothing was said of, outside the layers, that every rank has the whole of them."""
         found = list(parameters)
         for parameter in found:
-            if getattr(parameter, "tensor_part", None) is None:
-                parameter.tensor_part = replicated_part(self._comm, partial=False)  # type: ignore[attr-defined]
+            if not is_marked(parameter):
+                carry(parameter, replicated_part(self._comm, partial=False))
         return found
 
 

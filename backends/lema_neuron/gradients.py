@@ -7,6 +7,7 @@ are measured by a norm in which copies count once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from lema.errors import ModelError
 from lema_neuron.comm import Comm
 from lema_neuron.shares import Part, replicated_part
 
-__all__ = ["global_norm", "mark", "part_of", "parts", "reduce_gradients"]
+__all__ = ["carry", "global_norm", "is_marked", "mark", "part_of", "parts", "reduce_gradients"]
 
 
 def parts(model: nn.Module, comm: Comm) -> dict[str, Part | None]:
@@ -59,24 +60,35 @@ def mark(model: nn.Module, comm: Comm) -> None:
                 where=name,
                 how="freeze it, or train without tensor parallelism",
             )
-        for attribute, value in {"tensor_part": known[name]}.items():
-            setattr(parameter, attribute, value)
+        if (part := known[name]) is not None:
+            carry(parameter, part)
+
+
+def carry(parameter: nn.Parameter, part: Part) -> None:
+    """Let a parameter carry its part: the layout where the core looks for it, the rest beside it."""
+    given: Any = parameter
+    given.parallel_layout, given.gradient_rule = part.layout, (part.sum_over, part.counted)
+
+
+def is_marked(parameter: nn.Parameter) -> bool:
+    """Whether a parameter carries its part."""
+    return hasattr(parameter, "gradient_rule")
 
 
 def part_of(parameter: nn.Parameter) -> Part:
-    """Return what `mark` gave a parameter.
+    """Return the part that a parameter carries.
 
     Raises:
         ModelError: nothing.
     """
-    found: Part | None = getattr(parameter, "tensor_part", None)
-    if found is None:
+    if not is_marked(parameter):
         raise ModelError(
             "a parameter does not say how it lies over the tensor-parallel ranks",
             where=f"shape {list(parameter.shape)}",
             how="call lema_neuron.gradients.mark(model, comm) after parameters were made or replaced",
         )
-    return found
+    given: Any = parameter
+    return Part(given.parallel_layout, *given.gradient_rule)
 
 
 def reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:

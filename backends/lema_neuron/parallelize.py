@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -20,9 +20,7 @@ from lema.model.skeleton import find_layers
 from lema_neuron.boundary import SEQUENCE, gather_at_end, scatter_at_start, wrap_block
 from lema_neuron.comm import Comm
 from lema_neuron.experts import EXPERTS, shard_experts
-from lema_neuron.gradients import reduce_gradients
 from lema_neuron.layers import ColumnParallelLinear, RowParallelLinear
-from lema_neuron.layers.partition import attribute
 from lema_neuron.shares import replicated_part
 
 __all__ = ["TensorParallel", "parallelize"]
@@ -35,7 +33,7 @@ COUNTS = ("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_h
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a model lies over a group; `lema.backend.Parallel`.
+    """How the layers of a model are put over a group.
 
     Attributes:
         model: the whole model, with parameters on `meta` or real.
@@ -52,16 +50,6 @@ class TensorParallel:
     layouts: Mapping[str, Layout]
     sequence_parallel: bool
     whole: frozenset[str] = frozenset()
-
-    @property
-    def rank(self) -> int:
-        """This process's place in the group."""
-        return self.comm.rank
-
-    @property
-    def size(self) -> int:
-        """How many processes the group has."""
-        return self.comm.size
 
     def shard(self, layer: nn.Module) -> None:
         """Put this rank's share in the place of one decoder layer's modules.
@@ -142,7 +130,7 @@ class TensorParallel:
             layout=layout,
             boundary=True,
         )
-        return self._filled(made, linear, layout)
+        return self._filled(made, linear)
 
     def _row(self, linear: nn.Linear, layout: Layout, style: str) -> nn.Module:
         made = RowParallelLinear(
@@ -157,25 +145,15 @@ class TensorParallel:
             sequence_parallel_enabled=self.sequence_parallel,
             sequence_dimension=SEQUENCE,
         )
-        return self._filled(made, linear, layout)
+        return self._filled(made, linear)
 
-    def _filled(self, made: ColumnParallelLinear | RowParallelLinear, linear: nn.Linear, layout: Layout) -> nn.Module:
+    def _filled(self, made: ColumnParallelLinear | RowParallelLinear, linear: nn.Linear) -> nn.Module:
         known = made.parts()
         for name, part in known.items():
             full = getattr(linear, name)
             mine = part.shard(full.detach(), self.comm.rank) if not full.is_meta else getattr(made, name).detach()
             setattr(made, name, nn.Parameter(mine, requires_grad=full.requires_grad))
-        cut = [name for name, part in known.items() if part.layout is not None]
-        attribute(made, cut, layout.dim, len(layout.parts) or 1, self.comm.size)
         return made.train(linear.training)
-
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients that are partial; see `lema_neuron.gradients`."""
-        reduce_gradients(parameters)
-
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, in rank order."""
-        return list(self.comm.all_gather(tensor.unsqueeze(0), 0).unbind(0))
 
 
 def parallelize(
@@ -185,7 +163,7 @@ def parallelize(
     sequence_parallel: bool = False,
     kv_layout: KvLayout = "tile",
     whole: Collection[str] = (),
-) -> TensorParallel:
+) -> None:
     """Put all decoder layers of a model over a group, in place; then attach adapters with `lema_neuron.peft`.
 
     Args:
@@ -208,7 +186,6 @@ def parallelize(
     if sequence:
         scatter_at_start(layers[0], comm)
         gather_at_end(layers[-1], comm)
-    return made
 
 
 def _count_heads(block: nn.Module, layout: Layout) -> None:

@@ -12,27 +12,28 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["limited"]
+__all__ = ["bounded_memory", "limited"]
 
 
-MAX_GROWTH = 1 << 30  # bytes that the process may ask for in the block
+MAX_GROWTH = 3 << 28  # bytes that the process may ask for in the block
 
 
 @contextmanager
 def limited(seconds: float, error: Callable[[], Exception], file: str = "") -> Iterator[None]:
     """Raise `error()` in a `with` block that computes for more than so many seconds of the processor's time, and
-    `MemoryError` where the process asks for more than a gibibyte in it. Time is that of this thread; in the main
+    `MemoryError` where the process asks for more than 768 MiB in it. Time is that of this thread; in the main
     thread, that of the whole process in user mode. Signals reach the main thread alone. In another one the clock is
     looked at before each line of code whose `co_filename` is `file`; what is computed within one line is not
     interrupted there."""
     alone = threading.current_thread() is threading.main_thread()
-    with _within(MAX_GROWTH), _by_timer(seconds, error) if alone else _by_trace(seconds, error, file):
+    with bounded_memory(), _by_timer(seconds, error) if alone else _by_trace(seconds, error, file):
         yield
 
 
 @contextmanager
-def _within(growth: int) -> Iterator[None]:
-    """Bound the address space of the process, where the system tells how large that is (Linux)."""
+def bounded_memory() -> Iterator[None]:
+    """Bound the address space of the process, where the system tells how large that is (Linux): what asks for more than
+    768 MiB in the block gets no memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         with open("/proc/self/statm", "rb", buffering=0) as told:  # noqa: PTH123 - a third of the time, for each chat
@@ -40,7 +41,7 @@ def _within(growth: int) -> Iterator[None]:
     except OSError:
         yield
         return
-    most = pages * resource.getpagesize() + growth
+    most = pages * resource.getpagesize() + MAX_GROWTH
     known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min([most, *known]), hard))
     try:

@@ -14,7 +14,6 @@ from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
 from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, import_libraries, settings_of
 from lema.cli.exitcodes import run
-from lema.cli.inference import evaluate, generate
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
 
@@ -61,15 +60,6 @@ def _common(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Fine-tune language models larger than the device's memory."""
-
-
-def demo(
-    directory: Annotated[Path, typer.Argument(help="Where to put the model, data and adapter.")] = Path("lema-demo"),
-) -> None:
-    """Make a small model, fine-tune it by streaming, and check the adapter; no network, no GPU."""
-    from lema.cli.demo import run_demo
-
-    run_demo(directory)
 
 
 def train(
@@ -186,11 +176,10 @@ def plan(
         raise typer.Exit(MemoryLimitError.exit_code)
 
 
-FILES = filecommands.prepare, generate, filecommands.merge, filecommands.consolidate, filecommands.shard
-TOLD = tellcommands.models, tellcommands.backends, tellcommands.doctor
-VERBS = demo, train, plan, tellcommands.data, evaluate, *FILES, *TOLD
+FILES = filecommands.prepare, filecommands.merge, filecommands.consolidate, filecommands.shard
+VERBS = train, plan, *FILES, tellcommands.backends
 for verb in VERBS:
-    app.command(name="eval" if verb is evaluate else verb.__name__, cls=Verb)(verb)
+    app.command(name=verb.__name__, cls=Verb)(verb)
 for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
     app.command(name=point.name, cls=Verb)(point.load())
 config_app.command(cls=Verb)(tellcommands.show)

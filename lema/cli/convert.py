@@ -1,6 +1,7 @@
 """The commands that rewrite files: prepare a model, merge an adapter, consolidate or cut up shards."""
 
 import contextlib
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ from lema.cli.arguments import Revision, Trust
 from lema.errors import ConfigError
 
 __all__ = ["consolidate", "merge", "prepare", "shard"]
+
+FORMATS = sorted(point.name for point in entry_points(group="lema.shard_formats"))
 
 
 def prepare(
@@ -114,10 +117,12 @@ def shard(
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The base model; by default the one the adapter names.")
     ] = None,
+    format: Annotated[str, typer.Option(metavar="|".join(FORMATS), help="Whose shards they are to be.")] = "lema",
     trust_remote_code: Trust = False,
 ) -> None:
     """Cut an adapter up for a tensor-parallel group, along the plan of its base model."""
     from lema.lora.consolidate import shard_adapter
 
-    shard_adapter(adapter, out, tp, kv_layout=kv_layout, model=model, trust_remote_code=trust_remote_code)
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    shard_adapter(adapter, out, tp, kv_layout=kv_layout, model=model, format=format, **trust)
     typer.echo(f"wrote {out}: {tp} ranks")

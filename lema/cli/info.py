@@ -1,50 +1,17 @@
-"""The commands that only show something: models, devices, this machine, settings, and what a run sees of its data."""
+"""The commands that only show something: devices and settings."""
 
-import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from lema.cli.arguments import ConfigFile, Revision, Settings, Trust, config_of
-from lema.errors import BackendUnavailable, ConfigError, LemaError
+from lema.cli.arguments import ConfigFile, Settings, config_of
+from lema.errors import BackendUnavailable
 
-if TYPE_CHECKING:
-    from rich.text import Text
-    from transformers import PreTrainedTokenizerBase
-
-    from lema.data import TokenDataset
-
-__all__ = ["backends", "data", "doctor", "import_file", "models", "schema", "show"]
-
-SHOWN = 10  # rows that are cut or left out
-BARS = 12  # of the histogram, at most
-WIDTH = 40  # of its longest bar
-
-
-def models(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/models.md.")] = False,
-    revision: Revision = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """List the types of models: which stream, what adapters train in them, and why one does not stream."""
-    from rich.console import Console
-
-    from lema.cli.tables import json_text, markdown, show_models, survey_all
-
-    rows = survey_all(names or [], revision=revision, trust_remote_code=trust_remote_code)
-    if as_json or as_markdown:
-        typer.echo((json_text if as_json else markdown)(rows), nl=as_json)
-    else:
-        show_models(rows, Console(highlight=False))
+__all__ = ["backends", "import_file", "schema", "show"]
 
 
 def backends() -> None:
@@ -56,29 +23,6 @@ def backends() -> None:
         raise BackendUnavailable("no backend is installed", how="pip install lema brings one for the CPU")
     for backend in known:
         typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
-
-
-def doctor(
-    directory: Annotated[
-        Path,
-        typer.Option(metavar="DIR", exists=True, file_okay=False, help="Whose disk is measured; nothing stays there."),
-    ] = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes seconds: timing disk and link.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to fix what is not."""
-    from rich.console import Console
-
-    from lema.cli.doctor.report import examine, show_report
-
-    waiting = Console(stderr=True)
-    with waiting.status("looking") if waiting.is_terminal else contextlib.nullcontext():
-        report = examine(directory, measure=not quick)
-    if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
-    else:
-        show_report(report, Console(highlight=False))
-    raise typer.Exit(report.exit_code)
 
 
 def show(config: ConfigFile, settings: Settings = None) -> None:
@@ -120,128 +64,3 @@ def schema() -> None:
     from lema.config import LemaConfig
 
     typer.echo(json.dumps(LemaConfig.json_schema(), indent=2))
-
-
-def data(
-    config: ConfigFile,
-    rows: Annotated[int, typer.Option(min=0, metavar="N", help="Rows to show token by token.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    settings: Settings = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Show what a run will see of its training data: rows, lengths, and what of them is trained on."""
-    from lema.train.phases.file import has_phases
-
-    if has_phases(config):
-        how = "write its data sets into a file of a plain run, as train_data; a mixture is shown by lema plan"
-        raise ConfigError("a file of phases has several data sets", where=str(config), how=how)
-    checked = config_of(config, settings)
-    if not checked.train_data:
-        raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
-    from lema.backend import Alone
-    from lema.data import TokenDataset
-    from lema.data.dataset import first_rows
-    from lema.data.read import mixed
-    from lema.model.files import ModelFiles, read_data
-    from lema.train.sampler import StepSampler
-
-    files = ModelFiles(checked, trust_remote_code=trust_remote_code)
-    read = read_data(checked, files, checked.train_data)
-    found: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
-    held_back = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
-    found, tokenizer = mixed(checked, found), None
-    with suppress(LemaError):  # a model has none where its rows are token ids
-        tokenizer = files.tokenizer if rows else None
-    about = described(found, rows, tokenizer)
-    about["held_back"] = held_back
-    about["steps"] = None  # which the data alone tell where steps have so many tokens
-    if isinstance(checked.tokens_per_step, int) and not checked.packing:
-        rest = read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read
-        about["steps"] = StepSampler(first_rows(rest, checked.max_train_samples), checked, Alone()).num_steps
-    if as_json:
-        typer.echo(json.dumps(about, indent=1))
-        return
-    from rich.console import Console
-
-    from lema.config.printing import print_table
-
-    console = Console(highlight=False)
-    print_table(_lines(about, str(found.counts)), console)
-    for row in about["first"]:
-        console.print(_tokens(row, plain=not console.is_terminal), soft_wrap=True)
-
-
-def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """Return what there is to say of rows, and the first `count` of them token by token."""
-    from dataclasses import asdict
-
-    import numpy as np
-
-    from lema.data.columns import IGNORED
-
-    lengths = rows.lengths
-    numbers, ends = np.histogram(lengths, bins=min(BARS, int(lengths.max() - lengths.min()) + 1))
-    shown = []
-    for index in range(min(count, len(rows))):
-        ids, labels = rows[index].values()
-        texts = [str(one) if tokenizer is None else tokenizer.decode([one]) for one in ids]
-        # The first token is never trained on, because nothing predicts it.
-        trained = [place > 0 and label != IGNORED for place, label in enumerate(labels)]
-        each = zip(ids, texts, trained, strict=True)
-        tokens = [{"id": one, "text": text, "trained": learnt} for one, text, learnt in each]
-        shown.append({"origin": rows.origin(index), "tokens": tokens})
-    return {
-        "counts": asdict(rows.counts),
-        "sources": rows.num_rows_of(),
-        "lengths": {
-            "mean": round(float(lengths.mean()), 1),
-            "median": int(np.median(lengths)),
-            "longest": int(lengths.max()),
-            "histogram": [[int(np.ceil(end)), int(number)] for end, number in zip(ends, numbers, strict=False)],
-        },
-        "notes": list(rows.notes),
-        "skipped": list(rows.skipped(SHOWN)),
-        "first": shown,
-    }
-
-
-def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
-    yield "data", counts
-    if about["held_back"]:
-        yield "data", f"{about['held_back']:,} of them are held back to evaluate on"
-    if about["steps"]:
-        yield "data", f"trained on in {about['steps']:,} steps"
-    for name, number in about["sources"].items():
-        yield "rows of", f"{name}  {number:,}"
-    lengths = about["lengths"]
-    yield "lengths", f"mean {lengths['mean']:,}  median {lengths['median']:,}  longest {lengths['longest']:,} tokens"
-    most = max(number for _, number in lengths["histogram"])
-    for start, number in lengths["histogram"]:
-        yield "from", f"{start:>7,}  {'█' * -(-number * WIDTH // most):<{WIDTH}}  {number:,}"
-    for note in about["notes"]:
-        yield "note", note
-    total = about["counts"]["truncated"] + about["counts"]["dropped"] + about["counts"]["left_out"]
-    for row in about["skipped"]:
-        lost = f", {row['cut']:,} cut off, {row['cut_trained']:,} of them to be trained on" if "cut" in row else ""
-        size = f" ({row['tokens']:,} tokens{lost})" if row["tokens"] else ""
-        yield "not whole", f"{row['file']}:{row['line']}  {row['why']}{size}"
-    if total > len(about["skipped"]):
-        yield "not whole", f"and {total - len(about['skipped']):,} more"
-
-
-def _tokens(row: dict[str, Any], *, plain: bool) -> "Text":
-    """A row, its tokens parted by bars: what is trained on in bold green, or in brackets where there are no colours."""
-    from rich.text import Text
-
-    made = Text(f"\n{row['origin']}: ")
-    made.append("[trained on]\n" if plain else "trained on\n", "" if plain else "bold green")
-    for token in row["tokens"]:
-        text = token["text"].replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
-        if token["trained"]:
-            made.append(f"[{text}]" if plain else text, "" if plain else "bold green")
-        else:
-            made.append(text, "" if plain else "dim")
-        made.append("|", "" if plain else "dim")
-        if "\n" in token["text"]:
-            made.append("\n")
-    return made

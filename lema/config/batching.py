@@ -21,7 +21,8 @@ class BatchSettings(Settings):
     pass that, and one at least. auto: as many as hide reading behind computing, by the plan."""
     micro_batch_tokens: Silent[Tokens | None] = None
     """Tokens computed at once, in place of `micro_batch_size`: rows times the longest of them, which fairseq calls
-    max_tokens. None: of `batch_size` as `micro_batch_size` says, of `tokens_per_step` as many as one row may have."""
+    max_tokens; with dropout others draw otherwise. None: of `batch_size` as `micro_batch_size` says, of
+    `tokens_per_step` as many as one row may have."""
     group_by_length: Refused[bool] = False
     """Draw rows so that those of a step are about equally long, as `transformers` does: in each 50 steps' rows, drawn
     at random, the longest come first."""

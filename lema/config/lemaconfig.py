@@ -175,6 +175,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     the last bits. auto: streamed where `device_memory` does not hold it, if it has 16 MiB and more."""
     shard_weights: Silent[bool] = False
     """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
+    shard_optimizer: Silent[bool] = False
+    """With several processes: each has AdamW's moments of 1/N of the adapters, updates these, and gets the others from
+    the others (ZeRO-1). It changes no number. Weights that train themselves have theirs in host memory, undivided."""
     activation_offloading: Silent[types.Offloading] = False
     """Have what waits for the backward wait off the device, which costs copying it there and back: the layers' inputs
     with `gradient_checkpointing`; without it all that layers keep, so that nothing is computed twice. true: in host
@@ -185,7 +188,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """With those: between attention and MLP each process holds its part of the sequence only."""
     pad_to_multiple_of: Said[types.Count | None] = None
     """Make rows longer, to a multiple of so many tokens: few shapes on devices that compile each, one where it is
-    `max_length`. None: no longer than the longest of their micro-batch, or what `sequence_parallel` needs."""
+    `max_length`. Dropout is drawn for what is added, too; without it nothing but rounding changes. None: no longer
+    than the longest of their micro-batch, or what `sequence_parallel` needs."""
     max_skipped_steps: Silent[types.NotNegative] = 0
     """Steps of a run that may be dropped for a loss or gradient that is NaN or infinite; at the next one it ends."""
     check_base_weights: Silent[bool] = True
@@ -215,6 +219,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Weight of the desirable rows of kto; None: 1."""
     undesirable_weight: Said[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the undesirable rows of kto; None: 1."""
+    arithmetic: Said[Literal["exact", "fast"]] = "exact"
+    """`fast`: LoRA linears that read one input share one product with their A, each B is added in place, and one
+    backward serves them. Equal to PEFT but for rounding; what it does not cover is computed as PEFT does."""
     backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
     """What only one backend has, by name. It may be given as any other setting."""
 
@@ -260,6 +267,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         yield from self._about_offloading()
         yield from disagreements_of_objective(self)
         yield from disagreements_of_batches(self)
+        if self.arithmetic == "fast" and self.torch_compile:
+            what = "torch_compile makes its own of what arithmetic: fast computes otherwise; leave one of them out"
+            yield Problem("arithmetic", what)
         if self.packing and self.objective != "sft":
             what = f"objective: {self.objective} is a loss of rows, which are not joined"
             yield Problem("packing", what, "leave it out")
@@ -281,6 +291,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         if self.shard_weights and self.cache_frozen_prefix:
             what = "with cache_frozen_prefix processes leave out layers that others need; set one to false"
             yield Problem("shard_weights", what)
+        if self.shard_optimizer and self.optim != "adamw_torch":
+            what = f"the state of {self.optim} may belong to several parameters together; set it to false"
+            yield Problem("shard_optimizer", what)
         if self.max_length and self.pad_to_multiple_of and self.max_length % self.pad_to_multiple_of:
             what = f"max_length is {self.max_length}, no multiple of {self.pad_to_multiple_of}"
             yield Problem("pad_to_multiple_of", what)

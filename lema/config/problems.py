@@ -63,6 +63,7 @@ _NOUNS = {
     "int_type": "a whole number",
     "list_type": "a list",
     "string_type": "text",
+    "string_unicode": "text of whole characters",
 }
 
 _EMPTY = "not empty"
@@ -218,7 +219,7 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
         return Problem(key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}")
     if what == _EMPTY:
         return Problem(key, f"{key} is empty", "leave it out for the default")
-    return Problem(key, f"{key} must be {what}, not {given!r}", how)
+    return Problem(key, f"{key or 'a setting'} must be {what}, not {given!r}", how)
 
 
 def _demand(detail: ErrorDetails) -> str:
@@ -235,7 +236,8 @@ def _demand(detail: ErrorDetails) -> str:
     if kind in ("string_too_short", "too_short"):
         return _EMPTY
     noun = _NOUNS.get(kind, detail["msg"])
-    if detail["loc"][-1] == "[key]":  # of a mapping
+    last = detail["loc"][-1] if detail["loc"] else "[key]"  # no place: the name of a setting has half a character
+    if last == "[key]":  # of a mapping
         return f"named by {noun}"
     # Inside a list: ("lora_target_modules", "list[str]", 0)
-    return f"a list of {noun}" if isinstance(detail["loc"][-1], int) else noun
+    return f"a list of {noun}" if isinstance(last, int) else noun

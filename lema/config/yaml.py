@@ -94,9 +94,13 @@ def _yaml() -> YAML:
 
 
 def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:
+    brackets = list(re.finditer(r"[\[\]{}]", text))
+    depths = accumulate(1 if one[0] in "[{" else -1 for one in brackets)
+    deep = next((one for one, depth in zip(brackets, depths, strict=True) if depth > MAX_OPEN), None)
+    if deep is not None:
+        place = f"{where}:{text.count(chr(10), 0, deep.start()) + 1}" if lines else where
+        raise ConfigError("nested too deeply", where=place, how="settings are not nested")
     try:
-        if max(accumulate(1 if one in "[{" else -1 for one in re.findall(r"[\[\]{}]", text)), default=0) > MAX_OPEN:
-            raise RecursionError
         return read(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

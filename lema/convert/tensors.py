@@ -44,7 +44,7 @@ def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
 def records_of(record: Stored) -> Iterable[TensorRecord]:
     """Return the stored tensors that a tensor is made of."""
     if isinstance(record, QuantizedRecord):
-        return record.parts.values()
+        return [one for part in record.parts.values() for one in records_of(part)]
     return [piece.record for piece in record.pieces] if isinstance(record, AssembledRecord) else [record]
 
 

@@ -189,9 +189,9 @@ DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 
 def longest_row(wanted: int | None, positions: int | None) -> int:
-    """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer.
-    `ConfigError`: the model takes fewer than asked for."""
-    if positions is None:
+    """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer
+    (None, or less than one: any number). `ConfigError`: the model takes fewer than asked for."""
+    if positions is None or positions < 1:  # -1 is how XLNet's config says that there is no limit
         return wanted or DEFAULT_LENGTH
     if wanted is not None and wanted > positions:
         what = f"the model has {positions} positions, fewer than max_length: {wanted}"

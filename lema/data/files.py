@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
 
+from lema.backend.timelimit import bounded_memory
 from lema.errors import DataError
 
 __all__ = ["HUB", "Piece", "Row", "find_files", "is_stream", "load_rows", "pieces_of", "read_rows", "version_of"]
@@ -106,9 +107,9 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
 
 MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
 TOO_LONG, SHORTER = "a row of more than 16 MiB", "cut it into rows; none is trained on beyond max_length tokens"
-MAX_UNPACKED, ROW_BYTES = 1 << 26, 100  # that a file of columns may always come to; of a row, beside its values
+MAX_UNPACKED, ROW_BYTES = 1 << 22, 100  # that a packed file may always come to; of a row, beside its values
 UNPACKS, DISTRUST = "the file unpacks to hundreds of times its size", "do not trust it; or write its rows to a new file"
-MAX_RATIO = 300  # of the lines in a compressed file to its size: rows with one prompt of 10 KB reach 130, others 20
+MAX_RATIO = 150  # of what is in a packed file to its size: rows with one prompt of 10 KB reach 130, others 20
 PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
 
 
@@ -149,16 +150,18 @@ def _pieces(path: Path) -> Iterator[Piece]:
         raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
     try:
         if _kind(path) in _OF_LINES:
-            line, left = 1, MAX_ROW + MAX_RATIO * path.stat().st_size
+            packed = path.suffix.lower() in _COMPRESSED
+            line, left = 1, MAX_UNPACKED + MAX_RATIO * path.stat().st_size
             with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
                 while content := file.read(PIECE_BYTES):
                     content += file.readline(MAX_ROW)
                     if len(content) > MAX_ROW and not content.endswith(b"\n"):
                         raise _error(TOO_LONG, path, line + content.count(b"\n"), SHORTER)
-                    if (left := left - len(content)) < 0:
+                    rows = content.count(b"\n")
+                    if packed and (left := left - len(content) - rows * ROW_BYTES) < 0:
                         raise _error(UNPACKS, path, line, DISTRUST)
                     yield Piece(path, line, content, raw.tell())
-                    line += content.count(b"\n")
+                    line += rows
             return
         size, read = 0 if is_stream(path) else path.stat().st_size, _OF_FILES[_kind(path)](path)
         rows: list[Row] = []
@@ -321,7 +324,7 @@ def _batches(path: Path) -> Iterator[Any]:
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=64)  # each of which may hold long texts
+            yield from file.iter_batches(batch_size=8)  # each of which may hold long texts
         return
     with pyarrow.memory_map(str(path)) as mapped:
         if mapped.read(6) == b"ARROW1":
@@ -332,14 +335,26 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from pyarrow.ipc.open_stream(mapped)
 
 
+def _within_memory(path: Path, number: int, function: Callable[[], Any]) -> Any:
+    """Call what unpacks columns: a few bytes may stand for any number of long texts."""
+    try:
+        with bounded_memory():
+            return function()
+    except MemoryError as error:
+        raise _error(UNPACKS, path, number + 1, DISTRUST) from error
+
+
 def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
 
-    number, left = 0, MAX_UNPACKED + 1000 * path.stat().st_size
+    number, left = 0, MAX_UNPACKED + MAX_RATIO * path.stat().st_size
+    batches = _batches(path)
     try:
-        for batch in _batches(path):
+        while (batch := _within_memory(path, number, lambda: next(batches, None))) is not None:
             left -= batch.nbytes
-            for values in (row for at in range(0, len(batch), 1024) for row in batch.slice(at, 1024).to_pylist()):
+            most = max(1, min(1024, MAX_ROW * len(batch) // max(1, batch.nbytes)))  # rows at once, of one long text
+            parts = (batch.slice(at, most) for at in range(0, len(batch), most))
+            for values in (row for part in parts for row in _within_memory(path, number, part.to_pylist)):
                 number += 1
                 left -= ROW_BYTES + sum(len(one) for one in values.values() if isinstance(one, str))
                 if left < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -15,12 +16,14 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import SchedulerType, get_scheduler
 
+from lema.backend import Replicas
 from lema.backend.registry import has_addresses
 from lema.config import LemaConfig
 from lema.engine.schedules import factor_of, spans_of
 from lema.errors import ConfigError
 
 __all__ = ["check_optimizer", "follow", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
+__all__ += ["divided", "moments_elsewhere", "own_share", "step_share"]
 
 Place: TypeAlias = tuple[torch.device, torch.dtype]
 
@@ -30,13 +33,15 @@ def make_optimizer(
     config: LemaConfig,
     model: nn.Module | None = None,
     names: Iterable[str] | None = None,
+    replicas: Replicas | None = None,
 ) -> Optimizer:
     """Return the optimizer that `optim` names, with the config's settings; by default it is AdamW (Loshchilov and
     Hutter, https://arxiv.org/abs/1711.05101). On a device that has it, AdamW's update is one kernel, which reads there
     whether gradients overflowed. In host memory it is the plain one, whose bits do not depend on the processor.
     `ConfigError`: a parameter is in float16, or there is no such optimizer here. `model`: in which they have names, by
     which biases and norms are known: as in `transformers.Trainer` their weights do not decay. None: all decay. `names`:
-    of the parameters, in their order, where they stand for those of the model; None: they are its own."""
+    of the parameters, in their order, where they stand for those of the model; None: they are its own. `replicas`: over
+    which its state is to be divided; None: this process has all."""
     trained = list(parameters)
     _check_precision(trained)
     places = {(parameter.device, parameter.dtype) for parameter in trained}
@@ -58,7 +63,7 @@ def make_optimizer(
     optimizer = kind([group for group in groups if group["params"]], **options)
     _mark(optimizer, config)
     if kind is AdamW and not all(has_addresses(device) for device, _ in places):
-        _begin(optimizer)
+        _begin(optimizer, None if replicas is None else own_share(optimizer, replicas))
     return optimizer
 
 
@@ -97,13 +102,15 @@ def _kind_of(config: LemaConfig, places: Collection[Place]) -> tuple[type[Optimi
     return kind, options
 
 
-def _begin(optimizer: Optimizer) -> None:
-    """Give AdamW its initial state, because a lazy device would need a graph for the first step alone to make it."""
+def _begin(optimizer: Optimizer, own: set[int] | None) -> None:
+    """Give AdamW its initial state (of its `own` parameters, where it is divided), because a lazy device would need a
+    graph for the first step alone to make it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    zeros = [torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in parameters]
-    state = {
-        index: {"step": torch.zeros(()), "exp_avg": one, "exp_avg_sq": one.clone()} for index, one in enumerate(zeros)
-    }
+    state = {}
+    for index, parameter in enumerate(parameters):
+        if own is None or index in own:
+            zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            state[index] = {"step": torch.zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
@@ -153,6 +160,59 @@ def training_bytes(model: nn.Module, layers_name: str) -> int:
     trained = {name: parameter.nbytes for name, parameter in model.named_parameters() if parameter.requires_grad}
     outside = [nbytes for name, nbytes in trained.items() if not name.startswith(f"{layers_name}.")]
     return 4 * sum(trained.values()) + max(outside, default=0)
+
+
+def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Divide parameters of these sizes over so many processes, each a whole one: the largest first, to the process that
+    has least so far. Return the places of each process's."""
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        min(shares, key=lambda share: sum(sizes[one] for one in share)).append(place)
+    return shares
+
+
+def own_share(optimizer: Optimizer, replicas: Replicas) -> set[int]:
+    """Return the places of the parameters that this process updates where the optimizer's state is divided."""
+    return set(_shares(optimizer, replicas)[replicas.rank])
+
+
+def _shares(optimizer: Optimizer, replicas: Replicas) -> list[list[int]]:
+    return divided([one.numel() for group in optimizer.param_groups for one in group["params"]], replicas.size)
+
+
+@torch.no_grad()
+def step_share(optimizer: Optimizer, replicas: Replicas, step: Callable[[], object]) -> None:
+    """Have `step` update this process's share of the parameters, and every process get all: ZeRO's first stage
+    (https://arxiv.org/abs/1910.02054). Gradients are those of all processes already, the same in each. Not torch's
+    `ZeroRedundancyOptimizer`, because that needs a process group where the seam has `Replicas`, which not every device
+    makes of one, and because its state leaves the others' processes only pickled."""
+    parameters: list[nn.Parameter] = [one for group in optimizer.param_groups for one in group["params"]]
+    shares = [[parameters[place] for place in share] for share in _shares(optimizer, replicas)]
+    others = [(one, one.grad) for rank, share in enumerate(shares) if rank != replicas.rank for one in share]
+    for one, _ in others:
+        one.grad = None  # so that it is left alone, and has no state
+    try:
+        step()
+    finally:
+        for one, gradient in others:
+            one.grad = gradient
+    for rank, share in enumerate(shares):
+        stepped = sorted((one for one in share if one.grad is not None), key=lambda one: str(one.dtype))
+        for dtype, alike in groupby(stepped, key=lambda one: one.dtype):
+            sent = list(alike)
+            if rank == replicas.rank:
+                flat = torch.cat([one.reshape(-1) for one in sent])
+            else:  # -0.0, because that and any number are this number, to the last bit
+                flat = torch.full((sum(one.numel() for one in sent),), -0.0, dtype=dtype, device=sent[0].device)
+            replicas.sum(flat)
+            for one, new in zip(sent, flat.split([one.numel() for one in sent]), strict=True):
+                one.copy_(new.view_as(one))
+
+
+def moments_elsewhere(model: nn.Module, count: int) -> int:
+    """Return the bytes of AdamW's state that a process does not hold where it is divided over so many."""
+    sizes = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
+    return 2 * (sum(sizes) - max(sum(sizes[one] for one in share) for share in divided(sizes, count)))
 
 
 def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step: int = 0) -> LRScheduler:

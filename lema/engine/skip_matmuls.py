@@ -25,13 +25,11 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.pytorch_utils import Conv1D
 
 from lema.model.capture import replaced
+from lema.model.shared_inputs import PRODUCTS, Unread
 
 __all__ = ["AdaptedLinears", "LastLinear", "Skipped"]
-
-PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument by a matrix, and saves no more than that
 
 
 class Skipped(TorchDispatchMode):
@@ -69,7 +67,8 @@ class LastLinear:
         assert self.linear is not None
         if saved() != self.begun:  # a layer may call one linear more than once, and this is not the last call
             return forward(*args, **kwargs)
-        with replaced({self.linear.base_layer: partial(self._nothing, self.linear.base_layer.forward)}):
+        unread = Unread(partial(self._nothing, self.linear.base_layer.forward))
+        with replaced({self.linear.base_layer: unread}):
             return forward(*args, **kwargs)
 
     def _nothing(self, product: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:

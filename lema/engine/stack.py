@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import count
@@ -39,7 +40,8 @@ from lema.stream.schedule import fetched_per_step, forward_order
 __all__ = ["LayerStack", "StackCall"]
 
 # What a model collects of its layers by hooks, which see them run more than once, or not at all.
-COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+COLLECTED = ("output_hidden_states", "output_attentions")
+ROUTED = "output_router_logits"  # is answered here, because a loss may be formed of it
 LEARNING_TOKENS = 8
 
 
@@ -61,10 +63,11 @@ class StackCall:
     # What trains in the layers as it is called, by `id`, and whether the model is in training mode.
     trained: tuple[bool, frozenset[int]]
     cuts: tuple[Cut, ...]
+    routed: bool  # whether what routers make is asked for
 
     def joins(self, other: StackCall) -> bool:
         """Whether both can be run at once."""
-        return (self.differentiated, self.trained) == (other.differentiated, other.trained)
+        return (self.differentiated, self.trained, self.routed) == (other.differentiated, other.trained, other.routed)
 
     def joined(self, made: Sequence[Tensor]) -> Tensor:
         """Return what micro-batches made, `[batch, sequence, hidden]`, as the call's rows; zeros where cut."""
@@ -73,6 +76,19 @@ class StackCall:
         whole = torch.cat([pad(one, (0, 0, 0, cut.width - cut.end)) for cut, one in zip(self.cuts, made, strict=True)])
         rows = [row for cut in self.cuts for row in cut.rows]
         return whole if rows == sorted(rows) else whole[sorted(range(len(rows)), key=rows.__getitem__)]
+
+    def router_logits(self) -> tuple[Tensor, ...]:
+        """Return what the routers of all layers made, each `[batch * sequence, experts]` or as it has it; zeros where
+        cut, which the attention mask leaves out of the loss."""
+        found = []
+        for layer in zip(*(prelude.calls for prelude in self.preludes), strict=True):
+            for parts in zip(*(call.routers or () for call in layer), strict=True):
+                made = (one.reshape(len(cut.rows), cut.end, -1) for one, cut in zip(parts, self.cuts, strict=True))
+                whole = self.joined([*made])
+                found.append(whole.flatten(0, 1) if parts[0].dim() == 2 else whole)
+            for call in layer:
+                call.routers = None  # because the backward does not need it
+        return tuple(found)
 
     def check_unseen(self, gradient: Tensor) -> None:
         """Refuse a loss that counts what was cut off, by its gradient `[batch, sequence, hidden]`."""
@@ -136,8 +152,10 @@ class LayerStack:
         differentiated = torch.is_grad_enabled()
         if collected := [name for name in COLLECTED if self._asked(name, given)]:
             what = f"{collected[0]} is asked for, and layers that stream leave nothing behind but their result"
-            how = "leave it out; for output_router_logits set router_aux_loss_coef to 0.0 in the trainer's arguments"
-            raise ConfigError(what, where=f"{split.layers_name} of {type(split.model).__name__}", how=how)
+            raise ConfigError(what, where=f"{split.layers_name} of {type(split.model).__name__}", how="leave it out")
+        if self._asked(ROUTED, given) and (split.lazy or split.compiles(0)):
+            what, how = "compiled layers do not say what their routers make", "set router_aux_loss_coef to 0.0"
+            raise ConfigError(what, where=ROUTED, how=how)
         cached = given.get("past_key_values") is not None or self._asked("use_cache", given)
         if cached and not differentiated:
             with split.autocast(self._ambient()), split.replaced(leased_forwards(split, self.streamed.stream)):
@@ -150,8 +168,10 @@ class LayerStack:
         if takes_more or "use_cache" in self._signature.parameters:
             given["use_cache"] = False
         call = self._noted(given, differentiated=differentiated)
-        hidden = self.supply(call)
-        return split.finish(hidden, partial(self._forward, **given))
+        result = split.finish(self.supply(call), partial(self._forward, **given))
+        if call.routed:
+            result.router_logits = call.router_logits()
+        return result
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
@@ -172,11 +192,11 @@ class LayerStack:
         differentiate = differentiated and (inputs or bool(streamed.trained_outside()))
         device = streamed.backend.device
         few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
-        ambient, preludes = self._ambient(), []
+        ambient, preludes, routed = self._ambient(), [], self._asked(ROUTED, given)
         if not split.known(few):
             state = streamed.backend.rng_state()  # put back, because these few tokens are nobody's
             self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
-            with streamed.stream.lease(0) as first:
+            with streamed.stream.lease(0) as first, self._without_routers():
                 split.prelude(few, first.weights)
             streamed.backend.set_rng_state(state)
         cuts, part = self._cuts(given), given
@@ -186,9 +206,22 @@ class LayerStack:
                 part = {name: tree_map(partial(_rows, name, cut, size), value) for name, value in given.items()}
             prelude = split.prelude(few, {}, differentiate=differentiate, run=partial(self._forward, **part))
             for one in prelude.calls:
-                one.autocast = ambient
+                one.autocast, one.routers = ambient, [] if routed else None
             preludes.append(prelude)
-        return StackCall(tuple(preludes), differentiated, inputs, self._trained(), cuts)
+        return StackCall(tuple(preludes), differentiated, inputs, self._trained(), cuts, routed)
+
+    @contextmanager
+    def _without_routers(self) -> Iterator[None]:
+        """Have the config not ask for what routers make, of which the model would form a loss where no layer runs."""
+        config = self._owner.config
+        asked = getattr(config, ROUTED, None)
+        if asked:
+            setattr(config, ROUTED, False)
+        try:
+            yield
+        finally:
+            if asked:
+                setattr(config, ROUTED, asked)
 
     def _ambient(self) -> torch.dtype | None:
         """Return the dtype of products where the model is called; None: nobody has set one."""

@@ -1,6 +1,7 @@
 """Converts sharded adapters to PEFT's files and back, so that any shards become an adapter that loads at any degree.
 
 Both directions only move numbers, without arithmetic on them, and need nothing of the base model but its config.
+Formats are entry points of the group `lema.shard_formats`.
 """
 
 from __future__ import annotations
@@ -9,25 +10,57 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Protocol, cast, get_args
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lema.backend.layout import Difference, KvLayout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
 from lema.lora.checks import BASE_NAME, check_shapes, read_json
 from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, the_lora_config
-from lema.lora.foreign_shards import read_foreign
-from lema.lora.shards import LAYOUTS, SHARDS, layout_of_tensor, module_of, read_shards, write_shards
 from lema.model import meta_model, read_config
-from lema.model.partition import layout_at, layouts_of
 from lema.storage import resolve_model
 from lema.storage.atomic import appearing, free_directory
 
-__all__ = ["Consolidated", "consolidate_adapter", "shard_adapter"]
+__all__ = ["Consolidated", "ShardFormat", "consolidate_adapter", "shard_adapter", "shard_formats"]
+
+Settings = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+
+
+class ShardFormat(Protocol):
+    """One way to lay an adapter in shards: LEMA's own, or another library's."""
+
+    @property
+    def marks(self) -> str:
+        """What a directory of such shards has in it: a pattern of file names."""
+
+    def read(
+        self, directory: Path, config: Settings, model: nn.Module | None, kv_layout: KvLayout | None, *, check: bool
+    ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, Any]]:
+        """Put shards together. Return the tensors by PEFT's names, which replicas of which differ (none, if `check`:
+        they must agree, bit for bit), over how many ranks they lay, and PEFT's config, made of the `config` beside
+        them. `model`: the base on `meta`; None: it is not here. `kv_layout`: where replicas of keys and values lie;
+        None: as the shards say. `AdapterError`: files are missing, damaged or unsafe, or ranks or replicas differ."""
+
+    def write(
+        self, directory: Path, tensors: Tensors, config: Settings, model: PreTrainedModel, tp: int, kv_layout: KvLayout
+    ) -> None:
+        """Cut an adapter of PEFT's `config` up for `tp` ranks, in a directory that does not exist yet. `AdapterError`,
+        `ModelError`, `ConfigError`: the format has no place for it, for its model, or for so many ranks."""
+
+
+SHARDS = "adapter_shards"
+
+
+def shard_formats() -> dict[str, ShardFormat]:
+    """Return the formats that are installed, by name."""
+    return {point.name: point.load() for point in entry_points(group="lema.shard_formats")}
 
 
 @dataclass(frozen=True)
@@ -54,25 +87,20 @@ def consolidate_adapter(
     shards are missing, damaged or unsafe, do not fit together or the base model, or replicas differ; `ConfigError`:
     `out_dir` is taken, or `kv_layout` is none; `WeightsError`: `model` is given, and is neither a local directory nor
     in the hub cache; `DiskError`: a file could not be written; nothing is left behind. `shards`: the directory of
-    shards, or the one it lies in: as `shard_adapter` writes it, or as the parallel library for this kind of device does
-    (`adapter_shards/model/*.pt` with `mp_metadata_pp_rank_*.json`). `kv_layout`: of the latter, where replicas of keys
-    and values lie; None: as its metadata says, else `tile`. `check`: replicas must agree, bit for bit; else the first
-    rank's are taken, and it is told which differ. `model`: the base model, whose modules' shapes, by its config, the
-    adapter must fit; None: the one it names, if that is here."""
-    out, directory = free_directory(out_dir, 1), _find_shards(Path(shards))
+    shards, or the one it lies in, in any format (`shard_formats`). `kv_layout`: where replicas of keys and values lie,
+    if the shards do not say. `check`: replicas must agree, bit for bit; else the first rank's are taken,
+    and it is told which differ. `model`: the base model, whose modules' shapes, by its config, the adapter must fit;
+    None: the one it names, if that is here."""
+    out, (directory, form) = free_directory(out_dir, 1), _find_shards(Path(shards))
     config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
     if config_file is None:
         raise AdapterError(f"there is no {CONFIG}", where=str(directory.parent), how="copy it beside the shards")
-    if (directory / LAYOUTS).is_file():
-        if kv_layout is not None:
-            raise ConfigError("these shards say how they lie", where="kv_layout", how="leave it out")
-        tensors, differing, tp = read_shards(directory, check=check)
-        config = _adapter_config(config_file)
-    else:
-        order = None if kv_layout is None else _order(kv_layout)
-        tensors, differing, tp, modules = read_foreign(directory, order, check=check)
-        config = _with_projections(_adapter_config(config_file), modules, config_file)
-    base = _compare(tensors, config, model)
+    config = _adapter_config(config_file)
+    base, skeleton = _base_of(config, model)
+    order = None if kv_layout is None else _order(kv_layout)
+    tensors, differing, tp, config = form.read(directory, config, skeleton, order, check=check)
+    if base is not None and skeleton is not None:
+        check_shapes(tensors, skeleton, base)
     with appearing(out) as partial:
         save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
         _write_settings(config, config_file.parent, partial)
@@ -87,53 +115,48 @@ def shard_adapter(
     kv_layout: str = "tile",
     model: str | None = None,
     trust_remote_code: bool = False,
+    format: str = "lema",
 ) -> Path:
     """Cut an adapter in PEFT's format up for a tensor-parallel group, along the plan that its base model comes with.
 
-    Every projection keeps its own A and B. The axis of the rank is never cut. `AdapterError`: there is no adapter, or
-    it is damaged; `WeightsError`: the base model is neither a local directory nor in the hub cache; `ModelError`: the
-    base model has no plan, or it does not cover a module of the adapter; it says which; `ConfigError`: the model cannot
-    be divided among so many ranks, or `out_dir` is taken; `DiskError`: a file could not be written; nothing is left
-    behind.
+    `format` is one of `shard_formats`; those of other libraries may have no place for something, and errors that say
+    so. The axis of the rank is never cut. `AdapterError`: there is no adapter, or it is damaged; `WeightsError`: the
+    base model is neither a local directory nor in the hub cache; `ModelError`: the base model has no plan, or it does
+    not cover a module of the adapter; it says which; `ConfigError`: the model cannot be divided among so many ranks, or
+    `out_dir` is taken; `DiskError`: a file could not be written; nothing is left behind.
 
     `kv_layout`: where replicas of keys and values lie, if there are fewer heads of these than ranks. `model`: the base
     model, of which the config is read; None: the one the adapter names."""
-    out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
-    saved = the_lora_config(adapter)
+    out, adapter, formats = free_directory(out_dir, 1), Path(adapter_dir), shard_formats()
+    if format not in formats:
+        how = f"one of {', '.join(sorted(formats))}"
+        raise ConfigError(f"no format of shards is called {format!r}", where="format", how=how)
+    saved, settings = the_lora_config(adapter), _adapter_config(adapter / CONFIG)
     base = model or saved.base_model_name_or_path
     if not base:
         raise ConfigError("the adapter does not name its base model", where=str(adapter), how="give it: --model")
     directory = _config_directory(base, None if model else saved.revision, trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
-    plan = layouts_of(meta_model(config, trust_remote_code=trust_remote_code), tp, _order(kv_layout))
-    tensors = read_safetensors(adapter / WEIGHTS)
-    layouts = {}
-    for name, tensor in tensors.items():
-        module, leaf = module_of(name)
-        try:
-            layouts[name] = layout_of_tensor(leaf, layout_at(module, plan), tensor.dim())
-        except ModelError as error:
-            raise ModelError(error.what, where=f"tensor {name} of the adapter", how=error.how) from error
+    skeleton = meta_model(config, trust_remote_code=trust_remote_code)
+    tensors, order = read_safetensors(adapter / WEIGHTS), _order(kv_layout)
     with appearing(out) as partial:
-        _write_settings(_adapter_config(adapter / CONFIG), adapter, partial)
-        write_shards(partial / SHARDS, tensors, layouts, tp)
+        _write_settings(settings, adapter, partial)
+        formats[format].write(partial / SHARDS, tensors, settings, skeleton, tp, order)
     return out
 
 
-def _compare(tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: str | None) -> str | None:
-    """Compare an adapter's shapes with its base model's, and return that model's name; None: it is not here."""
+def _base_of(config: Mapping[str, Any], model: str | None) -> tuple[str | None, nn.Module | None]:
+    """Return the name of an adapter's base model, and that model on `meta`; None: it is not here."""
     base = model or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        return None
+        return None, None
     try:
         directory = _config_directory(base, None if model else config.get("revision"), trust=False)
-        skeleton = meta_model(read_config(directory))
+        return base, meta_model(read_config(directory))
     except (WeightsError, ModelError, ConfigError):
         if model:
             raise
-        return None
-    check_shapes(tensors, skeleton, base)
-    return base
+        return None, None
 
 
 def _config_directory(base: str, revision: str | None, trust: bool) -> Path:
@@ -151,34 +174,20 @@ def _order(kv_layout: str) -> KvLayout:
     return cast(KvLayout, kv_layout)
 
 
-def _find_shards(given: Path) -> Path:
-    """The directory with the shards themselves: the one given, or the one of one adapter in it."""
+def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
+    """The directory with the shards themselves, the one given or that of one adapter in it, and their format."""
+    formats = shard_formats()
     beside = [given, given / SHARDS, *sorted(path / SHARDS for path in given.glob("adapter_*") if path.name != SHARDS)]
-    found = [path for path in beside if (path / LAYOUTS).is_file() or any(path.glob("mp_metadata_pp_rank_*.json"))]
+    found = [(path, one) for path in beside for one in formats.values() if any(path.glob(one.marks))]
     if len(found) == 1:
         return found[0]
     if found:
-        how = f"name one of {', '.join(path.parent.name for path in found)}"
+        how = f"name one of {', '.join(sorted(path.parent.name for path, _ in found))}"
         raise AdapterError(f"there are {len(found)} adapters here", where=str(given), how=how)
     if (given / WEIGHTS).is_file():
         raise AdapterError("this adapter is whole already", where=str(given), how="use it as it is")
-    how = f"name a directory with {SHARDS}, which holds {LAYOUTS}, or mp_metadata_pp_rank_0.json and model/"
+    how = f"name a directory with {SHARDS}, which holds {' or '.join(one.marks for one in formats.values())}"
     raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
-
-
-def _with_projections(config: dict[str, Any], modules: Mapping[str, tuple[str, ...]], file: Path) -> dict[str, Any]:
-    """Let the config name the projections that the adapter is of, where it named modules they were fused in."""
-    for option in ("rank_pattern", "alpha_pattern"):
-        if fused := [key for key in config.get(option) or {} if key.rpartition(".")[2] in modules]:
-            what = f"{option} names {fused[0]}, which is several modules in the base model"
-            how = f"name {', '.join(modules[fused[0].rpartition('.')[2]])} there"
-            raise AdapterError(what, where=str(file), how=how)
-    targets = config.get("target_modules")
-    if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
-        named = {new for target in targets for new in modules.get(target, (target,))}
-        if set(targets) != named:
-            return {**config, "target_modules": sorted(named)}
-    return config
 
 
 def _adapter_config(file: Path) -> dict[str, Any]:

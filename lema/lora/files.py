@@ -23,14 +23,13 @@ from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import check_ranks, check_types, read_json, read_records
-from lema.lora.foreign_shards import UNREADABLE
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
 from lema.model.partition import held_adapter
 from lema.storage import resolve_model
 from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
-from lema.storage.header import check_pickled
+from lema.storage.header import UNREADABLE, check_pickled
 from lema.storage.verify import check_finite, check_written
 
 

@@ -25,9 +25,8 @@ from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
 from lema.model.weight_names import WRAPPED
-from lema.storage.header import TensorRecord
-from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import part_of
+from lema.storage.quantized.records import QuantizedRecord, Stored, part_of_quantized
+from lema.storage.slices import AssembledRecord, part_of
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
@@ -38,7 +37,7 @@ def layout_of(parameter: Tensor) -> Layout | None:
 
 def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
     """Return what one process reads of each stored tensor of a model whose layers have been divided. `ConfigError`: a
-    tensor that is divided is stored quantised or in pieces."""
+    tensor that is divided is stored in pieces."""
     parameters = model.named_parameters(remove_duplicate=False)
     named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in parameters)
     layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
@@ -46,18 +45,18 @@ def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Para
     for name, layout in layouts.items():
         if (record := records.get(name)) is None:
             continue
-        if not isinstance(record, TensorRecord):
-            what = "is put together when it is read"
+        if isinstance(record, AssembledRecord):
+            what = f"{record.name} is put together when it is read, and would have to be divided among processes"
             how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
-            if isinstance(record, QuantizedRecord):
-                what = "is stored quantised"
-                how = "open the model as it was before it was quantised, or give each process the whole of it"
-            what = f"{record.name} {what}, and would have to be divided among processes"
             raise ConfigError(what, where="tensor_parallel_size", how=how)
         size = record.shape[layout.dim]
         ranges = [(start, start + length) for start, length in places(layout, size, parallel.rank)]
         assert layout.kind == "embedding" or all(stop <= size for _, stop in ranges), f"{record.name} would be padded"
-        held[name] = part_of(record, layout.dim, [(start, min(stop, size)) for start, stop in ranges])
+        real = [(start, min(stop, size)) for start, stop in ranges]
+        if isinstance(record, QuantizedRecord):
+            held[name] = part_of_quantized(record, layout.dim, real)
+        else:
+            held[name] = part_of(record, layout.dim, real)
     return held
 
 

@@ -20,13 +20,14 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses
-from lema.errors import ModelError, is_out_of_memory
+from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
 from lema.model.compiled import CompiledLayers
 from lema.model.experts import form_no_frozen_gradients, multiply_apart
 from lema.model.flow import LayerCall, Prelude, Tape
 from lema.model.row_tables import RowTables
+from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.weight_names import LayerNames, stored_name
 
@@ -52,10 +53,17 @@ class Split:
     model, adapters attached or not; every parameter outside the decoder layers is real. `parallel`: the processes that
     hold the model together; None: the backend's. `lazy`: whether the device compiles what is run on it, and its tensors
     have no addresses. It is then not asked for values, because each answer would be a graph to compile. `tables`: the
-    embeddings that are looked up row by row; None: all are whole."""
+    embeddings that are looked up row by row; None: all are whole. `fast`: whether LoRA linears that read one input
+    multiply together, which `ConfigError` refuses where modules are divided or compiled."""
 
     def __init__(
-        self, model: PreTrainedModel, backend: Backend, *, compiled: bool = False, parallel: Parallel | None = None
+        self,
+        model: PreTrainedModel,
+        backend: Backend,
+        *,
+        compiled: bool = False,
+        parallel: Parallel | None = None,
+        fast: bool = False,
     ) -> None:
         self.model, self.parallel = model, parallel or backend.parallel
         self.layers_name, self.layers = find_layers(model)
@@ -68,7 +76,11 @@ class Split:
         self.tables: RowTables | None = None
         # The number of what the head is given, in training and in evaluation: some models do other things then.
         self._cut: dict[bool, int] = {}
-        self._to_compile = compiled
+        self._to_compile, self._fast = compiled, fast
+        if fast and (self.lazy or self.parallel.size > 1):
+            what = "the device compiles what is run on it" if self.lazy else "several processes hold the model together"
+            raise ConfigError(f"fast is not for runs where {what}", where="arithmetic", how="set it to exact")
+        self._sharing: dict[int, SharedInputs] = {}
         self._names: dict[int, LayerNames] = {}
         self._compiled: CompiledLayers | None = None
         self._forget_layers()
@@ -226,7 +238,10 @@ class Split:
         layer = self.layers[index]
         with replaced({layer: None}):
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
-            return torch.func.functional_call(layer, self._renamed(index, weights), args, kwargs, tie_weights=False)
+            tensors = self._renamed(index, weights)
+            sharing = self._sharing.setdefault(index, SharedInputs()) if self._fast else None
+            with nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs):
+                return torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
 
     def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part
@@ -346,9 +361,12 @@ class Split:
         self._forget_layers()
         if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
             multiply_apart(self.layers)
+        if self._fast:
+            multiply_together(self.layers)
 
     def _forget_layers(self) -> None:
         self._names.clear()
+        self._sharing.clear()
         self._compiled = None
         for layer in self.layers:
             capture.without_casts(layer)

@@ -28,7 +28,7 @@ from lema.plan.workload import MicroBatch, Workload
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 
-__all__ = ["Plan", "hiding_tokens", "make_plan", "plan_with", "step_curve", "verdict_of"]
+__all__ = ["Plan", "brief", "hiding_tokens", "make_plan", "plan_with", "step_curve", "verdict_of"]
 
 
 GB = 10**9
@@ -126,8 +126,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""
         whole = {**asdict(self), "tokens_per_second": self.tokens_per_second, "bottleneck": self.step.bottleneck}
-        whole |= {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
-        whole |= {"fits": self.fits, "verdict": self.verdict}
+        peaks = {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
+        whole |= {**peaks, "fits": self.fits, "verdict": self.verdict}
         return {key: _plain(value) for key, value in whole.items()}
 
 
@@ -211,6 +211,13 @@ def verdict_of(planner: Planner, data: Any) -> str:
     as_packs = not (planner.config.packing or planner.config.tokens_per_step or slowest == "compute")
     gain = shape.tokens / tokens if as_packs else None
     return f"{said}; {_limited(BOTTLENECKS[slowest], hidden, tokens, gain)}"
+
+
+def brief(planner: Planner) -> dict[str, Any]:
+    """Return, as plain JSON types, what a run takes of memory, of activations if it knew them already, and where."""
+    needs, machine = planner.needs(), planner.site.machine
+    told = {"memory": asdict(_memory(needs)), "activations": planner.workload is not None, "shared": machine.shared}
+    return {name: _plain(one) for name, one in {**told, "machine": asdict(machine)}.items()}
 
 
 def _crossover(needs: StepNeeds) -> float | None:

@@ -18,6 +18,7 @@ from lema.backend import Backend, SingleProcess
 from lema.backend.torchrun import local_processes
 from lema.config import LemaConfig
 from lema.engine.head.loss import CHUNK_TOKENS
+from lema.engine.optim import moments_elsewhere
 from lema.errors import MemoryLimitError, ModelError
 from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
@@ -73,7 +74,7 @@ class Planner:
             None if self.timings is None else self.timings.times(scale),
             None if workload is None else shape or self.shape,
             outside_bytes=self.blueprint.outside_bytes,
-            adapter_bytes=self.blueprint.adapter_bytes,
+            adapter_bytes=self.blueprint.adapter_bytes - self._elsewhere(),
             lowest=self.blueprint.lowest_adapted,
             shared=self.site.machine.shared,
             trained=self.blueprint.trained,
@@ -86,6 +87,12 @@ class Planner:
         known = of_one_process(known, self.backend.replicas, sharded=self.config.shard_weights)
         copies = known.processes * parts  # which more machines than this one may hold
         return replace(known, processes=min(copies, local_processes() or copies))
+
+    def _elsewhere(self) -> int:
+        """Return the bytes of the adapter's optimizer that other processes hold."""
+        count = self.processes if self.backend is None else self.backend.replicas.size
+        adapts = self.config.shard_optimizer and self.blueprint.trained is None
+        return moments_elsewhere(self.blueprint.model, count) if adapts and count > 1 else 0
 
     def work(self, batch: MicroBatch, chunk_tokens: int | None = None) -> Workload:
         """Return the bytes and operations of one micro-batch, or raise a ModelError: they depend on values."""

@@ -5,7 +5,9 @@ https://github.com/huggingface/safetensors#format demands, and gives no tensor a
 """
 
 import json
+import pickle
 import stat
+import struct
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from lema.errors import WeightsError
 
 __all__ = [
     "DTYPE_BITS",
+    "UNREADABLE",
     "TensorRecord",
     "check_pickled",
     "damaged",
@@ -28,6 +31,11 @@ __all__ = [
     "regular_size",
 ]
 
+# What torch.load says of bytes that it did not write; bytes that are nested too deep are a RuntimeError.
+UNREADABLE = (
+    *(pickle.UnpicklingError, struct.error, RuntimeError, EOFError, OSError, ValueError, AttributeError),
+    *(LookupError, TypeError, AssertionError, ArithmeticError),
+)
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 
 DTYPE_BITS: dict[str, int] = {

@@ -23,7 +23,8 @@ from lema.storage.index import check_inside
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["check_code", "load_generation_config", "load_tokenizer", "read_config_file", "require_commit"]
+__all__ = ["check_code", "known_types", "load_generation_config", "load_tokenizer"]
+__all__ += ["read_config_file", "require_commit"]
 
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, settings
 CODE = ("*.py",)
@@ -81,11 +82,8 @@ def library_errors(
 def _check_growth(file: Path) -> None:
     """Refuse a tokenizer that makes much more text of a text than there was: what it replaces, puts before and puts
     around. The library that runs it has no limit, and ends the process where memory ends. `DataError`."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):  # it is told where the file is loaded, as are forms that are none
-        return
-    factor, left = 1, [content.get(key) for key in GROWING] if isinstance(content, dict) else []
+    content = _read(file)  # what cannot be read is told where the file is loaded, as are forms that are none
+    factor, left = 1, [content.get(key) for key in GROWING]
     while left and factor <= MAX_GROWTH:
         step = left.pop()
         if isinstance(step, list):
@@ -263,7 +261,7 @@ def _file(reference: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read a JSON object; a file that is none has nothing to say of code, and fails where it is used."""
+    """Read a JSON object; a file that is none has nothing to say here, and fails where it is used."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -72,9 +72,10 @@ class Lease:
 def expand_into(expanded: Tensor, slot: Tensor, layer: LayerBytes) -> None:
     """Expand the quantised weights in `slot` into `expanded`, uint8 `[at least layer.expanded_bytes]`."""
     memory = expanded.data  # counts its changes by itself: graphs refer to weights by place, not by what was there
+    scratch = memory[layer.expanded_bytes - layer.scratch_bytes : layer.expanded_bytes]
     for expansion in layer.expansions:
         parts = {part: view(slot, placed) for part, placed in expansion.parts.items()}
-        formats.expand(expansion.library, parts, expansion.about, view(memory, expansion.placed))
+        formats.expand(expansion.library, parts, expansion.about, view(memory, expansion.placed), scratch)
 
 
 class ExpandedBuffers:

@@ -10,6 +10,7 @@ them, one after the other, are the slot, with some padding at the end.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lema.errors import ConfigError
 from lema.storage.header import TensorRecord
-from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.quantized.records import CUT, QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, Move, Piece
 
 __all__ = ["DTYPES", "PAGE", "ByteRun", "LayerBytes", "part_bytes", "place"]
@@ -110,7 +111,14 @@ class LayerBytes:
     @property
     def expanded_bytes(self) -> int:
         """Bytes of the device buffer that quantised weights are expanded into; 0: none is quantised."""
-        return max((_round_up(e.placed.offset + e.placed.nbytes) for e in self.expansions), default=0)
+        held = max((_round_up(e.placed.offset + e.placed.nbytes) for e in self.expansions), default=0)
+        return held + self.scratch_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes at the end of that buffer, in which a weight is whole before a part of it is taken."""
+        cut = ((e.about[CUT][2], e.placed.dtype) for e in self.expansions if CUT in e.about)
+        return max((_round_up(prod(shape) * dtype.itemsize) for shape, dtype in cut), default=0)
 
     @property
     def read_bytes(self) -> int:

@@ -108,7 +108,7 @@ def refusal(
 def _stored(records: Mapping[str, Stored]) -> Iterable[tuple[str, TensorRecord]]:
     for name, record in records.items():
         if isinstance(record, QuantizedRecord):
-            yield from ((f"{name} ({part})", stored) for part, stored in record.parts.items())
+            yield from _stored({f"{name} ({part})": stored for part, stored in record.parts.items()})
         elif isinstance(record, AssembledRecord):
             yield from {(name, piece.record): None for piece in record.pieces}
         else:

@@ -3,6 +3,7 @@
 Steps are those of the whole run, so that every curve and bar goes on over the boundaries of phases.
 """
 
+import json
 import sys
 import time
 import warnings
@@ -11,25 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers.trainer_callback as hooks
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import EarlyStoppingCallback, SchedulerType, TrainerState, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
-from transformers.trainer_callback import (
-    CallbackHandler,
-    DefaultFlowCallback,
-    ExportableState,
-    ProgressCallback,
-    TrainerControl,
-)
 
 from lema.backend import Replicas
 from lema.config import LemaConfig
 from lema.errors import ConfigError, DiskError
-from lema.train.checkpoint.format import TRAINER_STATE
-from lema.train.metrics import METRICS_NAME, NO_SUMS, PICTURE, MetricsLog, Window, plot_loss, since
+from lema.storage.atomic import replace_file
+from lema.train.checkpoint.format import TRAINER_STATE, about_run
+from lema.train.metrics import METRICS_NAME, NO_SUMS, PICTURE, PLAN_NAME, MetricsLog, Window, plot_loss, since
 from lema.train.steps import StepResult, Steps, added, means
 
-__all__ = ["Position", "RunEvents", "report_callbacks", "training_arguments", "with_bar"]
+__all__ = ["NotePlan", "Position", "RunEvents", "report_callbacks", "training_arguments", "with_bar"]
 
 
 def report_callbacks(config: LemaConfig) -> list[Any]:
@@ -79,12 +75,12 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
 def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
     """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, on a terminal or in a
     notebook, unless one of them does."""
-    known = any(isinstance(one, ProgressCallback) or hasattr(one, "shows_progress") for one in callbacks)
+    known = any(isinstance(one, hooks.ProgressCallback) or hasattr(one, "shows_progress") for one in callbacks)
     looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
     return [_Bar(), *callbacks] if looked_at and not (known or config.disable_tqdm) else callbacks
 
 
-class _Bar(ProgressCallback):
+class _Bar(hooks.ProgressCallback):
     """The bar of `transformers.Trainer`; the other numbers of a line are in metrics.jsonl."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -92,6 +88,18 @@ class _Bar(ProgressCallback):
         wanted = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "train_loss", "train_runtime")
         shown = {name: one for name, one in (logs or {}).items() if name in wanted}
         super().on_log(args, state, control, logs=shown, **kwargs)  # type: ignore[no-untyped-call] # transformers' own
+
+
+class NotePlan(hooks.TrainerCallback):
+    """Writes `plan.json` before the first step: the plan, how many steps there are, the settings; or `DiskError`."""
+
+    def __init__(self, config: LemaConfig, plan: Mapping[str, Any], **about: Any) -> None:
+        about |= {"plan": plan, "settings": config.to_dict(), "versions": about_run(config, "", None)["versions"]}
+        self._file, self._told = Path(config.output_dir) / PLAN_NAME, about
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - called so
+        """Write it."""
+        replace_file(self._file, json.dumps({"steps": state.max_steps, **self._told}, indent=1).encode())
 
 
 def _names(config: LemaConfig) -> list[str]:
@@ -137,13 +145,13 @@ class RunEvents:
             is_world_process_zero=replicas.first,
         )
         self.state.compute_steps(self._args, num_steps)
-        self.control = TrainerControl()
+        self.control = hooks.TrainerControl()
         reports = report_callbacks(config) if replicas.first else []
-        self._callbacks = [DefaultFlowCallback, *reports, *callbacks]
+        self._callbacks = [hooks.DefaultFlowCallback, *reports, *callbacks]
         if evaluates and (patience := config.early_stopping_patience):
             # Last, because a stop that comes while another callback works must not find this evaluation counted.
             self._callbacks.append(EarlyStoppingCallback(patience, config.early_stopping_threshold))
-        self._handler: CallbackHandler | None = None
+        self._handler: hooks.CallbackHandler | None = None
         self._steps: Steps | None = None
         self._metrics = MetricsLog(self._directory / METRICS_NAME) if replicas.first else None
 
@@ -163,7 +171,7 @@ class RunEvents:
         self.move(at)
         optimizer = steps.ready()
         if self._handler is None:
-            self._handler = CallbackHandler(self._callbacks, steps.module, None, optimizer, schedule)
+            self._handler = hooks.CallbackHandler(self._callbacks, steps.module, None, optimizer, schedule)
             self.fire("on_init_end")
             self.fire("on_train_begin")
             self._go_on_with(self._handler.callbacks)
@@ -203,7 +211,7 @@ class RunEvents:
             self._metrics.flush()
         states: Any = {}
         for one in () if self._handler is None else self._handler.callbacks:
-            if isinstance(one, ExportableState):
+            if isinstance(one, hooks.ExportableState):
                 states.setdefault(type(one).__name__, []).append(one.state())
         self.state.stateful_callbacks = states
         self.state.save_to_json(str(directory / TRAINER_STATE))
@@ -211,6 +219,8 @@ class RunEvents:
     def fire(self, event: str, *details: Any) -> None:
         """Call every callback."""
         assert self._handler is not None, "nothing was begun"
+        if event in ("on_pre_optimizer_step", "on_optimizer_step"):  # between them, what is kept is when it was 0
+            self._window.optimizer = time.perf_counter() - self._window.optimizer
         self.control = getattr(self._handler, event)(self._args, self.state, self.control, *details)
 
     def agree(self) -> None:
@@ -246,6 +256,8 @@ class RunEvents:
                 **means(window.measured),
                 **numbers,
                 "tokens_per_second": window.tokens / seconds,
+                "seconds_passed": seconds,
+                "seconds_optimizer": window.optimizer,
                 **since(window.counters, model.counters),
                 "memory": model.backend.memory().used,
             }

@@ -21,7 +21,7 @@ from lema.storage.atomic import replacing
 from lema.storage.diskspace import not_written
 from lema.stream import StreamCounters
 
-METRICS_NAME, PICTURE = "metrics.jsonl", "loss.png"
+METRICS_NAME, PLAN_NAME, PICTURE = "metrics.jsonl", "plan.json", "loss.png"
 
 # JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as floats.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -108,8 +108,7 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
             raise DataError(f"not JSON: {error}", where=f"{file}:{number}") from error
         if not isinstance(row, dict):
             raise DataError("a line of metrics is a JSON object", where=f"{file}:{number}")
-        row = {key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
-        rows.append(row)
+        rows.append({key: _NON_FINITE.get(one, one) if isinstance(one, str) else one for key, one in row.items()})
     return rows
 
 
@@ -124,8 +123,7 @@ def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bo
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss")
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
-        points = [(row["step"], row[key]) for row in rows if key in row and "step" in row]
-        if points:
+        if points := [(row["step"], row[key]) for row in rows if key in row and "step" in row]:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     if not axes.lines:
         return False
@@ -179,6 +177,7 @@ class Window:
     loss: float = 0.0  # the sum over its trained tokens
     trained_tokens: int = 0
     tokens: int = 0
+    optimizer: float = 0.0  # the seconds of its steps
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)  # by an objective: sums, and of how many
 
     @property
@@ -195,5 +194,5 @@ class Window:
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
     """Return what streaming cost between two looks at its counters: bytes, layers, and seconds of waiting."""
-    names = (one.name for one in fields(now) if one.name.startswith(("bytes_", "layers_", "seconds_blocked_")))
+    names = (one.name for one in fields(now) if one.name.startswith(("bytes_", "layers_", "seconds_")))
     return {name: getattr(now, name) - getattr(then, name) for name in names}

@@ -113,7 +113,7 @@ class LemaModel:
         self.records, self.dtypes = records, dtypes
         self._trace = trace
         self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
-        self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile)
+        self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")
         name = self.split.layers_name
         self._divided = False  # among the processes that hold the model together
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
@@ -309,8 +309,9 @@ class LemaModel:
     @cached_property
     def memory(self) -> LayerStream:
         """The stream of layers, as `allocation` has it; of several processes each makes its own, all at once."""
-        if self.config.shard_weights and self.backend.replicas.size == 1:
-            warnings.warn("shard_weights does nothing in one process: torchrun starts several", stacklevel=2)
+        for name in ("shard_weights", "shard_optimizer"):
+            if getattr(self.config, name) and self.backend.replicas.size == 1:
+                warnings.warn(f"{name} does nothing in one process: torchrun starts several", stacklevel=2)
         if not self.allocation.pieces:
             self.outside_bytes += self._head.keep_whole(self._tables)
         return LayerStream(

@@ -16,10 +16,11 @@ from lema.data.dataset import first_rows
 from lema.data.read import mixed
 from lema.errors import ConfigError
 from lema.model.files import read_data
-from lema.plan.plan import verdict_of
+from lema.plan.plan import brief, verdict_of
 from lema.plan.planner import Planner, timed
 from lema.train.checkpoint.format import checkpoints
 from lema.train.checkpoint.resume import as_begun
+from lema.train.events import NotePlan
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
@@ -58,13 +59,12 @@ def train(
     """
     shown = console or Console(highlight=False)
     out, newest = line_printer(shown), checkpoints(Path(config.output_dir))[-1:] if resume else []
-    config = as_begun(config, newest[0]) if newest else config
+    given, config = sorted(config.model_fields_set), as_begun(config, newest[0]) if newest else config
     with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
         replicas = model.backend.replicas
         shown.quiet = shown.quiet or not replicas.first
         if replicas.size > 1:
-            held = model.backend.parallel.size
-            each = "each" if held == 1 else f"each {held} of them"
+            each = "each" if (held := model.backend.parallel.size) == 1 else f"each {held} of them"
             out(f"{replicas.num_processes} processes, {each} with its share of every batch")
         model.initialize_lora()
         if model.settle_tokens():
@@ -81,7 +81,8 @@ def train(
         weights = f"{model.split.num_layers} layers ({model.allocation.summary()}), {human_bytes(model.gbi.nbytes)}"
         out(f"{weights} of weights; {adapters}")
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
-            trainer = model.get_trainer(callbacks=callbacks if replicas.first else ())
+            noted = NotePlan(model.config, brief(planner), given=given, used=model.backend.memory().used)
+            trainer = model.get_trainer(callbacks=[*callbacks, noted] if replicas.first else ())
             for line in _left_out(model):
                 out(line)
             how: dict[str, Any] = {"resume": resume, "weights_only": weights_only, "say": out, "stop": stop.why}
@@ -109,7 +110,7 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
             kept = "whose adapter is kept" if config.load_best_model_at_end else "the adapter is that of the last step"
             yield f"best evaluation: {name} {result[f'best_{name}']:.4f} at step {step}, {kept}"
     yield f"adapter: {config.output_dir}"
-    yield f"next: lema generate {shlex.quote(config.output_dir)} --prompt TEXT"
+    yield f"next: lema generate {(place := shlex.quote(config.output_dir))} --prompt TEXT, or lema report {place}"
 
 
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
@@ -117,9 +118,8 @@ def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     config = model.config
     if not config.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
-    train_data = read_data(config, model.files, config.train_data)
+    rows = read_data(config, model.files, config.train_data)
     held_back = read_data(config, model.files, config.eval_data) if config.eval_data else None
     if config.eval_split:
-        train_data, held_back = train_data.split(config.eval_split, config.seed)
-    train_data = mixed(config, train_data)
-    return first_rows(train_data, config.max_train_samples), first_rows(held_back, config.max_eval_samples)
+        rows, held_back = rows.split(config.eval_split, config.seed)
+    return first_rows(mixed(config, rows), config.max_train_samples), first_rows(held_back, config.max_eval_samples)

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from lema.backend.group import first_alone, sum_gradients
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import attended_tokens, trained_tokens
+from lema.engine.optim import step_share
 from lema.errors import NonFiniteError
 from lema.model.skeleton import main_dtype
 from lema.storage.diskspace import check_room
@@ -172,8 +174,10 @@ def check_room_for(count: int, nbytes: int, directory: Path, replicas: Replicas)
 class Update:
     """Turns micro-batches into gradients, and those of a step, clipped to `max_grad_norm`, into new parameters."""
 
-    def __init__(self, model: StreamedModel, max_grad_norm: float | None) -> None:
+    def __init__(self, model: StreamedModel, max_grad_norm: float | None, *, sharded: bool = False) -> None:
         self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
+        self.over: Replicas | None = model.backend.replicas if sharded and model.backend.replicas.size > 1 else None
+        """Over which the optimizer's state is divided; None: each process has all."""
         self._unscaled = False  # since the scaler was last updated
         half = main_dtype(model.split.model) == torch.float16
         self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=half)
@@ -243,7 +247,10 @@ class Update:
             touched = [parameter for parameter in parameters if parameter.grad is not None]
             clip_grads_with_norm_(touched, self._max_grad_norm, norm)
         on_event("on_pre_optimizer_step")
-        self.scaler.step(optimizer)
+        if self.over is None:
+            self.scaler.step(optimizer)
+        else:
+            step_share(optimizer, self.over, partial(self.scaler.step, optimizer))
         self.drop()
         on_event("on_optimizer_step")
         return math.isfinite(length)

@@ -17,7 +17,7 @@ from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
-from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, set_rates, set_update
+from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, own_share, set_rates, set_update
 from lema.engine.padding import side_by_side
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.lora import save_adapter
@@ -87,12 +87,15 @@ class LemaTrainer:
         self.callbacks, self.optimizer, self._makes_optimizer = list(callbacks), optimizer, optimizer is None
         if optimizer is not None and lora_manager is not None:
             check_optimizer(optimizer, self._parameters())
+            if config.shard_optimizer and type(optimizer) is not torch.optim.AdamW:
+                what = f"the state of {type(optimizer).__name__} may belong to several parameters together"
+                raise ConfigError(what, where="shard_optimizer", how="give torch.optim.AdamW, or set it to false")
         self.schedule: LRScheduler | None = None
         self._saved_schedule: dict[str, Any] | None = None
         self.global_step = self.accumulation_step = self.skipped_steps = 0
         self._passes = Passes(model_adapter)
         self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
-        self.update = Update(model_adapter, config.max_grad_norm)
+        self.update = Update(model_adapter, config.max_grad_norm, sharded=config.shard_optimizer)
         self.scaler = self.update.scaler  # of half-precision gradients; idle for other dtypes
         # Trained tokens: by which the gradients accumulated so far were divided, and of all of them.
         self._denominator = self._trained_tokens = 0
@@ -244,8 +247,9 @@ class LemaTrainer:
         """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
         optimizer, adapters = self.ready(), nbytes_of(self._parameters())
         kept = (one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
-        if not (moments := nbytes_of(kept)) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            moments = 2 * adapters  # which there are after its first step
+        moments = nbytes_of(kept)
+        if (not moments or self.update.over) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            moments = 2 * adapters  # which there are after its first step, in all processes together
         check_room_for(count, adapters + moments, Path(self.config.output_dir), self.backend.replicas)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
@@ -270,7 +274,8 @@ class LemaTrainer:
             "extra": dict(extra or {}),
         }
         adapters, parallel, config = self._adapters(), self.backend.parallel, self.config
-        kept, whole = optimizer_state(self.ready(), parallel), whole_adapter(adapters, parallel)
+        kept = optimizer_state(self.ready(), parallel, self.update.over)
+        whole = whole_adapter(adapters, parallel)
         state = {**about_run(config, "adapters", self._base), **states_of_all(self.backend), **about}
         nbytes = nbytes_of(self._parameters() if whole is None else whole.values())
         adapter = partial(save_adapter, adapters, base=config.model_name_or_path, revision=config.revision, whole=whole)
@@ -293,7 +298,8 @@ class LemaTrainer:
         check_base(path, self.gbi)
         load_weights(adapters, path, self.model.split.layers_name, self.backend.parallel)
         if not weights_only:
-            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel)
+            own = None if self.update.over is None else own_share(optimizer, self.update.over)
+            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel, own)
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
@@ -336,7 +342,8 @@ class LemaTrainer:
         """Return the optimizer, made if need be, with the model in training mode."""
         self._adapters().train()
         if self.optimizer is None:
-            self.optimizer = make_optimizer(self._parameters(), self.config, self.peft_model)
+            made = make_optimizer(self._parameters(), self.config, self.peft_model, replicas=self.update.over)
+            self.optimizer = made
         return self.optimizer
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -20,14 +20,14 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lema.cli.app import app
-from lema.cli.demo import claim, run_demo
-from lema.cli.demo.run import MOST_DIFFERENCE, Outcome, check, logit_difference, next_commands
 from lema.cli.exitcodes import run
 from lema.config import LemaConfig
 from lema.data import prepare_data
 from lema.errors import ConfigError, LemaError
 from lema.train import LemaModel
 from lema.train.metrics import read_metrics
+from lema_tools.demo import claim, run_demo
+from lema_tools.demo.run import MOST_DIFFERENCE, Outcome, check, logit_difference, next_commands
 
 DIRECTORY = Path("lema-demo")  # the default; relative, as a user's is
 STEPS = 24
@@ -161,7 +161,7 @@ def test_the_model_is_a_sharded_hub_checkpoint(there: Finished) -> None:
 
 @pytest.mark.slow
 def test_the_text_names_its_source_and_the_rows_are_without_it(there: Finished) -> None:
-    bundled = (files("lema.cli.demo") / "almanac.txt").read_text(encoding="utf-8").splitlines()
+    bundled = (files("lema_tools.demo") / "almanac.txt").read_text(encoding="utf-8").splitlines()
     head = [line for line in bundled if line.startswith("#")]
     assert any("Written for the LEMA project" in line for line in head)
     assert (DIRECTORY / "data" / "text.txt").read_text().splitlines() == bundled[len(head) :]
@@ -320,7 +320,7 @@ def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
     directory = a_directory_of_somebody(tmp_path / "taken")
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from lema.cli.demo import run_demo\nfrom lema.errors import ConfigError\n"
+        "from lema_tools.demo import run_demo\nfrom lema.errors import ConfigError\n"
         f"try:\n    run_demo(Path({str(directory)!r}))\nexcept ConfigError:\n    print('torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from lema.backend import Finding, Level
 from lema.cli.app import app
-from lema.cli.doctor import device as doctor_disk
-from lema.cli.doctor.report import Report, examine, show_report
 from lema.cli.exitcodes import run
+from lema_tools.doctor import device as doctor_disk
+from lema_tools.doctor.report import Report, examine, show_report
 
 KEYS = {"key", "section", "name", "level", "what", "how", "source", "facts"}
 ALWAYS = {
@@ -179,7 +179,7 @@ def test_a_look_of_our_own_that_fails_is_a_finding_too(tmp_path: Path, monkeypat
     def fail() -> None:
         raise OSError("no such thing")
 
-    monkeypatch.setattr("lema.cli.doctor.report.machine", fail)
+    monkeypatch.setattr("lema_tools.doctor.report.machine", fail)
     found = {finding.key: finding.level for finding in examine(tmp_path, measure=False).findings}
     assert found["machine.failed"] is Level.WARNING
     assert "disk.space" in found

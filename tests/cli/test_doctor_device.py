@@ -10,10 +10,10 @@ from installed import installed
 from torch import Tensor
 
 from lema.backend import BackendInfo, Download, Finding, Level, MemoryStats
-from lema.cli.doctor import device
-from lema.cli.doctor.device import devices, links
 from lema.stream import speed
 from lema_cpu import CpuBackend
+from lema_tools.doctor import device
+from lema_tools.doctor.device import devices, links
 
 # A device whose copies take seconds that only its own clock knows, longer if memory is not locked.
 SLOW = """

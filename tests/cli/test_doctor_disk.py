@@ -13,10 +13,10 @@ import pytest
 
 from lema.backend import Finding, Level
 from lema.cli.app import app
-from lema.cli.doctor import device as doctor_disk
-from lema.cli.doctor.device import disk, disk_speeds
 from lema.cli.exitcodes import run
 from lema.stream.reader import LayerReader
+from lema_tools.doctor import device as doctor_disk
+from lema_tools.doctor.device import disk, disk_speeds
 
 MB = 1 << 20
 

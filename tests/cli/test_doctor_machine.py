@@ -8,7 +8,7 @@ import pytest
 
 from lema.backend import Finding, Level
 from lema.backend.hostmemory import memory_left, memory_limit
-from lema.cli.doctor.machine import (
+from lema_tools.doctor.machine import (
     ENOUGH_FILES,
     LAUNCHED,
     Limits,
@@ -203,7 +203,7 @@ def test_shared_memory_needs_no_directory_but_the_systems_call(tmp_path: Path, m
 
 def test_a_small_dev_shm_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
-    monkeypatch.setattr("lema.cli.doctor.machine.ENOUGH_SHARED", 1 << 60)
+    monkeypatch.setattr("lema_tools.doctor.machine.ENOUGH_SHARED", 1 << 60)
     found = shared_memory(tmp_path)
     assert found.level is Level.NOTE
     assert isinstance(found.facts["total_bytes"], int)

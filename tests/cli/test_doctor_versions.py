@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 
 from lema.backend import Finding, Level
 from lema.backend.findings import PAIRS, Pair, Stub, known_bad, stubs
-from lema.cli.doctor.machine import versions
+from lema_tools.doctor.machine import versions
 
 
 def found() -> dict[str, Finding]:

@@ -8,10 +8,10 @@ import pytest
 from ruamel.yaml import YAML
 
 from lema.cli.app import app
-from lema.cli.demo import run_demo
 from lema.cli.exitcodes import run
 from lema.config import LemaConfig
 from lema.config.foreign import imported
+from lema_tools.demo import run_demo
 
 ROOT = Path(__file__).parents[2]
 KNOWN = LemaConfig.defaults()

@@ -61,7 +61,8 @@ def test_training_reads_every_format_and_says_what_it_found(
     assert re.fullmatch(
         r"best evaluation: eval_loss \d\.\d{4} at step 2, the adapter is that of the last step", lines[-3]
     )
-    assert lines[-2:] == [f"adapter: {tmp_path / 'out'}", f"next: lema generate {tmp_path / 'out'} --prompt TEXT"]
+    out = tmp_path / "out"
+    assert lines[-2:] == [f"adapter: {out}", f"next: lema generate {out} --prompt TEXT, or lema report {out}"]
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "metrics.jsonl", "loss.png"} <= written
 

@@ -406,8 +406,8 @@ def test_paths_in_yaml_stay_as_the_shell_sees_them(tmp_path: Path) -> None:
         ("model_name_or_path: m\nseed: \x00\n", ":2", "control character"),
         ("model_name_or_path: m\n1: 2\n", ":2", "a key must be a name, not 1"),
         (b"model_name_or_path: m\nrun_name: caf\xe9\n", ":2", "not UTF-8"),
-        ("model_name_or_path: m\nseed: " + "[" * 5000, "", "nested too deeply"),
-        ("model_name_or_path: m\nseed: " + "[" * 201 + "]" * 201, "", "nested too deeply"),
+        ("model_name_or_path: m\nseed: " + "[" * 5000, ":2", "nested too deeply"),
+        ("model_name_or_path: m\nseed: " + "[" * 201 + "]" * 201, ":2", "nested too deeply"),
         pytest.param(f"model_name_or_path: {'m' * 300_000}\n", "", "more than 262,144 bytes", id="long"),
         pytest.param(
             "".join(f"key{number}: 1\n" for number in range(12_000)), "", "more than 20,000 values", id="many keys"
@@ -608,6 +608,13 @@ def test_a_message_has_twenty_lines_at_most_and_says_how_many_items_it_leaves_ou
 def test_a_value_that_no_setting_has_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         LemaConfig("m", **settings)
+
+
+def test_a_setting_named_by_half_a_character_is_refused_by_its_file(tmp_path):
+    (tmp_path / CONFIG_NAME).write_text('{"model_name_or_path": "m", "\\ud800": 1}', encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        LemaConfig.from_pretrained(tmp_path)
+    assert str(tmp_path / CONFIG_NAME) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ['{"a":' * 100_000, "[" * 100_000, "[1]", "{", "\ud800"], ids=range(5))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 
 import pyarrow as pa
@@ -146,16 +147,29 @@ def test_a_file_that_was_cut_off_is_named(write, tmp_path, form):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_lines_that_unpack_to_hundreds_of_times_their_file_are_refused(write, codec):
-    """What is allowed is one row of the greatest length, and 300 times the file; the rows before are read."""
-    harmless, bomb = (write(f"{n}.txt{CODECS[codec]}", compressed("ab\n" * n, codec)) for n in (5_500_000, 8_000_000))
-    assert sum(len(piece.content) for _, piece in pieces_of(harmless)) == 3 * 5_500_000
+    """What is allowed is 4 MiB and 150 times the file, a row counted with 100 bytes more; the rows before are read."""
+    line = f"{'ab ' * 100}\n"
+    harmless, bomb = (write(f"{n}.txt{CODECS[codec]}", compressed(line * n, codec)) for n in (9_000, 40_000))
+    assert sum(len(piece.content) for _, piece in pieces_of(harmless)) == len(line) * 9_000
     with pytest.raises(DataError, match="unpacks to hundreds of times its size") as caught:
         read = [piece.line for _, piece in pieces_of(bomb)]
         assert read
     file, line = caught.value.where.rsplit(":", 1)
     assert file == str(bomb)
-    assert 5_500_000 < int(line) < 8_000_000
+    assert 9_000 < int(line) < 40_000
     assert caught.value.exit_code == 3
+
+
+def test_columns_that_stand_for_more_memory_than_a_file_may_are_refused(tmp_path):
+    """A dictionary of one long text stands for any number of them, which would be 800 MB at once."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.array(["word " * 3_400_000] * 47)}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match="unpacks to hundreds of times its size") as caught:
+        load_rows(path)
+    assert caught.value.where == f"{path}:1"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.csv", "text\n"), ("a.txt", "\n")])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from smallrun import NUM_LAYERS, adapter_of, opened, settings, token_rows, tokenizer, whole_model, write_model
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, MptConfig, StoppingCriteria, StoppingCriteriaList
 
 from lema import LemaModel
 from lema.data import collate
@@ -92,6 +92,33 @@ def test_tokens_are_those_of_transformers(
     assert texts == tokenizer().batch_decode(expected, skip_special_tokens=True)
     torch.manual_seed(5)
     assert not torch.equal(found, whole_tokens(bare, prompts, **options))  # the adapter has its say
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_end_that_comes_first_ends_a_text_as_in_transformers(at: int, tmp_path: Path) -> None:
+    """Of a model whose attention goes by distances; prompts of three lengths, one of which begins with the end."""
+    torch.manual_seed(1)
+    shape = {"vocab_size": 67, "d_model": 32, "n_heads": 4, "n_layers": 8, "max_seq_len": 64}
+    whole: Any = AutoModelForCausalLM.from_config(MptConfig(**shape)).eval()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    whole.save_pretrained(tmp_path / "model")
+    prompts = [torch.randint(3, 67, (length,)).tolist() for length in (7, 3, 5)]
+
+    def alone(prompt: list[int], **options: Any) -> list[int]:
+        ids = torch.tensor([prompt])
+        made = whole.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0, **options)
+        return list(made[0, len(prompt) :].tolist())
+
+    end = alone(prompts[0])[at]  # it is the first that is said, or the third
+    prompts[2][0] = end
+    with opened(settings(tmp_path / "model", tmp_path), adapter=False) as model:
+        options = {"eos_token_id": end, "pad_token_id": 0}
+        made = complete(model.split, model.memory, model.directory, tokenizer(), prompts, NEW, options)
+    expected = [alone(prompt, eos_token_id=end) for prompt in prompts]
+    assert len(expected[0]) == at + 1
+    assert [list(one.tokens) for one in made] == expected
 
 
 @pytest.mark.slow

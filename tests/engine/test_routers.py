@@ -196,9 +196,12 @@ def test_a_model_without_routers_has_no_such_loss(tmp_path: Path, monkeypatch: p
         model.get_trainer()
 
 
-def test_a_foreign_trainer_is_told_that_a_model_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_for_foreign_trainers_asks_for_it_as_its_config_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = checkpoint("mixtral", tmp_path, monkeypatch, output_router_logits=True)
     config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
-    with pytest.raises(ConfigError, match=r"cannot be had with lema\.streamed"):
-        package.streamed(str(written.streamed), config, device="cpu")
-    package.streamed(str(written.streamed), config, device="cpu", router_aux_loss_coef=0).close()
+    for coefficient, asked in ((None, True), (0, False)):
+        made = package.streamed(str(written.streamed), config, device="cpu", router_aux_loss_coef=coefficient)
+        assert bool(made.get_base_model().config.output_router_logits) == asked
+        made.close()

@@ -76,7 +76,8 @@ def _stretched(file: Path, draw: Random) -> None:
 
     size, base = draw.choice((4, 1000, 10**6, 10**9, 10**11)), torch.zeros(1)
     many = base.to(draw.choice((torch.float32, torch.bfloat16))).expand(size)
-    sparse = torch.sparse_coo_tensor(torch.zeros((2, 1), dtype=torch.long), base, (size, size))
+    wide = min(size, 10**9)  # torch makes no tensor of more than 2**63 numbers
+    sparse = torch.sparse_coo_tensor(torch.zeros((2, 1), dtype=torch.long), base, (wide, wide))
     torch.save({draw.choice((A, "base_model.model.x")): draw.choice((many, many, sparse))}, file)
 
 

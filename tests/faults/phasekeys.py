@@ -72,7 +72,7 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
         document, named = _document(made, place, draw), list[str]()
         for path in [list(known)[number % len(known)], *draw.sample(list(known), draw.choice((0, 0, 0, 1, 1, 2)))]:
             named.append(_put(document, path, _end(known[path], kinds, draw), draw))
-        wrong = _opened(place / "run.yaml", document, [*named, "phases["])
+        wrong = _opened(place / "run.yaml", document, [*named, "phases[", f"{place / 'run.yaml'}:"])
         shutil.rmtree(place, ignore_errors=True)
         return wrong and f"seed {seed}, {' '.join(named)}: {wrong}"
 

@@ -20,9 +20,9 @@ SOURCES = sorted(path for files in CODE for path in ROOT.glob(files))
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("internals/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MOST_LINES = 120  # of the page on the architecture, and of the README
 MOST_LINES_OF_A_PAGE = 200
-LONG = {"benchmarks.md", "models.md"}  # tables that grow with what was measured and tried
+LONG = {"benchmarks.md", "models.md", "commands.md"}  # tables that grow with what was measured, tried and written
 # Names with dots that are no modules: groups of entry points, and the repository's own name.
-GROUPS = {"lema.backends", "lema.settings", "lema.doctors", "lema.verbs"}
+GROUPS = {"lema.backends", "lema.settings", "lema.doctors", "lema.verbs", "lema.shard_formats"}
 ROOMS = sorted(path.parent for path in ROOT.glob("lema/**/__init__.py") if path.parent.name not in ("lema", "utils"))
 
 

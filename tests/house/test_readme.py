@@ -9,8 +9,8 @@ import pytest
 from typer.main import get_command
 
 from lema.cli.app import app
-from lema.cli.demo import run_demo
 from lema.cli.exitcodes import run
+from lema_tools.demo import run_demo
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

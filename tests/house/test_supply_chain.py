@@ -58,7 +58,7 @@ def test_nothing_written_tells_a_secret_and_files_get_the_permissions_of_any_oth
         "import os; os.umask(0o077)\n"
         "from pathlib import Path\n"
         "from lema.cli.app import app\n"
-        "from lema.cli.demo import run_demo\n"
+        "from lema_tools.demo import run_demo\n"
         "from lema.cli.exitcodes import run\n"
         "run_demo(Path('lema-demo'), max_steps=2)\n"
         "Path('my.yaml').write_text('model_name_or_path: lema-demo/model\\ndevice: cpu\\noutput_dir: run\\n'"

@@ -36,8 +36,8 @@ from lema import LemaModel, MemoryStrategy
 from lema.errors import AdapterError, ConfigError
 from lema.lora import save_adapter
 from lema.lora.files import _read_old, read_settings
-from lema.lora.foreign_shards import load_rank
 from lema_cpu import CpuBackend
+from lema_neuron.shards.ranks import load_rank
 
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h"}
 

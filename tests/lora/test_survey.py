@@ -21,10 +21,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from lema.cli.tables import markdown, show_models
-from lema.lora.survey import Row, model_types, survey, survey_model, try_model
 from lema.model import meta_model
 from lema.model.skeleton import EmptyOnMeta
+from lema_tools.survey.attempt import Row, model_types, survey, survey_model, try_model
+from lema_tools.survey.table import markdown, show_models
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # A small one, a hybrid of several kinds of layers, experts, one that does not stream, one with no default config.

@@ -22,7 +22,7 @@ from everytype import (
 from huggingface_hub.errors import StrictDataclassError
 
 from lema.errors import ModelError, WeightsError
-from lema.lora.survey import survey
+from lema_tools.survey.attempt import survey
 
 pytestmark = [
     pytest.mark.slow,

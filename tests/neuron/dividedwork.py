@@ -48,6 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, 2 kv": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
     "mistral, 1 kv": ("mistral", {"num_key_value_heads": 1, "sliding_window": 8, "tie_word_embeddings": True}),
     "mixtral, 2 kv": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "int8": ("llama", {"num_key_value_heads": 2}),
+    "nf4": ("llama", {"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}),
     "wide": ("llama", {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 128}),
 }
 
@@ -77,6 +79,8 @@ def cases(size: int) -> Iterator[Case]:
         yield Case("llama", False, {"lora_target_modules": ["q_proj", "lm_head"]})
         yield Case("llama", False, {"lora_modules_to_save": ["embed_tokens"]})
         yield Case("llama, 2 kv", True, {"lora_use_dora": True, "lora_dropout": 0.1})
+        yield Case("int8", False, {"strategy": "resident"})
+        yield Case("nf4", True, {"adam_epsilon": 1e-3})
     else:
         yield Case("mistral, 1 kv", True)
         yield Case("mixtral, 2 kv", False, {"lora_target_parameters": []})  # the default where processes divide experts
@@ -88,7 +92,8 @@ def write_models(directory: Path) -> None:
         torch.manual_seed(3)
         config = AutoConfig.for_model(kind, **{**SHAPE, **changes})
         AutoModelForCausalLM.from_config(config).save_pretrained(stored := directory / "stored" / name)
-        prepare(stored, directory / name)  # experts are stored otherwise than they are used
+        # Experts are stored otherwise than they are used.
+        prepare(stored, directory / name, quantize=name if name in ("int8", "nf4") else None)
 
 
 def batch() -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from lema_neuron.comm import Comm
-from lema_neuron.gradients import mark, reduce_gradients
+from lema_neuron.gradients import mark, part_of, reduce_gradients
 from lema_neuron.layers import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
@@ -55,14 +55,14 @@ def adapted(layer: nn.Module, comm: Comm, r: int = RANK, *, base_too: bool = Tru
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if base_too or not name.startswith("base_layer"):
-                parameter.copy_(parameter.tensor_part.shard(whole_of(name, parameter, comm), comm.rank))
+                parameter.copy_(part_of(parameter).shard(whole_of(name, parameter, comm), comm.rank))
     wrapped.requires_grad_(base_too)
     return wrapped
 
 
 def whole_of(name: str, parameter: nn.Parameter, comm: Comm) -> Tensor:
     """What the whole parameter holds."""
-    return numbers(name, *parameter.tensor_part.consolidate(torch.zeros_like(parameter), comm).shape)
+    return numbers(name, *part_of(parameter).consolidate(torch.zeros_like(parameter), comm).shape)
 
 
 def compared(wrapped: nn.Module, comm: Comm, wanted: dict[str, Tensor]) -> dict[str, float]:
@@ -70,8 +70,7 @@ def compared(wrapped: nn.Module, comm: Comm, wanted: dict[str, Tensor]) -> dict[
     reduce_gradients(wrapped.parameters())
     found = merged(wrapped)
     for name, parameter in wrapped.named_parameters():
-        part: Part = parameter.tensor_part
-        found[name] = far(part.consolidate(parameter.grad, comm), wanted.pop(name))
+        found[name] = far(part_of(parameter).consolidate(parameter.grad, comm), wanted.pop(name))
     assert not wanted, wanted.keys()
     return found
 

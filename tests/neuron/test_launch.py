@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lema.cli.app import app
-from lema.cli.demo.run import write_files
 from lema.cli.exitcodes import run
 from lema.train.metrics import read_metrics
+from lema_tools.demo.run import write_files
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("neuron_*.yaml"))
 FEW = ("max_steps=3", "batch_size=4", "eval_split=4", "learning_rate=1e-2", "warmup_ratio=0", "adam_epsilon=1e-2")

@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from smallrun import NUM_LAYERS, SENTENCES, opened, settings, tokenizer, whole_model, write_model
 
 from lema.errors import ConfigError
-from lema.train.inference.harness import Harness, evaluate_tasks, harness_model
+from lema_tools.evaluation.harness import Harness, evaluate_tasks, harness_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
 

@@ -192,11 +192,31 @@ def test_the_mixin_opens_a_model_by_its_name(directory: Path, model: Any, tmp_pa
     made.model.close()
 
 
-def test_routers_losses_are_refused(tmp_path: Path) -> None:
-    model = streamed_model(save("qwen3_moe", tmp_path / "model"))
-    trainer = trainer_of("sft", model, tmp_path, router_aux_loss_coef=0.01)
-    with pytest.raises(ConfigError, match=r"output_router_logits is asked for(.|\n)*router_aux_loss_coef to 0\.0"):
-        trainer.train()
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_the_loss_of_routers_is_the_whole_models(kind: str, tmp_path: Path) -> None:
+    """TRL asks mixtures of experts for it unless it is told not to."""
+    directory, options = save("qwen3_moe", tmp_path / "model"), {"router_aux_loss_coef": 0.5}
+    losses, weights = outcome(trainer_of(kind, whole_model(directory), tmp_path, **options))
+    without, _ = outcome(trainer_of(kind, whole_model(directory), tmp_path))
+    assert losses != without
+    model = streamed_model(directory)
+    found_losses, found = outcome(trainer_of(kind, model, tmp_path, **options))
+    assert found_losses == losses
+    assert all(torch.equal(one, weights[name]) for name, one in found.items())
+    model.close()
+
+
+def test_the_loss_of_routers_of_a_wide_batch_is_that_of_its_rows_and_joined_batches_have_none(tmp_path: Path) -> None:
+    directory, options = save("qwen3_moe", tmp_path / "model"), {"router_aux_loss_coef": 0.5}
+    losses, weights = outcome(trainer_of("sft", whole_model(directory), tmp_path, **options))
+    model = streamed_model(directory, {"micro_batch_size": 1})
+    found_losses, found = outcome(trainer_of("sft", model, tmp_path, **options))
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    assert all(torch.allclose(one, weights[name], atol=1e-4) for name, one in found.items())
+    model.close()
+    model = streamed_model(directory)
+    with pytest.raises(ConfigError, match=r"no loss of routers(.|\n)*router_aux_loss_coef to 0\.0"):
+        trainer_of("sft", model, tmp_path, trainer=StreamingSFT, gradient_accumulation_steps=2, **options).train()
     model.close()
 
 

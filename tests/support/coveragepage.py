@@ -26,12 +26,12 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import logging
 
 from lema.errors import LemaError
-from lema.lora.survey import try_model
 from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex
 from lema.storage.slices import AssembledRecord
+from lema_tools.survey.attempt import try_model
 
 __all__ = ["CHECKPOINTS", "Checkpoint", "Found", "page", "try_checkpoint"]
 

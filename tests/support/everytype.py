@@ -15,9 +15,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from lema import LemaConfig, LemaModel
 from lema.engine.head.loss import targets_of, trained_tokens
-from lema.lora.survey import model_types
 from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
+from lema_tools.survey.attempt import model_types
 
 SEVERAL_STACKS = "its layers are in more than one stack"
 HEAD = "its head needs more than the last layer's output"

@@ -173,6 +173,9 @@ def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) 
         "seconds_blocked_upload",
         "seconds_blocked_compute",
         "seconds_blocked_gather",
+        "seconds_expanding",
+        "seconds_optimizer",
+        "seconds_passed",
         "memory",
     }
     assert lines[0]["learning_rate"] == pytest.approx(config.learning_rate * 3 / 4)  # of step 2, not of step 3

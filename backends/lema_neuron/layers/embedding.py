@@ -11,7 +11,7 @@ from torch.nn import functional
 from lema.backend.layout import Layout, embedding
 from lema.errors import ConfigError
 from lema_neuron.comm import Comm, comm_of
-from lema_neuron.layers.partition import Initial, attribute, partitioned, refuse
+from lema_neuron.layers.partition import Initial, partitioned, refuse
 from lema_neuron.mappings import gather_from_group, reduce_from_group, reduce_scatter_sequence
 from lema_neuron.shares import Part, sharded_part
 
@@ -80,7 +80,6 @@ class ParallelEmbedding(nn.Module):
         shape = (num_embeddings, embedding_dim)
         initial = init_method or nn.init.normal_
         self.weight = partitioned(shape, self.layout, self.comm, initial, dtype=dtype, device=device)
-        attribute(self, ("weight",), self.layout.dim, 1, self.comm.size)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the vectors, `[batch, sequence, embedding_dim]`, or under sequence parallelism this rank's tokens."""

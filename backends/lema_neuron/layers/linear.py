@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from lema.backend.layout import Layout, column, fused, row, shard
 from lema.errors import ConfigError
 from lema_neuron.comm import Comm, comm_of
-from lema_neuron.layers.partition import Initial, as_linear, attribute, partitioned, refuse, sequence_dim
+from lema_neuron.layers.partition import Initial, as_linear, partitioned, refuse, sequence_dim
 from lema_neuron.mappings import (
     copy_to_group,
     gather_from_group,
@@ -102,7 +102,6 @@ class ColumnParallelLinear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = partitioned((output_size,), self.layout, self.comm, nn.init.zeros_, **kind)
-        attribute(self, ("weight", "bias"), 0, stride, self.comm.size)
 
     def forward(self, input: Tensor) -> Any:
         """Return this rank's part of the output, `[..., output_size / ranks]`, or all of it."""
@@ -196,7 +195,6 @@ class RowParallelLinear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(output_size, dtype=dtype, device=device))
-        attribute(self, ("weight",), 1, stride, self.comm.size)
 
     def forward(self, input: Tensor) -> Any:
         """Return the output, `[..., output_size]`: all of it, or this rank's tokens."""

@@ -1,9 +1,9 @@
-"""What the parallel layers share: their weights' values and attributes, and the arguments that none of them takes."""
+"""What the parallel layers share: their weights' values, and the arguments that none of them takes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lema.errors import ConfigError
 from lema_neuron.comm import Comm
 from lema_neuron.shares import local_size
 
-__all__ = ["Initial", "as_linear", "attribute", "partitioned", "refuse", "sequence_dim"]
+__all__ = ["Initial", "as_linear", "partitioned", "refuse", "sequence_dim"]
 
 Initial = Callable[[Tensor], Any]
 
@@ -52,14 +52,6 @@ def partitioned(
     full = torch.empty(shape, dtype=torch.float32, device="cpu")
     initial(full)
     return nn.Parameter(shard(full, layout, comm.rank).to(device, dtype))
-
-
-def attribute(module: nn.Module, names: Iterable[str], dim: int, stride: int, ranks: int) -> None:
-    """Give parameters of a module the attributes by which neuronx-distributed saves and loads them."""
-    given = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride, "num_partitions": ranks}
-    for parameter in (module.get_parameter(one) for one in names if getattr(module, one) is not None):
-        for name, value in given.items():
-            setattr(parameter, name, value)
 
 
 def refuse(layer: str, **given: Any) -> None:

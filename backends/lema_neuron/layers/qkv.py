@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from lema.backend.layout import KvLayout, Layout, kv, query
 from lema.errors import ConfigError
 from lema_neuron.comm import Comm, comm_of
-from lema_neuron.layers.partition import Initial, as_linear, attribute, partitioned, refuse, sequence_dim
+from lema_neuron.layers.partition import Initial, as_linear, partitioned, refuse, sequence_dim
 from lema_neuron.mappings import copy_to_group, gather_from_group, gather_sequence
 from lema_neuron.shares import Part, in_order, sharded_part
 
@@ -90,7 +90,6 @@ class GQAQKVColumnParallelLinear(nn.Module):
             self.register_parameter(f"weight_{one}", weight)
             values = partitioned((size,), layout, self.comm, nn.init.zeros_, **kind) if bias else None
             self.register_parameter(f"bias_{one}", values)
-            attribute(self, (f"weight_{one}", f"bias_{one}"), 0, 1, self.comm.size)
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value: this rank's part of each, or all of it."""

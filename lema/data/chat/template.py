@@ -145,7 +145,7 @@ def guarded(row: Row, function: Callable[[], Any]) -> Any:
         with timelimit.limited(MAX_SECONDS, lambda: slow, file="<template>"):
             return function()
     except Exception as error:
-        said = "it asks for more than a gibibyte" if isinstance(error, MemoryError) else str(error)
+        said = "it asks for more than 768 MiB" if isinstance(error, MemoryError) else str(error)
         what = f"the chat template does not take this chat: {said or type(error).__name__}"
         how = "compare the roles and their order with what the model's template expects"
         raise row.broken(what, how=how) from error

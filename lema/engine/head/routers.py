@@ -28,7 +28,7 @@ from lema.storage.modelfiles import read_config_file
 if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
 
-__all__ = ["RouterLoss", "add_router_loss"]
+__all__ = ["RouterLoss", "add_router_loss", "coefficient_of"]
 
 FUNCTION, SETTING = "load_balancing_loss_func", "router_aux_loss_coef"
 
@@ -102,15 +102,20 @@ class RouterLoss:
         return {"aux_loss": (torch.stack([*self._found.values()]).sum(), len(self._found))}
 
 
+def coefficient_of(split: Split, config: LemaConfig, directory: Path) -> float:
+    """Return what the loss of routers is multiplied by: as the settings have it, else the config.json in `directory`,
+    whose `output_router_logits` asks for it; 0: nobody does."""
+    if config.router_aux_loss_coef is not None:
+        return config.router_aux_loss_coef
+    said = read_config_file(directory)
+    asked = any(isinstance(one, dict) and one.get("output_router_logits") for one in (said, *said.values()))
+    return getattr(split.model.config.get_text_config(), SETTING, 0.0) if asked else 0.0
+
+
 def add_router_loss(model: StreamedModel, config: LemaConfig, directory: Path, unable: str = "") -> None:
-    """Give a model its routers' loss where the settings ask for it, or the config.json in `directory`. `ConfigError`:
-    it has none, or it is not there with something else that is asked for, or with what is `unable`."""
-    coefficient = config.router_aux_loss_coef
-    if coefficient is None:
-        said = read_config_file(directory)
-        asked = any(isinstance(one, dict) and one.get("output_router_logits") for one in (said, *said.values()))
-        coefficient = getattr(model.split.model.config.get_text_config(), SETTING, 0.0) if asked else 0.0
-    if not coefficient:
+    """Give a model its routers' loss where it is asked for. `ConfigError`: it has none, or it is not there with
+    something else that is asked for, or with what is `unable`."""
+    if not (coefficient := coefficient_of(model.split, config, directory)):
         return
     others = {
         unable: bool(unable),

@@ -7,6 +7,7 @@ temporaries are several times as large as what they are given, so they are run f
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lema.storage.quantized import bitsandbytes, torchao
-from lema.storage.quantized.records import pieces
+from lema.storage.quantized.records import CUT, pieces
 from lema.storage.slices import Move
 
 __all__ = ["KINDS", "LIBRARIES", "LIBRARY", "PLAN", "Plan", "Step", "cut", "expand", "move_elements"]
@@ -25,8 +26,18 @@ KINDS: Mapping[str, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsand
 
 
 @torch.no_grad()
-def expand(library: str, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
-    """Fill `out`, contiguous, with the weight that the parts stand for: bitwise what the library dequantises."""
+def expand(
+    library: str, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor, scratch: Tensor | None = None
+) -> None:
+    """Fill `out`, contiguous, with the weight that the parts stand for: bitwise what the library dequantises.
+    `scratch`, uint8, has room for a whole weight of which `out` is a part."""
+    if CUT in about:
+        axis, ranges, shape = about[CUT]
+        assert scratch is not None, "a whole weight needs memory to be expanded into"
+        whole = scratch[: prod(shape) * out.itemsize].view(out.dtype).view(shape)
+        expand(library, parts, {key: one for key, one in about.items() if key != CUT}, whole)
+        out.copy_(torch.cat([whole.narrow(axis, start, stop - start) for start, stop in ranges], axis))
+        return
     if library != LIBRARY:
         LIBRARIES[library].expand(parts, about, out)
         return

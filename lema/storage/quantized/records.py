@@ -5,8 +5,8 @@ The libraries that quantise and expand are imported only when a quantised model 
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from lema.config.printing import hushed
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.storage.header import TensorRecord, are_sizes
 from lema.storage.index import GlobalBinaryIndex
-from lema.storage.slices import AssembledRecord
+from lema.storage.slices import AssembledRecord, part_of
 
-__all__ = ["PartSpecs", "QuantizedRecord", "Stored", "fold", "pieces", "quiet_import"]
+__all__ = ["CUT", "PartSpecs", "QuantizedRecord", "Stored", "fold", "part_of_quantized", "pieces", "quiet_import"]
 
 QUANT_STATE = ".quant_state.bitsandbytes__"
 FLOATS = ("float32", "float16", "bfloat16")
@@ -37,7 +37,8 @@ class QuantizedRecord:
 
     name: str
     library: str  # whose format it is
-    parts: Mapping[str, TensorRecord]  # what the library calls each stored tensor -> where it is
+    # What the library calls each stored tensor -> where it is.
+    parts: Mapping[str, TensorRecord | AssembledRecord]
     shape: tuple[int, ...]
     about: Mapping[str, Any]  # what the library says of the parameter beside its tensors
 
@@ -53,6 +54,23 @@ class QuantizedRecord:
 
 
 Stored = TensorRecord | AssembledRecord | QuantizedRecord
+CUT = "cut"  # the key of `about` for the axis and ranges that alone are used of what expands to a shape: all three
+
+
+def part_of_quantized(record: QuantizedRecord, axis: int, ranges: Sequence[tuple[int, int]]) -> QuantizedRecord:
+    """Return ranges of a quantised parameter along an axis. Of torchao's, with one scale per row, no more is read; what
+    has blocks is read whole, and cut when it has been expanded. The numbers are those of the whole in any case."""
+    shape = list(record.shape)
+    shape[axis] = sum(stop - start for start, stop in ranges)
+    if record.library != "torchao":
+        return replace(record, shape=tuple(shape), about={**record.about, CUT: (axis, tuple(ranges), record.shape)})
+    by_row = axis < len(shape) - 1
+    parts = {
+        what: part_of(one, axis, ranges) if isinstance(one, TensorRecord) and (by_row or what == "qdata") else one
+        for what, one in record.parts.items()
+    }
+    data = record.about["_data"] | {"block_size": [1] * (len(shape) - 1) + [shape[-1]]}
+    return replace(record, parts=parts, shape=tuple(shape), about={**record.about, "_data": data})
 
 
 def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerState
 
-from lema.backend import Backend, Parallel
+from lema.backend import Backend, Parallel, Replicas
 from lema.backend.group import first_alone
 from lema.backend.layout import Layout
 from lema.config import LemaConfig
@@ -172,9 +172,14 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def restore_optimizer(
-    optimizer: Optimizer, directory: Path, plain: Mapping[str, Any], parallel: Parallel | None = None
+    optimizer: Optimizer,
+    directory: Path,
+    plain: Mapping[str, Any],
+    parallel: Parallel | None = None,
+    own: Container[int] | None = None,
 ) -> None:
-    """Load its part of what `write_checkpoint` stored, or raise `AdapterError` of what is of another optimizer."""
+    """Load its part of what `write_checkpoint` stored, or raise `AdapterError` of what is of another optimizer. `own`:
+    the places of the parameters that this process updates; None: all."""
     if plain.get("class") != (name := type(optimizer).__qualname__):
         what = f"the state is of the optimizer {plain.get('class')}, not of {name}"
         raise AdapterError(what, where=str(directory / STATE), how="resume with the optimizer the run began with")
@@ -192,11 +197,13 @@ def restore_optimizer(
             _place(state.setdefault(int(index), {}), path, held)
         if plain.get("wrapped"):
             _wrap(optimizer, state)
+        if own is not None:
+            state = {index: entries for index, entries in state.items() if index in own}
         groups = []
-        for saved, own in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
-            groups.append({**saved, **{key: own[key] for key in IMPLEMENTATION & own.keys()}})
-            if isinstance(own["lr"], Tensor):  # it was saved as a number
-                groups[-1]["lr"] = torch.full_like(own["lr"], saved["lr"])
+        for saved, mine in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
+            groups.append({**saved, **{key: mine[key] for key in IMPLEMENTATION & mine.keys()}})
+            if isinstance(mine["lr"], Tensor):  # it was saved as a number
+                groups[-1]["lr"] = torch.full_like(mine["lr"], saved["lr"])
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         what = f"the optimizer cannot be restored: {error}"
@@ -230,8 +237,11 @@ def check_savable(optimizer: Optimizer, parts: int = 1) -> None:
         raise ConfigError(what, where=f"optimizer {tried.plain['class']}", how="set optim: adamw_torch")
 
 
-def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> OptimizerState:
-    """Return what a checkpoint keeps of an optimizer; each of the processes that hold its parameters calls this."""
+def optimizer_state(
+    optimizer: Optimizer, parallel: Parallel | None = None, over: Replicas | None = None
+) -> OptimizerState:
+    """Return what a checkpoint keeps of an optimizer; each of the processes that hold its parameters calls this, and
+    each of those `over` which its state is divided."""
     whole = optimizer.state_dict()
     layouts = _layouts(optimizer)
     tensors: dict[str, Tensor] = {}
@@ -244,10 +254,16 @@ def optimizer_state(optimizer: Optimizer, parallel: Parallel | None = None) -> O
                 tensors[f"{index}.{key}"] = kept.contiguous()
             else:
                 plain.setdefault(str(index), {})[key] = value
+    if over is not None:
+        every = over.exchange((tensors, plain))
+        found = sorted(
+            (pair for part, _ in every for pair in part.items()), key=lambda pair: int(pair[0].partition(".")[0])
+        )
+        tensors, plain = dict(found), {index: held for _, part in every for index, held in part.items()}
     wrapped = any(hasattr(one, FLATTEN) for entries in whole["state"].values() for one in entries.values())
     name = type(optimizer).__qualname__
-    found = {"class": name, "state": plain, "param_groups": whole["param_groups"]}
-    return OptimizerState(tensors, found | ({"wrapped": True} if wrapped else {}))
+    about = {"class": name, "state": plain, "param_groups": whole["param_groups"]}
+    return OptimizerState(tensors, about | ({"wrapped": True} if wrapped else {}))
 
 
 INSIDE = "/"  # between the names of an entry and of one that it holds, as bitsandbytes nests them

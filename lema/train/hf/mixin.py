@@ -166,6 +166,9 @@ class _JointStep:
 
         def supply(call: StackCall) -> Tensor:
             nonlocal waiting
+            if call.routed:
+                how = "set router_aux_loss_coef to 0.0 in the trainer's arguments, or have one wide batch"
+                raise ConfigError("batches that are joined have no loss of routers", where="StreamingMixin", how=how)
             if batch.at == len(batch.states):
                 batch.call = call
                 if not waiting:

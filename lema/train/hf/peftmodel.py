@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lema.backend.group import check_alike
 from lema.backend.hostmemory import memory_available
 from lema.config import LemaConfig
-from lema.engine.head.routers import add_router_loss
+from lema.engine.head.routers import coefficient_of
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
 from lema.lora.checks import read_json
@@ -94,7 +94,14 @@ def streamed(
         opened.keep_whole(lambda _: False, "it is run by the trainer's own code")
         _attach(opened, peft_config, task)
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
-        add_router_loss(opened.adapter, config, opened.directory, "lema.streamed")
+        if coefficient := coefficient_of(opened.split, config, opened.directory):
+            text: Any = (
+                opened.skeleton.config.get_text_config()
+            )  # as `from_pretrained` has it: the model forms the loss
+            text.output_router_logits = True
+            for one in (text, opened.skeleton):
+                if hasattr(one, "router_aux_loss_coef"):
+                    one.router_aux_loss_coef = coefficient
     except BaseException:
         opened.close()
         raise
@@ -110,7 +117,8 @@ def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: 
     if replicas.size > 1:
         # Because processes that divide weights wait for each other at every layer, and trainers do not evaluate so; and
         # because the leaves that stand for adapters are others in the backward of compiled layers.
-        refused = {"shard_weights": config.shard_weights, "torch_compile": config.torch_compile or opened.split.lazy}
+        refused = {"shard_weights": config.shard_weights, "shard_optimizer": config.shard_optimizer}
+        refused |= {"torch_compile": config.torch_compile or opened.split.lazy}
         if asked := [name for name, value in refused.items() if value]:
             what = "several processes of a foreign trainer cannot do this"
             raise ConfigError(what, where=f"{asked[0]} on {config.device}", how="leave it out, or start one process")

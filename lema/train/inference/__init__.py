@@ -1,1 +1,1 @@
-"""What a model does without a backward: texts in batches, and the tasks of an evaluation harness."""
+"""What a model does without a backward: texts, in batches."""

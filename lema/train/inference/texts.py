@@ -1,8 +1,7 @@
 # ruff: noqa: ARG002, T201 - a callback's parameters are given by transformers, used or not.
 """Texts for any number of prompts, in batches of about equal lengths; a batch reads the weights once per token.
 
-A run makes such texts of the same prompts after each evaluation, to be read by people. How likely texts are is found
-for rows that are sorted by length and packed, so that one pass over the weights serves thousands.
+A run makes such texts of the same prompts after each evaluation, to be read by people.
 """
 
 from __future__ import annotations
@@ -15,25 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from lema.data.chat.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.files import Row
 from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded
-from lema.engine.head.likelihood import Likelihood, likelihoods
-from lema.engine.head.loss import IGNORED
-from lema.errors import ConfigError, DataError, ModelError
+from lema.errors import ConfigError, ModelError
 from lema.plan import Allocation
-from lema.plan.inference.room import RowPlan, TextPlan, plan_rows, plan_texts
+from lema.plan.inference.room import RowPlan, TextPlan, plan_texts
 from lema.storage.atomic import replace_file
 from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from lema.train.model import LemaModel
 
-__all__ = ["SAMPLES", "Completion", "Samples", "Scored", "batches_of", "completions", "plan_of", "scores", "texts_of"]
+__all__ = ["SAMPLES", "Completion", "Samples", "batches_of", "completions", "plan_of", "planned", "texts_of"]
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
 WRONG_SETTINGS = "text cannot be made with these settings of generation", "correct the file, or the options given"
@@ -211,71 +207,3 @@ class Samples(TrainerCallback):
                 row = {"step": state.global_step, **written(self._rows[one.index]), "completion": one.text}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 print(f"sample {one.index + 1} at step {state.global_step}: {one.text!r}")
-
-
-AT_ONCE, PER_PASS = 16, 1024  # where nothing else is said, and memory is not known
-
-Scored = tuple[Sequence[int], int]
-"""The tokens of a row, and how many of them at its end are asked about."""
-
-
-def scores(
-    model: LemaModel,
-    rows: Sequence[Scored],
-    *,
-    batch_size: int | None = None,
-    rows_per_pass: int | None = None,
-    choose: bool = False,
-    told: Callable[[int], object] = lambda _: None,
-) -> list[Likelihood]:
-    """Return how likely the last tokens of each row are after those before them, in the order given.
-
-    A layer computes `batch_size` rows at once; None: `micro_batch_size`, else 16, or fewer where memory ends. The
-    weights are read once for `rows_per_pass`; None: as many as there is room for. `choose`: spend the limits of memory
-    on such passes, and not on a step of training. `told` is called after each pass with how many rows it had.
-
-    Raises `DataError` where a row has no token that is asked about, or none before these; `MemoryLimitError`.
-    """
-    for number, (tokens, asked) in enumerate(rows, 1):
-        if not 0 < asked < len(tokens):
-            what = f"{asked} tokens of {len(tokens)} are asked about"
-            raise DataError(what, where=f"row {number}", how="give at least one, and at least one before them")
-    if not rows:
-        return []
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
-    at_once = batch_size or model.config.micro_batch_size or AT_ONCE
-    longest = max(len(tokens) for tokens, _ in rows) - 1
-
-    def plan_within(held: Allocation | None) -> RowPlan:
-        return plan_rows(model.opened, longest, len(rows), at_once=at_once, rows=rows_per_pass, held=held)
-
-    plan = planned(model, plan_within, "rows", choose=choose)
-    size, on_host = min(rows_per_pass or PER_PASS, len(rows)), False
-    if plan is not None:
-        size, at_once, on_host = plan.rows, plan.at_once, plan.on_host
-    found: dict[int, Likelihood] = {}
-    was_training = model.skeleton.training
-    model.skeleton.eval()
-    try:
-        for first in range(0, len(order), size):
-            some = order[first : first + size]
-            parts = (some[at : at + at_once] for at in range(0, len(some), at_once))
-            packed = [_packed([rows[index] for index in part]) for part in parts]
-            found.update(zip(some, likelihoods(model.adapter, packed, on_host=on_host), strict=True))
-            told(len(some))
-    finally:
-        model.skeleton.train(was_training)
-    return [found[index] for index in range(len(rows))]
-
-
-def _packed(rows: Sequence[Scored]) -> dict[str, Tensor]:
-    """Return a micro-batch, padded on the right, where causal models look at nothing of it, so that it needs no mask.
-    The last token of a row is no input, because nothing comes after it."""
-    width = max(len(tokens) for tokens, _ in rows) - 1
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    labels = torch.full((len(rows), width), IGNORED)
-    for place, (tokens, asked) in enumerate(rows):
-        end = len(tokens) - 1
-        ids[place, :end] = torch.tensor(tokens[:-1])
-        labels[place, end - asked : end] = torch.tensor(tokens[-asked:])
-    return {"input_ids": ids, "labels": labels}

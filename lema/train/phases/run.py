@@ -29,7 +29,7 @@ from lema.model.partition import open_backend
 from lema.storage.locks import one_run
 from lema.train.checkpoint.format import read_state
 from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed
-from lema.train.events import RunEvents
+from lema.train.events import NotePlan, RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, read_metrics
@@ -272,7 +272,9 @@ def train_phases(
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             rows: dict[str, Any] = {"held_out": held_out, "eval_rows": file.eval_rows, "opened": files}
             asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}
-            told: dict[str, Any] = {"on_step": partial(_tell, say), "callbacks": callbacks if first else (), "say": say}
+            about = {"given": sorted(config.model_fields_set), "used": backend.memory().used}
+            heard = [*callbacks, NotePlan(config, report.to_dict(), **about)] if first else ()
+            told: dict[str, Any] = {"on_step": partial(_tell, say), "callbacks": heard, "say": say}
             end = run_phases(config, plan, sources, **rows, **asked, **told, trace=trace, **shared)
         say(f"the last phase ended in {end}")
         for name, numbers in evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code).items():

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lema.cli.demo.run import write_files
 from lema.config import LemaConfig
 from lema.train.phases.file import has_phases, read_phase_file
+from lema_tools.demo.run import write_files
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

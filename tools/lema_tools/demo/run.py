@@ -82,7 +82,7 @@ class Outcome:
 
 
 def run(directory: Path, *, max_steps: int | None = None, console: Console | None = None) -> Outcome:
-    """Run the demo in a directory that is its own; see `lema.cli.demo.run_demo`."""
+    """Run the demo in a directory that is its own; see `lema_tools.demo.run_demo`."""
     out = console or Console(highlight=False)
     # A line stays one, to be copied as it is; what looks like markup in it is somebody's path.
     say = partial(out.print, soft_wrap=True, markup=False, highlight=False, emoji=False)
@@ -265,7 +265,7 @@ def without_bars() -> Iterator[None]:
 
 
 def _bundled(name: str) -> str:
-    return (bundle("lema.cli.demo") / name).read_text(encoding="utf-8")
+    return (bundle("lema_tools.demo") / name).read_text(encoding="utf-8")
 
 
 def _chats(lines: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lema.errors import ConfigError
-from lema.train.inference.texts import Scored, completions, plan_of, scores
+from lema.train.inference.texts import completions, plan_of
+from lema_tools.evaluation.scores import Scored, scores
 
 if TYPE_CHECKING:
     from lema.train.model import LemaModel

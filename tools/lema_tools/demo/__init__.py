@@ -3,16 +3,18 @@ Its directory is marked as its own, so that running twice replaces its files and
 
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lema.cli.demo.run import Outcome
+    from lema_tools.demo.run import Outcome
 
-__all__ = ["claim", "run_demo"]
+__all__ = ["claim", "demo", "run_demo"]
 
 
 MARK = ".lema-demo"
@@ -28,12 +30,19 @@ _OWN = {
 }
 
 
+def demo(
+    directory: Annotated[Path, typer.Argument(help="Where to put the model, data and adapter.")] = Path("lema-demo"),
+) -> None:
+    """Make a small model, fine-tune it by streaming, and check the adapter; no network, no GPU."""
+    run_demo(directory)
+
+
 def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console | None" = None) -> "Outcome":
     """Fine-tune a small model on bundled text, on the CPU, without network, and show what happens. Everything is
     written to `directory`, in place of an earlier run's; `train.yaml` beside this says how many steps there are. Raises
     `ConfigError` as `claim`; `LemaError` where the loss did not fall, or PEFT has other numbers."""
     claim(directory)  # before the imports below, which take seconds
-    from lema.cli.demo.run import run
+    from lema_tools.demo.run import run
 
     return run(directory, max_steps=max_steps, console=console)
 

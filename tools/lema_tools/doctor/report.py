@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from lema.backend import Finding, Level
-from lema.cli.doctor.device import devices, disk, links
-from lema.cli.doctor.machine import environment, machine, versions
 from lema.config.printing import print_table
+from lema_tools.doctor.device import devices, disk, links
+from lema_tools.doctor.machine import environment, machine, versions
 
 __all__ = ["Report", "examine", "show_report"]
 

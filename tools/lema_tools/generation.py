@@ -1,4 +1,4 @@
-"""The commands that run a trained model: they continue prompts, measure its loss on rows, or run tasks of a harness."""
+"""`lema generate`: continues prompts with a trained model, and writes what it makes as batches end."""
 
 import contextlib
 import json
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lema.cli.arguments import Settings, Source, Trust, model_of
-from lema.config.units import human_bytes, human_count, human_duration
-from lema.errors import ConfigError, DataError
+from lema.config.units import human_bytes, human_count
+from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from lema.data.files import Row
     from lema.train.inference.texts import Completion
     from lema.train.model import LemaModel
 
-__all__ = ["evaluate", "generate"]
+__all__ = ["generate"]
 
 
 def generate(
@@ -191,79 +191,3 @@ class _Made:
 
 def _line(result: dict[str, Any]) -> str:
     return json.dumps(result, ensure_ascii=False) + "\n"
-
-
-def evaluate(
-    source: Source,
-    data: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Data to use instead of the config's.")] = None,
-    tasks: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas.")
-    ] = None,
-    limit: Annotated[float | None, typer.Option(min=0.0, help="Examples of each task; below 1: a part.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples that tasks show.")] = None,
-    include_path: Annotated[Path | None, typer.Option(metavar="DIR", help="Tasks of your own.")] = None,
-    apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Put what tasks ask through the chat template.")
-    ] = False,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows computed, or texts made, at once.")] = None,
-    rows_per_pass: Annotated[
-        int | None, typer.Option(min=1, help="Rows scored by one pass; by default as many as fit.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results of tasks as JSON.")] = None,
-    settings: Settings = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Measure loss and perplexity of a trained adapter, or tasks of lm-evaluation-harness."""
-    of_tasks = {"--limit": limit, "--num-fewshot": num_fewshot, "--include-path": include_path, "--output": output}
-    of_tasks |= {"--batch-size": batch_size, "--rows-per-pass": rows_per_pass}
-    given = [name for name, value in of_tasks.items() if value is not None]
-    given += ["--apply-chat-template"] * apply_chat_template
-    if tasks is None and given:
-        raise ConfigError("only tasks have this", where=", ".join(given), how="give --tasks NAMES, or leave it out")
-    if tasks is not None and data:
-        raise ConfigError("tasks bring their own data", where="--data", how="leave it out, or leave --tasks out")
-    model = model_of(source, settings, trust_remote_code)
-    with contextlib.closing(model):
-        if tasks is not None:
-            from lema.train.inference.harness import Harness
-
-            names = [name.strip() for name in tasks.split(",") if name.strip()]
-            how = Harness(limit, num_fewshot, include_path, apply_chat_template, batch_size, rows_per_pass)
-            _run_tasks(model, names, how, output)
-            return
-        measured = model.get_trainer().evaluate(_rows(model, data))
-        if model.backend.replicas.first:
-            for name, value in measured.items():
-                typer.echo(f"{name} {value:.6g}")
-
-
-def _rows(model: Any, data: list[str] | None) -> Any:
-    """Return the rows of `data`, or else those that the model's config holds back; a DataError: there are none."""
-    from lema.model.files import read_data
-    from lema.train.run import load_data
-
-    if paths := data or model.config.eval_data:
-        return read_data(model.config, model.files, paths)
-    held_back = load_data(model)[1] if model.config.train_data else None
-    if held_back is None:
-        raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
-    return held_back
-
-
-def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> None:
-    from lema.storage.atomic import replace_file
-    from lema.train.inference.harness import evaluate_tasks, table_of
-
-    began, first = time.monotonic(), model.backend.replicas.first
-
-    def say(text: str) -> None:
-        if first:
-            read = human_bytes(model.memory.counters.bytes_read)
-            typer.echo(f"{text}, {read} of weights read, {human_duration(time.monotonic() - began)}", err=True)
-
-    results = evaluate_tasks(model, names, how, say)
-    if not first:
-        return
-    typer.echo(table_of(results))
-    if output is not None:
-        replace_file(output, (json.dumps(results, indent=2, default=str) + "\n").encode())

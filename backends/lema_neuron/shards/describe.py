@@ -1,0 +1,152 @@
+"""The metadata of shards that are written: how each parameter of optimum-neuron's model of an adapter lies over ranks.
+
+Decoder layers are those of the base model with two changes. Gate and up are one module; queries, keys and values are
+one where heads of keys must be replicated, because ranks do not divide them. All parameters are listed, frozen ones
+too, in the order of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lema.backend.layout import KvLayout, Layout, embedding
+from lema.errors import AdapterError, ModelError
+from lema.lora.shards import PREFIX, layout_of_tensor, module_of
+from lema.model.partition import layout_at, layouts_of
+from lema_neuron.shards.metadata import FUSED, GROUPED
+
+__all__ = ["describe"]
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+LEAVES = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
+HOW = "leave the format out: LEMA's own has a place for all"
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module of that library's, which stands for one or several of the base model's."""
+
+    path: str  # of the first of these
+    module: nn.Module
+    name: str  # in that library's model
+    suffixes: tuple[str, ...]  # of its weights: one each for queries, keys and values
+    stride: int  # how many projections are one after the other in one weight
+    layout: Layout | None  # of the weight of a linear module or embedding
+
+
+def describe(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: PreTrainedModel, tp: int, kv_layout: KvLayout
+) -> dict[str, Any]:
+    """Return the metadata of an adapter's shards. `AdapterError`: it has what this format has no place for, or is of
+    some only of the modules that are fused there; `ModelError`: layers have other modules than that library's models;
+    `ConfigError`: they cannot be divided among so many ranks."""
+    keys: int = getattr(model.config, "num_key_value_heads", None) or 1
+    copies = max(1, tp // keys) if keys % tp else 1
+    adapted = _adapted(tensors, config)
+    parameters: dict[str, dict[str, Any]] = {}
+    seen = set[int]()
+    for one in _modules(model, adapted, layouts_of(model, tp, kv_layout, copies), tp, grouped=keys % tp != 0):
+        base = ".base_layer" if one.path in adapted else ""
+        for name, parameter in one.module.named_parameters(recurse=False):
+            if id(parameter) not in seen:  # a tied head is the embeddings
+                at = {
+                    f"{PREFIX}{one.name}{base}.{name}{end}": _place(one.layout, tp, one.stride) for end in one.suffixes
+                }
+                parameters |= at
+            seen.add(id(parameter))
+        for leaf in sorted(adapted.get(one.path, ())):
+            assert one.layout is not None
+            kind, dot, rest = leaf.partition(".")
+            for end in one.suffixes if leaf == "lora_B.weight" else ("",):
+                lies = layout_of_tensor(leaf, one.layout, 2)
+                parameters[f"{PREFIX}{one.name}.{kind}.default{dot}{rest}{end}"] = _place(lies, tp)
+    specs = [
+        {"module_fully_qualified_name": f"{PREFIX}{path}", "specs": made}
+        for path, module in model.named_modules()
+        if (made := _specs(module, model.config, tp, keys, copies)) is not None
+    ]
+    order = {"kv_layout": kv_layout} if copies > 1 and kv_layout != "tile" else {}
+    return {"parameters": parameters, "model_weight_transformation_specs": specs, **order}
+
+
+def _adapted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the tensors that an adapter has of each module of the base model."""
+    for option in ("rank_pattern", "alpha_pattern"):
+        if config.get(option):
+            what = f"{option} is of modules that may be fused in this format"
+            raise AdapterError(what, where=option, how=HOW)
+    found: dict[str, set[str]] = {}
+    for name in tensors:
+        path, leaf = module_of(name)
+        if leaf not in LEAVES:
+            raise AdapterError("this format has no place for such a tensor", where=name, how=HOW)
+        found.setdefault(path, set()).add(leaf)
+    return found
+
+
+def _modules(
+    model: PreTrainedModel, adapted: Mapping[str, set[str]], plan: Mapping[str, Layout], tp: int, *, grouped: bool
+) -> Iterator[_Module]:
+    for path, module in model.named_modules():
+        if not (own := dict(module.named_parameters(recurse=False))):
+            continue
+        layout, (owner, _, last) = None, path.rpartition(".")
+        if isinstance(module, nn.Embedding):
+            layout = embedding(tp, module.num_embeddings)
+        elif isinstance(module, nn.Linear):
+            layout = layout_at(path, plan)
+        known = last in (*ATTENTION, *MLP) or module in (model.get_input_embeddings(), model.get_output_embeddings())
+        odd = max(one.dim() for one in own.values()) > 1 if layout is None else not known or "bias" in own
+        if odd:
+            what = f"{path} is no module of the models that this format is for{', or has a bias' if known else ''}"
+            raise ModelError(what, where=path, how=HOW)
+        beside = {name for name, _ in model.get_submodule(owner).named_children()} if owner else set()
+        fused: tuple[str, ...] = MLP[:2] if beside.issuperset(MLP) else ()
+        if grouped and beside.issuperset(ATTENTION):
+            fused = ATTENTION[:3]
+        if last not in fused:
+            yield _Module(path, module, path, ("",), 1, layout)
+        elif last == ATTENTION[0] or last == MLP[0]:
+            paths = [f"{owner}.{name}" for name in fused]
+            if any(adapted.get(one) != adapted.get(path) for one in paths):
+                what = f"{', '.join(fused)} are one module in this format, and the adapter is of some of them"
+                raise AdapterError(what, where=path, how=HOW)
+            attention = fused == ATTENTION[:3]
+            name = f"{owner}.{'qkv_proj' if attention else 'gate_up_proj'}"
+            ends = ("_q", "_k", "_v") if attention else ("",)
+            yield _Module(path, module, name, ends, 1 if attention else len(fused), layout)
+
+
+def _place(layout: Layout | None, tp: int, stride: int = 1) -> dict[str, Any]:
+    if layout is None or layout.kind == "replicated":
+        return {"tensor_model_parallel": False}
+    cut = {"partition_dim": layout.dim, "partition_stride": stride, "num_partitions": tp}
+    return {"tensor_model_parallel": True, **cut}
+
+
+def _specs(module: nn.Module, config: Any, tp: int, keys: int, copies: int) -> list[list[Any]] | None:
+    """Say what is fused in an attention or an MLP; None: the module is neither."""
+    linears: dict[str, Any] = dict(module.named_children())
+    about = {"tp_size": tp, "peft_type": "lora"}
+    if linears.keys() >= set(MLP):
+        fused = {"fused_linear_name": "gate_up_proj", "linear_names": list(MLP[:2]), "bias": False, "fuse_axis": 0}
+        return [[FUSED, {**fused, "original_dims": [linears[name].out_features for name in MLP[:2]], **about}]]
+    if not linears.keys() >= set(ATTENTION):
+        return None
+    if keys % tp == 0:
+        return []
+    names = ("query_projection_name", "key_projection_name", "value_projection_name", "output_projection_name")
+    heads = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": keys,
+        "kv_size_multiplier": copies,
+    }
+    sizes = {"q_output_size_per_partition": linears["q_proj"].out_features // tp}
+    sizes["kv_output_size_per_partition"] = linears["k_proj"].out_features * copies // tp
+    projections = {"gqa_qkv_projection_name": "qkv_proj", **dict(zip(names, ATTENTION, strict=True))}
+    return [[GROUPED, {**projections, **heads, **sizes, "fuse_qkv": False, "bias": False, **about}]]

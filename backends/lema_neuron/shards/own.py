@@ -1,0 +1,153 @@
+"""LEMA's own adapter shards: one safetensors file for each rank, and the layout of every tensor.
+
+The directory holds `tp_00.safetensors`, `tp_01.safetensors`, ... and `layout.json`: a version, the number of ranks, a
+SHA-256 of every file, and the layout of every tensor. Every projection keeps its own A and B.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lema.backend.layout import Difference, KvLayout, Layout, consolidate, differences, layout_from_dict, shard
+from lema.errors import AdapterError, ConfigError, DataError, ModelError
+from lema.lora.shards import layout_of_tensor, module_of
+from lema.model.partition import layout_at, layouts_of
+from lema.storage.atomic import flush
+
+__all__ = ["LAYOUTS", "LEMA", "join"]
+
+LAYOUTS = "layout.json"
+VERSION = 1
+
+
+class _Lema:
+    marks = LAYOUTS
+
+    def read(
+        self,
+        directory: Path,
+        config: Mapping[str, Any],
+        model: nn.Module | None,  # noqa: ARG002 # of the protocol: these shards say what their shapes were
+        kv_layout: KvLayout | None,
+        *,
+        check: bool,
+    ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, Any]]:
+        """Read the files of all ranks, which the layouts beside them describe."""
+        if kv_layout is not None:
+            raise ConfigError("these shards say how they lie", where="kv_layout", how="leave it out")
+        return *_read(directory, check=check), dict(config)
+
+    def write(
+        self,
+        directory: Path,
+        tensors: Mapping[str, Tensor],
+        config: Mapping[str, Any],  # noqa: ARG002 # of the protocol: any adapter has its place here
+        model: PreTrainedModel,
+        tp: int,
+        kv_layout: KvLayout,
+    ) -> None:
+        """Write a file for each rank. `ModelError`: the model's plan does not cover a module of the adapter."""
+        plan, layouts = layouts_of(model, tp, kv_layout), {}
+        for name, tensor in tensors.items():
+            module, leaf = module_of(name)
+            try:
+                layouts[name] = layout_of_tensor(leaf, layout_at(module, plan), tensor.dim())
+            except ModelError as error:
+                raise ModelError(error.what, where=f"tensor {name} of the adapter", how=error.how) from error
+        _write(directory, tensors, layouts, tp)
+
+
+LEMA = _Lema()
+
+
+def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> tuple[Tensor, list[Difference]]:
+    """Put one tensor of an adapter together; return it, and which replicas differ (none, if `check`). `AdapterError`:
+    the ranks do not hold pieces of one tensor; or, if `check`, replicas differ."""
+    try:
+        return consolidate(held, layout, check=check), [] if check else differences(held, layout)
+    except DataError as error:
+        raise AdapterError(error.what, where=name, how=error.how) from error
+
+
+def _write(directory: Path, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tp: int) -> None:
+    """Cut an adapter up and write its pieces, in a directory that does not exist yet. `ConfigError`: a tensor cannot be
+    divided among the ranks as its layout says; `OSError`: a file could not be written."""
+    directory.mkdir()
+    hashes = {}
+    for rank in range(tp):
+        file = directory / f"tp_{rank:02}.safetensors"
+        pieces = {name: shard(tensor, layouts[name], rank) for name, tensor in tensors.items()}
+        save_file(pieces, file, metadata={"format": "pt"})
+        hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        flush(file)
+    described = {name: {"shape": list(tensor.shape), **layouts[name].to_dict()} for name, tensor in tensors.items()}
+    content = {"version": VERSION, "tp": tp, "files": hashes, "tensors": described}
+    (directory / LAYOUTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    flush(directory / LAYOUTS)
+
+
+def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int]:
+    """Read what `_write` wrote, and put it together. Return the tensors, which replicas of which differ (none, if
+    `check`), and over how many ranks they lay. `AdapterError`: a file is missing, damaged, or not what the layout says;
+    or, if `check`, replicas differ."""
+    file = directory / LAYOUTS
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file), how="save it again") from error
+    if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
+        what = f"these shards have version {content['version']} of their format, and this lema reads {VERSION}"
+        raise AdapterError(what, where=str(file), how="upgrade lema")
+    sound = (
+        isinstance(content, dict)
+        and content.get("version") == VERSION
+        and type(content.get("tp")) is int
+        and 1 <= content["tp"] <= 4096
+        and isinstance(content.get("files"), dict)
+        and isinstance(content.get("tensors"), dict)
+        and all(isinstance(entry, dict) for entry in content["tensors"].values())
+    )
+    if not sound:
+        raise AdapterError(f"{file.name} does not describe shards of an adapter", where=str(file), how="save it again")
+    layouts, shapes = {}, {}
+    for name, entry in content["tensors"].items():
+        shapes[name] = entry.pop("shape", None)
+        try:
+            layouts[name] = layout_from_dict(entry)
+        except (DataError, ConfigError) as error:
+            raise AdapterError(f"{name}: {error.what}", where=str(file), how=error.how) from error
+    tp = content["tp"]
+    names = [f"tp_{rank:02}.safetensors" for rank in range(tp)]
+    if sorted(content["files"]) != sorted(names) or any(layout.tp != tp for layout in layouts.values()):
+        raise AdapterError(f"it does not describe {tp} ranks", where=str(file), how="save it again")
+    ranks = []
+    for file in (directory / name for name in names):
+        if not file.is_file():
+            how = "copy the directory again, with all its files"
+            raise AdapterError(f"the shard {file.name} is missing", where=str(file), how=how)
+        try:
+            if hashlib.sha256(file.read_bytes()).hexdigest() != content["files"][file.name]:
+                raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
+            ranks.append(load_file(file))
+        except (OSError, SafetensorError) as error:
+            what = f"the shard {file.name} is damaged: {error}"
+            raise AdapterError(what, where=str(file), how="copy it again") from error
+        if odd := sorted(ranks[-1].keys() ^ layouts.keys()):
+            raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(file))
+    tensors, found = {}, {}
+    for name, layout in layouts.items():
+        tensors[name], differing = join([held[name] for held in ranks], layout, name, check=check)
+        if differing:
+            found[name] = differing
+        if list(tensors[name].shape) != shapes[name]:
+            raise AdapterError(f"{name} is {list(tensors[name].shape)}, and was {shapes[name]}", where=name)
+    return tensors, found, tp

@@ -1,0 +1,33 @@
+"""`lema doctor`: whether this machine is ready (versions, limits, devices, disk), and how to fix what is not."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    directory: Annotated[
+        Path,
+        typer.Option(metavar="DIR", exists=True, file_okay=False, help="Whose disk is measured; nothing stays there."),
+    ] = Path(),
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes seconds: timing disk and link.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to fix what is not."""
+    from rich.console import Console
+
+    from lema_tools.doctor.report import examine, show_report
+
+    waiting = Console(stderr=True)
+    with waiting.status("looking") if waiting.is_terminal else contextlib.nullcontext():
+        report = examine(directory, measure=not quick)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        show_report(report, Console(highlight=False))
+    raise typer.Exit(report.exit_code)

@@ -1,0 +1,339 @@
+"""`lema report`: a run on one HTML page, which needs neither network nor script, and escapes what comes from files."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lema.config.units import human_bytes, human_count, human_duration
+from lema_tools.page import page, table, tiles
+from lema_tools.rundir import LABELS, TIMES, Run, by_step, read_json, read_run
+from lema_tools.steptrace import find_trace, read_step
+from lema_tools.svg import Bar, Series, bars, chart, columns, timeline
+
+__all__ = ["html", "report"]
+
+MANY = 40  # points from which on a curve is smoothed, over about a twentieth of them
+LONG = 20_000  # characters of a file that are shown
+
+
+def report(
+    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="What the run's output_dir is.")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write it; else report.html in OUTPUT_DIR.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `lema train --trace` wrote; else a *trace*.json in OUTPUT_DIR."),
+    ] = None,
+) -> None:
+    """Write a run as one HTML page: curves, a step's timeline, memory, settings, environment, certificates."""
+    from lema.storage.atomic import replace_file
+
+    file = output or output_dir / "report.html"
+    replace_file(file, html(read_run(output_dir), trace).encode())
+    typer.echo(f"report: {file}")
+
+
+def html(run: Run, trace: Path | None = None) -> str:
+    """Return the page of a run; `trace`: the file of its trace, None: one of its directory, if there is one."""
+    settings = _settings(run)
+    name = settings.get("run_name") or run.directory.absolute().name
+    about = [str(settings.get("model_name_or_path") or ""), _objective(settings), _machine(run)]
+    head = f'<h1>{escape(str(name))}<span class="chip {run.state}">{run.state}</span></h1>'
+    head += f"<p>{escape(' · '.join(filter(None, about)))}</p>"
+    sections = [
+        ("summary", "Summary", tiles(_tiles(run)) + _phases(run)),
+        ("curves", "Curves", _curves(run)),
+        ("time", "Where a step's time goes", _times(run)),
+        ("timeline", "Timeline of a step", _timeline(run, trace or find_trace(run.directory))),
+        ("memory", "Memory", _memory(run)),
+        ("results", "Results", _card(run)),
+        ("certificates", "Certificates", _certificates(run)),
+        ("settings", "Settings", _settings_table(run, settings)),
+        ("environment", "Environment", table(_environment(run))),
+    ]
+    return page(f"{name}: LEMA", head, sections, "Written by <code>lema report</code>.")
+
+
+def _settings(run: Run) -> Mapping[str, Any]:
+    """Return the settings, of plan.json, or of the adapter or the newest checkpoint."""
+    if found := run.about.get("settings"):
+        return dict(found)
+    places = (run.directory, *reversed(run.checkpoints))
+    return next(filter(None, (read_json(one / "lema_config.json") for one in places)), {})
+
+
+def _objective(settings: Mapping[str, Any]) -> str:
+    rank = settings.get("lora_rank")
+    return "" if not settings else f"{settings.get('objective', 'sft')}, rank {rank}, on {settings.get('device')}"
+
+
+def _machine(run: Run) -> str:
+    machine = (run.about.get("plan") or {}).get("machine") or ""
+    name = str(machine.get("name", "") if isinstance(machine, Mapping) else machine)
+    return name if name != "cpu" else ""  # which the device says already
+
+
+def _tiles(run: Run) -> Iterator[tuple[str, str, str]]:
+    yield "steps", f"{run.step:,}", "" if run.steps is None else f"of {run.steps:,}"
+    losses, evaluations = by_step(run.trained, "loss"), by_step(run.evaluated, "eval_loss")
+    if losses:
+        yield "loss", f"{losses[-1][1]:.4f}", f"at step {losses[-1][0]:,}; {losses[0][1]:.4f} at first"
+    if known := [one for one in evaluations if math.isfinite(one[1])]:
+        step, best = min(known, key=lambda one: one[1])
+        yield "best evaluation", f"{best:.4f}", f"at step {step:,}, of {len(evaluations)}"
+    if rates := [rate for _, rate in by_step(run.trained, "tokens_per_second")]:
+        yield "tokens/s", human_count(sum(rates) / len(rates)), f"{human_count(rates[-1])} at last"
+    whole = sum(sum(parts.values()) for _, _, parts in run.seconds)
+    if "train_runtime" in run.summary:
+        yield "time", human_duration(run.summary["train_runtime"]), _each(run)
+    elif whole:
+        yield "time", human_duration(whole), _each(run)
+    for memory in run.memories:
+        if memory.measured is not None:
+            yield memory.name, human_bytes(memory.measured), f"plan: {human_bytes(memory.planned)}"
+    read = sum(value for _, value in by_step(run.trained, "bytes_read"))
+    uploaded = sum(value for _, value in by_step(run.trained, "bytes_uploaded"))
+    if run.trained:
+        yield "read from disk", human_bytes(read), f"{human_bytes(uploaded)} to the device"
+    if (left := run.seconds_left) is not None:
+        yield "time left", human_duration(left), run.holder
+
+
+def _each(run: Run) -> str:
+    return "" if (each := run.seconds_per_step) is None else f"{each:.3g} s a step at last"
+
+
+def _phases(run: Run) -> str:
+    rows = []
+    for one in (run.about.get("plan") or {}).get("phases") or ():
+        ended = any(row.get("event") == "phase_end" and row.get("phase") == one["name"] for row in run.rows)
+        begun = any(name == one["name"] for name, _ in run.phases)
+        losses = by_step([row for row in run.trained if row.get("phase") == one["name"]], "loss")
+        told = f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}" if losses else ""
+        state = "ended" if ended else "begun" if begun else "to come"
+        steps, peak = f"{one['first_step']:,} to {one['last_step']:,}", f"{one['rates']['peak']:.3g}"
+        rows.append((one["name"], one["trains"], human_count(one["trainable"]), steps, peak, told, state))
+    headers = ("phase", "trains", "parameters", "steps", "highest learning rate", "loss", "state")
+    return f'<div class="card" style="margin-top:14px">{table(rows, headers)}</div>' if rows else ""
+
+
+def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the exponential means, without the pull of the first; what is not finite is passed over."""
+    total, weight, stays, found = 0.0, 0.0, 1 - min(0.5, 20 / len(points)), list[tuple[float, float]]()
+    for step, value in points:
+        if math.isfinite(value):
+            total, weight = stays * total + value, stays * weight + 1.0
+            found.append((step, total / weight))
+    return found
+
+
+def _curves(run: Run) -> str:
+    marks = [(step, name) for name, step in run.phases] if len(run.phases) > 1 else []
+    losses = by_step(run.trained, "loss")
+    many = len(losses) >= MANY
+    loss = [Series("training", losses, 0, "faint" if many else "line")]
+    loss += [Series("training, smoothed", _smoothed(losses), 0)] if many else []
+    loss.append(Series("evaluation", by_step(run.evaluated, "eval_loss"), 1, "dots"))
+    figures = [chart("loss", loss, marks=marks)]
+    others = (("learning rate", "learning_rate", 4), ("tokens per second", "tokens_per_second", 3))
+    for title, key, colour in (*others, ("gradient norm", "grad_norm", 2)):
+        figures.append(chart(title, [Series(title, by_step(run.trained, key), colour)], marks=marks, from_zero=True))
+    figures += _more(run, marks)
+    return f'<div class="grid2">{"".join(figures)}</div>'
+
+
+KNOWN = re.compile(r"(step|bytes_|layers_|seconds_|tokens).*|epoch|loss|learning_rate|grad_norm|memory|phase|stage")
+
+
+def _more(run: Run, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
+    """Yield curves of what an objective has measured, beside the evaluations' of the same name."""
+    names = sorted({key for row in run.trained for key in row if not KNOWN.fullmatch(key)})
+    for name in names:
+        points, held = by_step(run.trained, name), by_step(run.evaluated, f"eval_{name}")
+        if points:
+            yield chart(name, [Series("training", points, 6), Series("evaluation", held, 1, "dots")], marks=marks)
+
+
+def _times(run: Run) -> str:
+    sums: dict[str, float] = {}
+    for _, _, parts in run.seconds:
+        for name, value in parts.items():
+            sums[name] = sums.get(name, 0.0) + value
+    sums = {name: value for name, value in sums.items() if value}
+    whole, colours = sum(sums.values()), {name: at for at, name in enumerate(TIMES) if name in sums}
+    if not whole:
+        return '<p class="none">The lines of metrics have no seconds of steps.</p>'
+    told = {name: f"{value:.3g} s, {100 * value / whole:.1f}%" for name, value in sums.items()}
+    steps = sum(count for _, count, _ in run.seconds)
+    note = f"{steps:,} steps in {human_duration(whole)}. Computing is the rest: what is not measured is in it."
+    each = [(step, {name: value / count for name, value in parts.items()}) for step, count, parts in run.seconds]
+    drawn = columns("seconds of a step", each, colours)
+    summed = f'<div class="card"><h3>all steps</h3>{bars(Bar(sums, colours), told, note=note)}</div>'
+    return f'<div class="grid2">{summed}{drawn}</div>'
+
+
+def _timeline(run: Run, trace: Path | None) -> str:
+    found = None if trace is None else read_step(trace)
+    if trace is not None and found is not None:
+        name = escape(trace.name)
+        return f'<div class="card">{timeline(*found)}<p class="note">The step of median length in {name}.</p></div>'
+    if not run.seconds:
+        return '<p class="none">There is neither a trace nor a line of metrics with seconds.</p>'
+    parts = {name: value for name, value in _mean(run).items() if value}
+    told = {name: f"{value:.3g} s" for name, value in parts.items()}
+    how = "This is the mean of the latest steps. lema train --trace FILE records what happened when."
+    colours = {name: at for at, name in enumerate(TIMES)}
+    return f'<div class="card">{bars(Bar(parts, colours), told, note=how)}</div>'
+
+
+def _mean(run: Run) -> dict[str, float]:
+    recent = run.seconds[-10:]
+    steps = sum(count for _, count, _ in recent)
+    return {name: sum(parts[name] for _, _, parts in recent) / steps for name in recent[0][2]}
+
+
+def _memory(run: Run) -> str:
+    cards = []
+    for one in run.memories:
+        ordered = dict(sorted(one.parts.items(), key=lambda part: -part[1]))
+        parts = {LABELS.get(name, name): float(size) for name, size in ordered.items()}
+        told = {name: human_bytes(size) for name, size in parts.items()}
+        limit = f"The plan takes {human_bytes(one.planned)}" + (f" of {human_bytes(one.limit)}." if one.limit else ".")
+        if one.name == "memory":
+            limit += " The device computes in host memory, and what was measured is all of the process."
+        if (run.about.get("plan") or {}).get("activations") is False:
+            limit += " Activations are not in it: no limit asked for them to be counted before the run."
+        measured = None if one.measured is None else float(one.measured)
+        mark = "" if measured is None else f"{human_bytes(measured)} measured at most"
+        bar = Bar(parts, {name: at for at, name in enumerate(parts)}, measured)
+        cards.append(f'<div class="card"><h3>{one.name}</h3>{bars(bar, told, mark=mark, note=limit)}</div>')
+    if points := by_step(run.trained, "memory"):
+        curve = [Series("GB measured", [(step, value / 1e9) for step, value in points], 8)]
+        cards.append(chart("memory in use after a step, GB", curve, from_zero=True))
+    if not run.memories:
+        cards.append('<p class="none">The run has no plan.json, so that nothing says what was planned.</p>')
+    return f'<div class="grid2">{"".join(cards)}</div>'
+
+
+def _card(run: Run) -> str:
+    """Return the tables of the model card, data and results; of a run without one its last line of metrics."""
+    text = ""
+    if (card := run.directory / "README.md").is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")[:LONG]
+    parts = []
+    for title in ("Results", "Data"):
+        found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        rows = re.findall(r"^\| ([^|\n]+) \| (.*) \|$", found[1], re.MULTILINE) if found else []
+        if rows:
+            parts.append(f'<div class="card"><h3>{title}</h3>{table(rows)}</div>')
+    if not parts and run.summary:
+        parts.append(f'<div class="card">{table((name, _text(value)) for name, value in run.summary.items())}</div>')
+    ends = [row for row in run.rows if row.get("event") == "phase_end"]
+    if not parts and ends:
+        told = ((row.get("phase"), row.get("step"), _text(row.get("final_eval_loss"))) for row in ends)
+        parts.append(
+            f'<div class="card">{table(told, ("phase", "ended after step", "loss on what was held out"))}</div>'
+        )
+    none = '<p class="none">There is no model card: a plain run writes one when it has ended.</p>'
+    return f'<div class="grid2">{"".join(parts)}</div>' if parts else none
+
+
+def _certificates(run: Run) -> str:
+    cards = []
+    for file in run.certificates:
+        name = escape(file.name)
+        if file.suffix == ".json" and (found := read_json(file)):
+            known = "".join(_chips(found))
+            tables = "".join(_rows(key, value) for key, value in found.items() if _is_table(value))
+            cards.append(f'<div class="card"><h3>{name}{known}</h3>{tables}{table(_flat(found))}</div>')
+        else:
+            text = escape(file.read_text(encoding="utf-8", errors="replace")[:LONG])
+            cards.append(f'<details class="card"><summary>{name}</summary><pre>{text}</pre></details>')
+    none = "No certificate is in the directory: lema prove compares a run with transformers and PEFT, and writes one."
+    return "".join(cards) or f'<p class="none">{none}</p>'
+
+
+def _chips(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a certificate says in a word."""
+    words = {"holds": ("the promise holds", "the promise is broken"), "bitwise": ("bitwise equal", "not bitwise")}
+    for name, (yes, no) in words.items():
+        if isinstance(verdict := found.get(name), bool):
+            yield f'<span class="chip {"good" if verdict else "bad"}">{yes if verdict else no}</span>'
+
+
+def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a list of objects as a table, a column for each of their names."""
+    names = list({key: None for row in rows[:200] for key in row})
+    told = ([_text(row.get(key)) for key in names] for row in rows[:200])
+    return f"<h3>{escape(name)}</h3>{table(told, [one.replace('_', ' ') for one in names])}"
+
+
+def _flat(found: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield the numbers and texts of nested objects, each by its way there; lists of objects are tables elsewhere."""
+    for key, value in found.items():
+        name = f"{before}{key}".replace("_", " ")
+        if isinstance(value, Mapping) and depth < 4:
+            yield from _flat(value, f"{name}: ", depth + 1)
+        elif not _is_table(value):
+            yield name, _size(name, value)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) for one in value)
+
+
+def _size(key: str, value: Any) -> str:
+    counts = isinstance(value, int) and not isinstance(value, bool)
+    return human_bytes(value) if counts and re.search(r"bytes|memory|peak", key) else _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and all(isinstance(one, int | float | str) for one in value):
+        return ", ".join(map(_text, value[:50])) + (f" and {len(value) - 50} more" if len(value) > 50 else "")
+    return value if isinstance(value, str) else json.dumps(value)[:LONG]
+
+
+def _settings_table(run: Run, settings: Mapping[str, Any]) -> str:
+    if not settings:
+        return '<p class="none">Nothing says with which settings the run began.</p>'
+    rows = {name: value if isinstance(value, str) else json.dumps(value) for name, value in sorted(settings.items())}
+    given = {str(name): True for name in run.about.get("given") or ()}
+    chosen = [(name, value) for name, value in rows.items() if name in given]
+    every = f"<details><summary>all {len(rows)} settings</summary>{table(rows.items(), marked=given)}</details>"
+    if not chosen:
+        return f'<div class="card"><p class="note">Nothing says which of them were given.</p>{every}</div>'
+    told = f"The {len(chosen)} that were given are marked; the others have their defaults, or the plan chose them."
+    told = f'<p class="note">{told}</p>'
+    return f'<div class="card">{table(chosen, marked=given)}{told}{every}</div>'
+
+
+def _environment(run: Run) -> Iterator[tuple[str, str]]:
+    versions = run.about.get("versions") or {}
+    for checkpoint in reversed(run.checkpoints):
+        versions = versions or read_json(checkpoint / "state.json").get("versions") or {}
+    yield from ((str(name), str(version)) for name, version in versions.items())
+    plan = run.about.get("plan") or {}
+    if name := _machine(run):
+        yield "machine", name
+    machine = plan["machine"] if isinstance(plan.get("machine"), Mapping) else plan
+    for key in ("device_memory", "host_memory"):
+        if isinstance(size := machine.get(key), int) and size:
+            yield key.replace("_", " "), human_bytes(size)
+    for key, unit in (("disk", "B/s"), ("link", "B/s")):
+        speed = (machine.get("speeds") or {}).get(key) if isinstance(machine.get("speeds"), Mapping) else None
+        if isinstance(speed, int | float) and speed > 1:
+            yield key, f"{human_count(speed)}{unit}"
+    yield "directory", str(run.directory)
+    if run.checkpoints:
+        yield "checkpoints", ", ".join(str(one.relative_to(run.directory)) for one in run.checkpoints)

@@ -1,0 +1,297 @@
+"""What a run leaves in its `output_dir`, read while it runs or afterwards: measurements, plan, checkpoints, its state.
+
+Nothing here imports torch, so that a look takes no seconds. Everything is read anew or where it has grown; nothing is
+written, and no lock is taken.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lema.errors import ConfigError, DataError
+
+__all__ = ["LABELS", "TIMES", "Memory", "MetricsTail", "Run", "by_step", "read_json", "read_run"]
+
+METRICS, PLAN, LOCK = "metrics.jsonl", "plan.json", ".lock"
+NON_FINITE = ("NaN", "Infinity", "-Infinity")  # what JSON has no numbers for
+RECENT = 10  # lines of metrics that speed and time left are told by
+
+# Where the seconds of a step go, by the names of metrics.jsonl. The rest is computing, with whatever is not measured.
+TIMES = {
+    "computing": None,
+    "waiting for the disk": "seconds_blocked_disk",
+    "waiting for the link": "seconds_blocked_upload",
+    "waiting for other processes": "seconds_blocked_gather",
+    "expanding quantised weights": "seconds_expanding",
+    "optimizer": "seconds_optimizer",
+}
+
+# What the plan spends memory on, by its own names.
+LABELS = {
+    "used": "in use before the first step",
+    "slots": "slots that layers stream through",
+    "residents": "layers that stay",
+    "outside": "embeddings, norm, head",
+    "adapters": "adapter, gradients, optimizer",
+    "gradients": "gradients of two layers",
+    "working": "one micro-batch in one layer",
+    "flight": "hidden states between layers",
+    "expanded": "weights of one layer, expanded",
+    "gathered": "layers put together of parts",
+    "boundaries": "inputs of layers, kept",
+    "saved": "activations not recomputed",
+    "ring": "buffers that layers are read into",
+    "cached": "layers kept from the disk",
+    "masters": "weights in fp32",
+    "moments": "optimizer state",
+    "waiting": "gradients that wait",
+    "stepping": "the optimizer at work",
+    "process": "interpreter and libraries",
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the plan spends one memory on, in bytes, and what was measured there."""
+
+    name: str  # "device memory", "host memory", or "memory" where the device computes in the host's
+    parts: Mapping[str, int]  # by the names of `LABELS`
+    limit: int  # that the settings allow, or that there is; 0: nobody knows
+    measured: int | None  # the most of all lines of metrics; None: it is not measured
+
+    @property
+    def planned(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run at one moment."""
+
+    directory: Path
+    rows: Sequence[Mapping[str, Any]]  # the lines of metrics
+    about: Mapping[str, Any]  # plan.json; empty: the run has none
+    checkpoints: Sequence[Path]  # whole ones, in the order in which they were written
+    holder: str  # the process that writes there now; empty: none does
+
+    @cached_property
+    def trained(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics of training steps."""
+        return [row for row in self.rows if "loss" in row and "step" in row]
+
+    @cached_property
+    def evaluated(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics of evaluations."""
+        return [row for row in self.rows if "eval_loss" in row and "step" in row]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the whole run that were logged."""
+        return max((int(row["step"]) for row in self.rows if "step" in row), default=0)
+
+    @cached_property
+    def steps(self) -> int | None:
+        """How many steps the run has; None: nothing says so."""
+        if (known := self.about.get("steps")) is not None:
+            return int(known)
+        for checkpoint in reversed(self.checkpoints):
+            if (known := read_json(checkpoint / "trainer_state.json").get("max_steps")) is not None:
+                return int(known)
+        return None
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """The last line of a plain run that has ended; else nothing."""
+        return next((row for row in reversed(self.rows) if "train_loss" in row), {})
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has taken its last step."""
+        if self.phases:
+            done = self.steps is not None and self.step >= self.steps
+            return done and any(row.get("event") == "phase_end" for row in self.rows[-1:])
+        return bool(self.summary)
+
+    @property
+    def state(self) -> str:
+        """Say in a word what the run does: `running`, `ended` or `stopped`."""
+        return "running" if self.holder else "ended" if self.ended else "stopped"
+
+    @cached_property
+    def phases(self) -> list[tuple[str, int]]:
+        """The phases that have begun, each with the step after which it did; none of a plain run."""
+        first: dict[str, int] = {}
+        for row in self.rows:
+            if "phase" in row:
+                first.setdefault(str(row["phase"]), int(row["step"]))
+        return [(name, step - step * (at == 0)) for at, (name, step) in enumerate(first.items())]
+
+    @cached_property
+    def seconds(self) -> list[tuple[int, int, dict[str, float]]]:
+        """Of each line of metrics that has seconds: its step, how many steps it is of, and where they went."""
+        found, before = [], 0
+        for row in self.trained:
+            count, before = max(1, int(row["step"]) - before), int(row["step"])
+            if (whole := _number(row, "seconds_passed")) is not None:
+                parts = {name: _number(row, key) or 0.0 for name, key in TIMES.items() if key is not None}
+                found.append((before, count, {"computing": max(0.0, whole - sum(parts.values())), **parts}))
+        return found
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The mean of the latest lines; None: they have no seconds."""
+        recent = self.seconds[-RECENT:]
+        return sum(sum(parts.values()) for _, _, parts in recent) / sum(n for _, n, _ in recent) if recent else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """An estimate from the latest steps; None: speed or length of the run is not known, or it does not run."""
+        if self.state != "running" or self.steps is None or (each := self.seconds_per_step) is None:
+            return None
+        return each * max(0, self.steps - self.step)
+
+    @property
+    def memories(self) -> list[Memory]:
+        """What the plan spends memory on, of phases the one that runs or ran last, against what was measured."""
+        plan, limits = self.about.get("plan") or {}, ("device_memory", "host_memory")
+        shared, rows = bool(plan.get("shared")), self.trained
+        if phases := plan.get("phases"):
+            name = self.phases[-1][0] if self.phases else phases[0]["name"]
+            phase = next((one for one in phases if one["name"] == name), phases[0])
+            parts, given = phase["memory"]["parts"], [plan.get(one) for one in limits]
+            rows = [row for row in rows if row.get("phase") == name]
+        elif parts := plan.get("memory") or {}:
+            given = [parts.get("device_limit"), parts.get("host_limit")]
+        else:
+            return []
+        device, host, (most, there) = parts["device"], parts["host"], (int(one or 0) for one in given)
+        measured = max((int(row["memory"]) for row in rows if _number(row, "memory") is not None), default=None)
+        if not shared:
+            beside = [Memory("host memory", _present(host), there, None)] if any(host.values()) else []
+            return [Memory("device memory", _present(device), most, measured), *beside]
+        # The ring's buffers are the slots; names that both have are added up.
+        both = {name: device.get(name, 0) + host.get(name, 0) for name in (*device, *host)}
+        both["ring"] = max(0, host.get("ring", 0) - device.get("slots", 0))
+        return [Memory("memory", _present({"used": int(self.about.get("used") or 0), **both}), there, measured)]
+
+    @property
+    def certificates(self) -> list[Path]:
+        """The files of `lema prove`, JSON before Markdown of the same name."""
+        return sorted({*self.directory.glob("certificate*.json"), *self.directory.glob("certificate*.md")})
+
+
+def by_step(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Return the numbers of that name with their steps, in order; what is no number is left out."""
+    found = ((int(row["step"]), _number(row, key)) for row in rows if "step" in row)
+    return [(step, value) for step, value in found if value is not None]
+
+
+class MetricsTail:
+    """Reads metrics.jsonl where it has grown since the last look, and anew where it was cut back or replaced."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._read, self._last, self._inode = 0, b"", -1
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all whole lines that are there now; `DataError` where one is no JSON object, `ConfigError` where there
+        is no file."""
+        try:
+            with self._file.open("rb") as stream:
+                inode = os.fstat(stream.fileno()).st_ino
+                stream.seek(max(0, self._read - len(self._last)))
+                if inode != self._inode or stream.read(len(self._last)) != self._last:
+                    self._begin()
+                    self._inode = inode
+                    stream.seek(0)
+                self._take(stream.read())
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise _no_run(self._file.parent) from error
+        except OSError as error:
+            raise DataError(f"cannot read the metrics: {error.strerror}", where=str(self._file)) from error
+        return list(self._rows)
+
+    def _take(self, data: bytes) -> None:
+        whole = data[: data.rfind(b"\n") + 1]  # what follows is a line that is being written, or was when it was killed
+        for line in whole.splitlines(keepends=True):
+            number = len(self._rows) + 1
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"not JSON: {error}", where=f"{self._file}:{number}") from error
+            if not isinstance(row, dict):
+                raise DataError("a line of metrics is a JSON object", where=f"{self._file}:{number}")
+            self._rows.append({key: float(one) if one in NON_FINITE else one for key, one in row.items()})
+            self._read, self._last = self._read + len(line), line
+
+
+def read_run(directory: Path, tail: MetricsTail | None = None) -> Run:
+    """Read a run's directory, its metrics through a `tail` that knows their beginning. `ConfigError`: no run is there;
+    `DataError`: its metrics are no JSON."""
+    rows = (tail or MetricsTail(directory / METRICS)).rows()
+    return Run(directory, rows, read_json(directory / PLAN), list(_checkpoints(directory)), _holder(directory))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file; nothing where there is none, or something else is in it."""
+    with suppress(OSError, ValueError, RecursionError):  # files beside the metrics are told of as far as they are there
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _no_run(directory: Path) -> ConfigError:
+    how = "give the output_dir of a run: `lema train` writes metrics.jsonl there when it begins"
+    if not directory.exists():
+        return ConfigError("there is no such directory", where=str(directory), how=how)
+    if not directory.is_dir():
+        return ConfigError("this is a file, not the directory of a run", where=str(directory), how=how)
+    above = next((one for one in directory.absolute().parents[:2] if (one / METRICS).is_file()), None)
+    if above is not None:
+        how = f"the run that this belongs to is in {above}"
+    return ConfigError(f"no run is in this directory: {METRICS} is missing", where=str(directory), how=how)
+
+
+def _checkpoints(directory: Path) -> Iterator[Path]:
+    found = [*directory.glob("checkpoint-*/manifest.json"), *directory.glob("*/checkpoint-*/manifest.json")]
+    whole = []
+    for one in found:
+        if re.fullmatch(r"checkpoint-\d+", one.parent.name):
+            with suppress(FileNotFoundError):  # the run deletes old ones meanwhile
+                whole.append((one.stat().st_mtime, one.parent))
+    yield from (path for _, path in sorted(whole))
+
+
+def _holder(directory: Path) -> str:
+    """Return which process holds the directory's lock; a lock's file whose process is gone holds nothing."""
+    file = directory / LOCK
+    with suppress(OSError, psutil.Error):  # it goes when the run does
+        pid, _, host = file.read_text(errors="replace").strip().partition(" ")
+        if host != socket.gethostname():  # nobody here can tell whether that process lives
+            return f"process {pid} on {host}" if pid and host else ""
+        if pid.isdigit() and psutil.Process(int(pid)).create_time() <= file.stat().st_mtime + 1:
+            return f"process {pid}"
+    return ""
+
+
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _present(parts: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}

@@ -1,0 +1,72 @@
+"""One step out of a trace that `lema train --trace` has written: what was read, uploaded and computed when."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lema.errors import DataError
+from lema_tools.svg import Span
+
+__all__ = ["find_trace", "read_step"]
+
+# Tracks from top to bottom, with their colours; others come behind.
+TRACKS = {"read": 0, "stall: disk": 1, "gather": 8, "stall: gather": 1, "upload": 6, "stall: upload": 1, "expand": 7}
+TRACKS |= {"forward": 3, "backward": 4, "boundaries": 9, "optimizer": 5}
+MOST = 3000  # spans that are drawn, the longest first
+LARGEST = 512 * 10**6  # bytes of a trace that is read
+
+
+def find_trace(directory: Path) -> Path | None:
+    """Return a file in the directory of a run that is named as a trace; None: there is none."""
+    return next(iter(sorted(directory.glob("*trace*.json"))), None)
+
+
+def read_step(file: Path) -> tuple[list[Span], dict[str, int]] | None:
+    """Return the spans of the step of median length, in seconds, and their tracks with colours; None: no step is whole.
+    `DataError`: the file is no trace."""
+    try:
+        if file.stat().st_size > LARGEST:
+            raise DataError("the trace is too large to be drawn", where=str(file), how="open it at ui.perfetto.dev")
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        names = {one["tid"]: str(one["args"]["name"]) for one in events if one.get("ph") == "M"}
+        spans = [_span(one, names) for one in events if one.get("ph") == "X"]
+    except OSError as error:
+        raise DataError(f"cannot read the trace: {error.strerror}", where=str(file)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        how = "give what `lema train --trace FILE` has written"
+        raise DataError(f"this is no trace: {error!r}", where=str(file), how=how) from error
+    bounds = _bounds(spans)
+    if not bounds:
+        return None
+    begin, end = sorted(bounds, key=lambda one: one[1] - one[0])[len(bounds) // 2]
+    found = [one for one in spans if one.begin < end and one.end > begin]
+    cut = [Span(one.track, one.name, max(one.begin, begin), min(one.end, end)) for one in found]
+    drawn = sorted(cut, key=lambda one: one.begin - one.end)[:MOST]
+    places = {name: at for at, name in enumerate(TRACKS)}
+    tracks = sorted({one.track for one in drawn}, key=lambda one: (places.get(_kind(one), len(places)), one))
+    return drawn, {track: TRACKS.get(_kind(track), 9) for track in tracks}
+
+
+def _span(event: dict[str, Any], names: dict[Any, str]) -> Span:
+    begin = float(event["ts"]) / 1e6
+    return Span(names.get(event["tid"], str(event.get("cat"))), str(event["name"]), begin, begin + event["dur"] / 1e6)
+
+
+def _bounds(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """Return from when to when whole steps went: each begins with the first layer forward after one backward."""
+    starts: list[float] = []
+    ways = sorted((one for one in spans if one.track in ("forward", "backward")), key=lambda one: one.begin)
+    before = "backward"
+    for one in ways:
+        if one.track == "forward" and before == "backward":
+            starts.append(one.begin)
+        before = one.track
+    return list(pairwise(starts))
+
+
+def _kind(track: str) -> str:
+    """Return a track's own name: that of a second thread is `read 2`."""
+    name, _, number = track.rpartition(" ")
+    return name if number.isdigit() else track

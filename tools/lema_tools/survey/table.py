@@ -1,0 +1,95 @@
+"""The models that stream, shown to a reader: a table on a terminal, tab-separated lines elsewhere, JSON, a page."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from lema.config.printing import print_table
+from lema.config.problems import meant
+from lema.errors import ConfigError
+from lema_tools.survey.attempt import Row, model_types, survey, survey_model
+
+__all__ = ["json_text", "markdown", "show_models", "survey_all"]
+
+HEADERS = ("type", "streams", "adapters", "why not")
+COMMAND = "lema models --markdown"
+
+INTRODUCTION = """\
+One row for each type of which `transformers` has a causal language model, or one of images and text, which is trained
+on text: what only images reach is not read. Nothing here is a list of ours: the type's
+default config is built without weights, and its own forward is run up to the layers and from the layers to the logits,
+on tensors that have shapes and no values. *adapters* are modules and experts that LoRA trains by default. *unknown*:
+`transformers` has no default config of the type that makes a model by itself, or one that cannot run without values.
+
+Another config of the same type may do otherwise. `lema models DIRECTORY` tries that of a model you have, and says
+whether its weights are used as they are stored, or rearranged whenever they are read.
+""".splitlines()
+
+
+def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remote_code: bool = False) -> Iterator[Row]:
+    """Try each of `names`, or every type where none is given; a bar on a terminal says how far it has come. Names are
+    types, else directories, files, or hub ids in the cache; a ConfigError or a WeightsError says of one that it is none
+    of these, or cannot be tried."""
+    known = model_types()
+    for name in names:
+        _check(name, known)
+    console = Console(stderr=True)
+    for name in track(names or known, "trying", console=console, transient=True, disable=not console.is_terminal):
+        if name in known:
+            yield survey(name)
+        else:
+            yield survey_model(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def show_models(rows: Iterable[Row], console: Console) -> None:
+    """Print a table with a summary on a terminal; anywhere else a line for each row as soon as it is known."""
+    known = list(rows) if console.is_terminal else []
+    print_table(map(_cells, known or rows), console, headers=HEADERS)
+    if console.is_terminal:
+        console.print(_summary(known), style="bold", highlight=False)
+
+
+def json_text(rows: Iterable[Row]) -> str:
+    """Return the rows as a JSON array of objects."""
+    return json.dumps([asdict(row) for row in rows], indent=2)
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """Return the page of the docs."""
+    known = list(rows)
+    versions = (f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch"))
+    made = f"Made by `{COMMAND} > docs/models.md`, with {', '.join(versions)}."
+    page = ["# Models", "", made, "", *INTRODUCTION, "", _summary(known), ""]
+    page += [f"| {' | '.join(HEADERS)} |", "|---" * len(HEADERS) + "|"]
+    for row in known:
+        name, streams, _, reason = _cells(row)
+        adapters = " ".join(f"`{target}`" for target in row.targets)
+        escaped = re.sub(r"([\\`*_|<>\[\]])", r"\\\1", reason)
+        page.append(f"| `{name}` | {streams} | {adapters} | {escaped} |")
+    return "".join(line + "\n" for line in page)
+
+
+def _cells(row: Row) -> tuple[str, str, str, str]:
+    name = f"{row.source} ({row.model_type})" if row.source else row.model_type
+    streams = {True: "yes", False: "no", None: "unknown"}[row.streams]
+    if row.streams and row.prepare is not None:
+        streams = "rearranged" if row.prepare else "as stored"
+    return name, streams, " ".join(row.targets), row.reason
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    counts = {answer: sum(row.streams is answer for row in rows) for answer in (True, False, None)}
+    return f"{len(rows)} in all: {counts[True]} stream, {counts[False]} do not, {counts[None]} unknown."
+
+
+def _check(name: str, known: Sequence[str]) -> None:
+    """Tell a misspelt type before anything is tried; a path or a hub id is looked up when its turn comes."""
+    if name not in known and "/" not in name and not Path(name).expanduser().exists():
+        how = meant(name, known) or "`lema models` lists the types"
+        raise ConfigError(f"{name!r} is neither a type of model nor a directory", where="lema models", how=how)
