@@ -1,6 +1,7 @@
 """A model trains in less memory than half of its weights, and its depth costs nothing but what the plan says.
 
     python benchmarks/memory.py
+    python benchmarks/memory.py --against 1,16 --layers 24 --hidden 1024 --intermediate 2816 --vocabulary 16000
 
 1. A model of more than 2 GB of weights trains in a child process inside a memory cgroup of less than half of that, the
    whole process included (interpreter, torch, page cache). Where no cgroup can be made, anonymous memory is measured
@@ -8,6 +9,9 @@
 2. The same model at half the depth: anonymous memory is compared, less what depth does cost: boundary activations,
    and adapters with their gradients and optimizer state. These children run with malloc told to give freed memory back
    (RETURNING below): by default glibc keeps what it likes of it, and that differs by some 5% from run to run.
+
+With `--against` neither is done: one model trains with each of these numbers of micro-batches instead, and anonymous
+memory less boundary activations is compared with that at the first number.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--fraction", type=float, default=0.45, help="of the weights, for the cgroup's limit")
     parser.add_argument("--tokens", type=int, default=256, help="per micro-batch")
     parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--against", type=_numbers, metavar="N,N", help="compare these numbers of micro-batches")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2, help="children per depth; the median is compared")
     parser.add_argument("--default-malloc", action="store_true", help="compare the depths under glibc's defaults")
@@ -52,6 +57,9 @@ def main() -> None:
         print(json.dumps(_train(arguments)))
         return
     whole = Shape(arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary)
+    if arguments.against:
+        _compare_micro_batches(arguments, whole)
+        return
     half = Shape(arguments.hidden, arguments.intermediate, arguments.layers // 2, arguments.vocabulary)
     rows = []
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
@@ -68,10 +76,36 @@ def main() -> None:
     report("memory", rows, whole)
 
 
-def _run(directory: Path, limit: int | None, malloc: Mapping[str, str]) -> dict[str, Any]:
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _compare_micro_batches(arguments: argparse.Namespace, shape: Shape) -> None:
+    """Train one model with each number of micro-batches, and print what memory they took beyond boundaries."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        write_model(Path(name), shape)
+        for micro_batches in arguments.against * arguments.repeats:
+            how = {} if arguments.default_malloc else RETURNING
+            row = _run(Path(name), None, how, "--micro-batches", str(micro_batches))
+            rows.append({"micro_batches": micro_batches, **row, "rest": row["peak_anonymous"] - row["boundaries"]})
+    table = Table(title="memory of one process, MB")
+    for column in ("micro-batches", "anonymous", "boundaries", "rest", "ratio"):
+        table.add_column(column, justify="right")
+    rest = {n: statistics.median(row["rest"] for row in rows if row["micro_batches"] == n) for n in arguments.against}
+    for n in arguments.against:
+        taken = [row for row in rows if row["micro_batches"] == n]
+        median = statistics.median(row["peak_anonymous"] for row in taken)
+        numbers = [f"{number / 1e6:,.0f}" for number in (median, taken[0]["boundaries"], rest[n])]
+        table.add_row(str(n), *numbers, f"{rest[n] / rest[arguments.against[0]]:.2f}")
+    Console(width=110).print(table)
+    report("memory-micro-batches", rows, shape)
+
+
+def _run(directory: Path, limit: int | None, malloc: Mapping[str, str], *more: str) -> dict[str, Any]:
     """Train in a child process: in a cgroup of `limit` bytes where one is asked for and can be made, else with `malloc`
-    in its environment."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", str(directory)]
+    in its environment. `more` are arguments of this one alone."""
+    command = [sys.executable, __file__, *sys.argv[1:], *more, "--child", str(directory)]
     if limit is None:
         return {"limit": None, **_child(command, environment=malloc)}
     with ExitStack() as stack:

@@ -6,6 +6,9 @@ tensor that the layer's forward saved was saved in that path, the recomputation 
 would be computed to be thrown away. NaN stands for it, so that a value that was read after all could not pass unseen. A
 dropout of what that linear returned changes none of this, because what it saves is its mask. The forward of each
 micro-batch notes which linear that is, because layers with experts go different ways.
+
+The graph of the recomputation is differentiated, so the product has its place in it: what is skipped is skipped below
+autograd (`Skipped`).
 """
 
 from __future__ import annotations
@@ -21,11 +24,26 @@ import torch
 from peft.tuners.lora.layer import Linear
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema.model.capture import replaced
 from lema.model.shared_inputs import PRODUCTS, Unread
 
-__all__ = ["AdaptedLinears", "LastLinear"]
+__all__ = ["AdaptedLinears", "LastLinear", "Skipped"]
+
+
+class Skipped(TorchDispatchMode):
+    """Has products of matrices be NaN in a `with` block, and computes none. Autograd, above it, sees them as ever."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's is
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
+            return func(*args, **(kwargs or {}))
+        left, right = args[-2:]
+        # Whole, because the layer may write into what it has made.
+        return left.new_full((*left.shape[:-1], right.shape[-1]), torch.nan)
 
 
 @dataclass(eq=False)
@@ -35,8 +53,6 @@ class LastLinear:
     linear: Linear | None = None  # None: none was called
     begun: int = 0  # how many tensors had been saved when it was called
     ended: int = 0  # how many had been saved when it returned, or when a dropout of what it returned did
-    features: int = 0
-    dtype: torch.dtype = torch.float32
     # What it or the dropout returned, `[..., features]`, while somebody else holds that.
     made: Callable[[], Tensor | None] = lambda: None
 
@@ -51,12 +67,14 @@ class LastLinear:
         assert self.linear is not None
         if saved() != self.begun:  # a layer may call one linear more than once, and this is not the last call
             return forward(*args, **kwargs)
-        with replaced({self.linear.base_layer: Unread(self._nothing)}):
+        unread = Unread(partial(self._nothing, self.linear.base_layer.forward))
+        with replaced({self.linear.base_layer: unread}):
             return forward(*args, **kwargs)
 
-    def _nothing(self, given: Tensor) -> Tensor:
-        """Return NaN in place of a product, as a view of one element, because nobody reads it."""
-        return given.new_full((), torch.nan, dtype=self.dtype).expand(*given.shape[:-1], self.features)
+    def _nothing(self, product: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+        """Return NaN in place of a product, because nobody reads it."""
+        with Skipped():
+            return product(given)
 
 
 class AdaptedLinears:
@@ -93,7 +111,7 @@ def _linear(
     out = forward(*args, **kwargs)
     last.linear, last.begun, last.ended = linear, begun, saved()
     # A weak reference, because the layer may need the output no longer than the next line of its forward.
-    last.dtype, last.features, last.made = out.dtype, out.shape[-1], ref(out)
+    last.made = ref(out)
     return out
 
 

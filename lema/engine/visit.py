@@ -7,9 +7,9 @@ layer, the head and the loss are one visit: the graph is formed, used and freed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -200,23 +200,21 @@ class _LayerVisit:
     def _run(self, lease: Lease, index: int, given: Tensor, *, needs: bool, state: Tensor) -> list[Tensor]:
         """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
         engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
-        # Made anew in the backward where tensors have no address, because no tensor is known for a weight there.
-        anew = compiled or not lease.has_address
         again = None
         if self._boundaries is not None and not self._room:
-            again = self._runner(index, state, needs=needs, compiled=compiled, anew=anew)
+            again = self._runner(index, state, needs=needs, compiled=compiled)
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.own))
-        graph = Graph(again, self._linears, anew=anew, keep=keep)
+        # Whole where tensors have no address, because no tensor is known for a weight there.
+        graph = Graph(again, self._linears, whole=compiled or not lease.has_address, keep=keep)
         with graph.built(lease):
-            if again is not None and not lease.has_address:
-                given = given.detach().requires_grad_(needs)  # so that a layer's graph is that of an evaluation too
+            if again is not None:
+                given = given.detach().requires_grad_(needs)
             elif needs:
                 given = graph_input(engine.anchor, given, self._found, index)
             weights = {**lease.weights, **self._leaves}
-            output = engine.split.run_layer(self._layer, weights, call, given, compiled=compiled)
-        made = [output, *(one for one in call.routers or () if one.requires_grad)]
-        # The edge and not the output, because that is the next layer's input, and kept as such.
-        self._graphs.append((graph, list(map(get_gradient_edge, made))))
+            made = _made(engine, self._layer, weights, call, given, compiled=compiled)
+        # Edges and not outputs, because these are the next layer's inputs, and kept as such.
+        self._graphs.append((graph, [] if again else list(map(get_gradient_edge, made))))
         self._room = max(0, self._room - sum(graph.held.values()))
         return [one.detach() for one in made]
 
@@ -224,16 +222,19 @@ class _LayerVisit:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
         engine = self._engine
         after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
+        each = len(gradients) // len(self._graphs)
         with engine.leased(self._layer, "backward") as lease:
+            for name, weight in engine.trained.leaves(self._layer, lease).items():
+                self._leaves[name].data = weight.detach()  # the slot of the forward holds another layer now
             for index, (graph, edges) in enumerate(self._graphs):
                 engine.stop.poll()
                 if self._away is not None:
                     self._away.expect_after(self._layer, index)
-                with graph.differentiated(lease), ExitStack() as stack:
+                with ExitStack() as stack:
                     if self._boundaries is not None:
                         self._boundary.append(stack.enter_context(self._boundaries.kept(self._layer, index)))
                         stack.callback(self._boundary.clear)
-                    graph.backward(edges, gradients[index * len(edges) : (index + 1) * len(edges)])
+                    graph.backward(lease, edges, gradients[index * each : (index + 1) * each])
                 self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
         found = [self._found.get(index) for index in range(len(self._graphs))]
@@ -243,27 +244,31 @@ class _LayerVisit:
         self._found, self._graphs, self._boundaries, self._away = {}, [], None, None
         return found
 
-    def _runner(
-        self, index: int, state: Tensor, *, needs: bool, compiled: bool, anew: bool
-    ) -> Callable[[Lease], Tensor]:
+    def _runner(self, index: int, state: Tensor, *, needs: bool, compiled: bool) -> Callable[[Lease], Sequence[Tensor]]:
         """Return the function that runs a micro-batch through the layer again, from the generator's first `state`. It
         does not refer to the visit, because the visit's graph holds it, and a circle would keep tensors too long."""
-        engine, layer, boundary = self._engine, self._layer, self._boundary
-        call, found = self._calls[index], self._found
+        engine, layer, boundary, leaves = self._engine, self._layer, self._boundary, self._leaves
+        call, found, asked = self._calls[index], self._found, self._calls[index].routers is not None
 
-        def run(lease: Lease) -> Tensor:
+        def run(lease: Lease) -> Sequence[Tensor]:
             engine.backend.set_rng_state(state)
-            if anew and (needs or not lease.has_address):
-                # This run is differentiated: on a device that compiles graphs also by an input whose gradient is not
-                # needed, so that the lowest layer's backward is the graph of the others'.
-                given = graph_input(engine.anchor, boundary[0], found, index)
-            else:
-                given = boundary[0].detach().requires_grad_(needs)
-            # Leaves again, because what a module saves depends on whether its weight requires grad.
-            weights = {**lease.weights, **engine.trained.leaves(layer, lease)}
-            return engine.split.run_layer(layer, weights, call, given, compiled=compiled)
+            given = boundary[0].detach()
+            if needs or not lease.has_address:
+                # On a device that compiles graphs also for an input whose gradient is not needed, so that the lowest
+                # layer's backward is the graph of the others'.
+                given = graph_input(engine.anchor, given, found, index)
+            anew = replace(call, routers=[] if asked else None)  # what the first run has noted is looked at no more
+            return _made(engine, layer, {**lease.weights, **leaves}, anew, given, compiled=compiled)
 
         return run
+
+
+def _made(
+    engine: Engine, layer: int, weights: Mapping[str, Tensor], call: LayerCall, given: Tensor, *, compiled: bool
+) -> list[Tensor]:
+    """Run a layer; return its output, and what its routers made, where somebody asks and it has a graph."""
+    output = engine.split.run_layer(layer, weights, call, given, compiled=compiled)
+    return [output, *(one for one in call.routers or () if one.requires_grad)]
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from lema.backend import Exchange, Parallel, SingleProcess
 
-__all__ = ["Tally"]
+__all__ = ["FORMULAS", "Tally"]
 
 
 aten = torch.ops.aten

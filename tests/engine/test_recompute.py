@@ -1,9 +1,11 @@
 """What is computed a second time: what the backward needs, and nothing that reaches none of it."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -93,9 +95,9 @@ def skips_counted(model: LemaModel) -> Iterator[list[int]]:
     layer_of = {id(part): index for index, layer in enumerate(model.split.layers) for part in layer.modules()}
     nothing = LastLinear._nothing
 
-    def count(self: LastLinear, given: Tensor) -> Tensor:
+    def count(self: LastLinear, product: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
         counts[layer_of[id(self.linear)]] += 1
-        return nothing(self, given)
+        return nothing(self, product, given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LastLinear, "_nothing", count)
@@ -237,3 +239,55 @@ def test_a_layer_that_runs_another_way_the_second_time_is_noticed(tmp_path: Path
         model.split.layers[3].mlp.act_fn = torch.nn.Identity()
         with pytest.raises(AssertionError, match="the layer ran another way"):
             loss.backward()
+
+
+class Noted(torch.autograd.Function):
+    """An activation whose place in a graph can be seen to live; `alive` has the most that did at once."""
+
+    nodes: ClassVar[list[weakref.ref[Any]]] = []
+    alive: ClassVar[int] = 0
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        Noted.nodes.append(weakref.ref(ctx))
+        Noted.alive = max(Noted.alive, Noted.living())
+        ctx.save_for_backward(given)
+        return torch.tanh(given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (given,) = ctx.saved_tensors
+        return gradient * (1 - torch.tanh(given) ** 2)
+
+    @classmethod
+    def living(cls) -> int:
+        return sum(node() is not None for node in cls.nodes)
+
+
+class NotedActivation(torch.nn.Module):
+    def forward(self, given: Tensor) -> Tensor:
+        return Noted.apply(given)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_step_holds_the_graph_of_one_micro_batch_however_many_it_has(
+    checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(Noted, "nodes", [])
+    monkeypatch.setattr(Noted, "alive", 0)
+    with streamed_model(checkpoint_of("llama"), RECOMPUTED) as model:
+        for layer in model.split.layers:
+            layer.mlp.act_fn = NotedActivation()
+        model.adapter.loss(micro_batches(1)).backward()  # a first step learns what layers return
+        Noted.nodes.clear()
+        gc.disable()  # nothing waits for the collector
+        try:
+            loss = model.adapter.loss(micro_batches(number))
+            assert len(Noted.nodes) == number * NUM_LAYERS
+            assert Noted.living() == 0
+            loss.backward()
+            assert len(Noted.nodes) == number * (2 * NUM_LAYERS - 1)  # the top layer is not recomputed
+            assert Noted.living() == 0
+        finally:
+            gc.enable()
+        assert Noted.alive == 1

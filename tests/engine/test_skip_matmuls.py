@@ -10,8 +10,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears
@@ -26,20 +25,21 @@ def adapted(**options: Any) -> Linear:
     return Linear(base, "default", LoraConfig(init_lora_weights=False, **options), r=2, lora_alpha=1)
 
 
-class Products(TorchFunctionMode):
-    """Counts the products of frozen matrices, by the matrix."""
+class Products(TorchDispatchMode):
+    """Counts the products of frozen matrices that are computed in forwards, by the matrix."""
 
     def __init__(self) -> None:
         super().__init__()
         self.runs: Counter[int] = Counter()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear:
-            self.runs[id(args[1])] += 1
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            matrix = args[-1]  # transposed in a forward, and as it is in a backward
+            self.runs[matrix.data_ptr()] += matrix.stride() == (1, WIDTH)
         return func(*args, **(kwargs or {}))
 
     def of(self, linear: Linear) -> int:
-        return self.runs[id(linear.base_layer.weight)]
+        return self.runs[linear.base_layer.weight.data_ptr()]
 
 
 class Layer(nn.Module):
@@ -98,16 +98,15 @@ def recomputed(layer: nn.Module, given: Tensor, lease: Lease) -> list[Tensor | N
     """Return the gradients of a layer that is recomputed."""
     state = torch.get_rng_state()
 
-    def again(leaf: Tensor) -> None:
+    def again(leaf: Tensor) -> list[Tensor]:
         torch.set_rng_state(state)
-        layer(leaf.detach().requires_grad_())
+        return [layer(leaf)]
 
     def differentiate(leaf: Tensor) -> None:
         graph = Graph(lambda _: again(leaf), AdaptedLinears(layer))
         with graph.built(lease):
             out = layer(leaf)
-        with graph.differentiated(lease):
-            torch.autograd.backward(get_gradient_edge(out), torch.ones_like(out))
+        graph.backward(lease, [], [torch.ones_like(out)])
 
     return gradients(layer, given, differentiate)
 
@@ -284,12 +283,11 @@ def test_a_value_that_is_read_after_all_gives_no_number_at_all() -> None:
     lease, given = lease_of(layer), inputs(1)[0]
 
     def differentiate(leaf: Tensor) -> None:
-        graph = Graph(lambda _: layer(leaf.detach().requires_grad_()), AdaptedLinears(layer))
+        graph = Graph(lambda _: [layer(leaf)], AdaptedLinears(layer))
         with graph.built(lease):
             out = layer(leaf)
         layer.dropout.register_forward_pre_hook(look)
-        with graph.differentiated(lease):
-            torch.autograd.backward(get_gradient_edge(out), torch.ones_like(out))
+        graph.backward(lease, [], [torch.ones_like(out)])
 
     gradients(layer, given, differentiate)
     assert bool(seen[0].isnan().all())

@@ -85,7 +85,7 @@ def write_model(directory: Path, *, layers: int = LAYERS, hidden: int = HIDDEN) 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lema.cli.demo.run import without_bars
+    from lema_tools.demo.run import without_bars
 
     config = AutoConfig.for_model(
         "llama",

@@ -1,0 +1,113 @@
+"""`lema profile`: what a step is spent on, counted against torch's own counter, and what a user gets of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clirun import assert_refused, lema
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from lema import LemaConfig, LemaModel
+from lema.train.fit import PlainRun
+from lema.train.run import load_data
+from lema_tools.demo.run import write_files
+from lema_tools.stepparts import PARTS, Spans, StepProfile, profile_steps
+
+CHANGES: dict[str, Any] = {"lora_rank": 5, "max_length": 32}  # of no matrix of the model is a side 5 long
+
+
+class Counted(TorchDispatchMode):
+    """Counts the arithmetic of matrix products as torch's table of formulas does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_files(tmp_path_factory.mktemp("demo")).config
+
+
+@pytest.fixture(scope="module")
+def found(config: Path) -> StepProfile:
+    spans = Spans()
+    model = LemaModel(LemaConfig.from_yaml(config, **CHANGES), trace=spans)
+    try:
+        return profile_steps(model, spans, 1)
+    finally:
+        model.close()
+
+
+def test_the_parts_add_up_to_the_step(found: StepProfile) -> None:
+    assert set(found.parts) == set(PARTS)
+    assert sum(part.seconds for part in found.parts.values()) == pytest.approx(found.step_seconds)
+    assert all(part.seconds >= 0 for part in found.parts.values())
+    assert sum(one["share"] for one in found.to_dict()["parts"].values()) == pytest.approx(1)
+
+
+def test_the_arithmetic_is_what_torch_counts(found: StepProfile, config: Path) -> None:
+    model = LemaModel(LemaConfig.from_yaml(config, **CHANGES))
+    model.initialize_lora()
+    trainer = model.get_trainer()
+    run = PlainRun(trainer, load_data(model)[0], None, lambda _: None)
+    trainer.accumulate(run.draw(0).micro_batches)
+    with Counted() as counted:
+        trainer.accumulate(run.draw(1).micro_batches)
+    model.close()
+    assert counted.flops > 0
+    parts = found.parts
+    assert parts["base matmuls"].flops + parts["adapter matmuls"].flops + parts["loss"].flops == counted.flops
+    assert found.flops == counted.flops + parts["attention"].flops
+
+
+def test_adapters_products_are_told_from_those_of_the_base(found: StepProfile, config: Path) -> None:
+    """Each adapted linear multiplies by A and B where the base multiplies by its weight, forward and backward."""
+    model = LemaModel(LemaConfig.from_yaml(config, **CHANGES))
+    model.initialize_lora()
+    layer = model.split.layers[0]
+    sides = [one.base_layer.weight.shape for one in layer.modules() if hasattr(one, "base_layer")]
+    model.close()
+    assert len(sides) == 7
+    # Of the base's three passes (forward, again, and for the input's gradient) the top layer has two, and one product
+    # is left out of each other layer's second. Adapters have four, of which the top layer has three; the gradient of
+    # nothing is formed below the lowest layer.
+    base, adapter = sum(rows * columns for rows, columns in sides), 5 * sum(sum(side) for side in sides)
+    ratio = found.parts["adapter matmuls"].flops / found.parts["base matmuls"].flops
+    assert adapter / base < ratio < 2 * adapter / base
+
+
+def test_what_a_user_gets(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = Path(LemaConfig.from_yaml(config).output_dir)
+    capfd.readouterr()
+    assert lema("profile", config, "--steps", "1", "--json", "--max-length", "32") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert {"device", "steps", "tokens", "step_seconds", "watched_seconds", "parts", "limit_seconds", "flops"} < set(
+        told
+    )
+    assert {"bytes_read", "disk_speed", "memory_speed", "flops_per_second"} < set(told)
+    assert set(told["parts"]) == set(PARTS)
+    keys = {"seconds", "share", "flops", "bytes", "limit_seconds", "of_limit"}
+    assert all(set(part) == keys for part in told["parts"].values())
+    assert told["steps"] == 1
+    assert told["parts"]["Python"]["limit_seconds"] is None
+    assert not output.exists()
+
+
+def test_what_cannot_be_profiled_is_refused(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("model_name_or_path: nowhere\nlora_rnak: 4\n")
+    assert_refused(capfd, 2, ["lora_rnak", "lora_rank"], "profile", wrong)
+    assert_refused(capfd, 2, ["torch_compile"], "profile", config, "--torch-compile", "true")
+    phased = tmp_path / "phases.yaml"
+    phased.write_text(config.read_text() + "phases:\n  - train: lora\n")
+    assert_refused(capfd, 2, ["phases"], "profile", phased)

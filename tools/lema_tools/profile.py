@@ -1,0 +1,74 @@
+"""`lema profile CONFIG`: what the time of a step is spent on, and how near each part is to its own limit."""
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, import_libraries
+from lema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lema_tools.stepparts import StepProfile
+
+__all__ = ["profile"]
+
+HEADERS = ("part", "seconds", "share", "limit s", "of the limit")
+
+
+def profile(
+    context: typer.Context,
+    config: ConfigFile,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure, each once as it is and once watched.")] = 2,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Take some steps of a config, and print what their time is spent on; nothing is saved."""
+    from lema.train.phases.file import has_phases
+
+    if has_phases(config):
+        how = "give a file with the settings of one phase"
+        raise ConfigError("phases have steps of several kinds", where=str(config), how=how)
+    checked = config_of(config, settings)
+    if checked.torch_compile:
+        what = "compiled layers do not show what they are made of"
+        raise ConfigError(what, where="torch_compile", how="--set torch_compile=false")
+    import_libraries(context, checked, trusted=trust_remote_code)
+    from rich.console import Console
+
+    from lema.config.printing import print_table
+    from lema.train import LemaModel
+    from lema_tools.stepparts import Spans, profile_steps
+
+    spans = Spans()
+    with contextlib.closing(LemaModel(checked, trust_remote_code=trust_remote_code, trace=spans)) as model:
+        found, first = profile_steps(model, spans, steps), model.backend.replicas.first
+    if not first:
+        return
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+        return
+    console = Console(highlight=False)
+    print_table(_rows(found), console, headers=HEADERS, amounts=True)
+    for line in _lines(found):
+        console.print(line)
+
+
+def _rows(found: "StepProfile") -> Any:
+    for name, part in found.parts.items():
+        limit, near = part.limit_seconds, part.of_limit
+        cells = "-" if limit is None else f"{limit:.3f}", "-" if near is None else f"{near:.2f}"
+        yield name, f"{part.seconds:.3f}", f"{part.seconds / found.step_seconds:.1%}", *cells
+    limit = found.limit_seconds
+    yield "a step", f"{found.step_seconds:.3f}", "100%", f"{limit:.3f}", f"{limit / found.step_seconds:.2f}"
+
+
+def _lines(found: "StepProfile") -> Any:
+    took = f"watched, one took {found.watched_seconds:.3f} s"
+    yield f"{found.steps} steps of {found.tokens:,.0f} tokens on {found.device}; {took}"
+    reached = f"the best of them reaches {found.flops_per_second / 1e9:,.0f} GFLOP/s by itself"
+    yield f"products of a step: {found.flops / 1e9:,.2f} GFLOP, {reached}"
+    read = f"{found.bytes_read / 1e6:,.1f} MB of weights a step from a disk of {found.disk_speed / 1e9:.2f} GB/s"
+    yield f"memory: {found.memory_speed / 1e9:.1f} GB/s; read: {read}"
