@@ -157,11 +157,11 @@ def _pieces(path: Path) -> Iterator[Piece]:
                     content += file.readline(MAX_ROW)
                     if len(content) > MAX_ROW and not content.endswith(b"\n"):
                         raise _error(TOO_LONG, path, line + content.count(b"\n"), SHORTER)
-                    rows = content.count(b"\n")
-                    if packed and (left := left - len(content) - rows * ROW_BYTES) < 0:
+                    num_lines = content.count(b"\n")
+                    if packed and (left := left - len(content) - num_lines * ROW_BYTES) < 0:
                         raise _error(UNPACKS, path, line, DISTRUST)
                     yield Piece(path, line, content, raw.tell())
-                    line += rows
+                    line += num_lines
             return
         size, read = 0 if is_stream(path) else path.stat().st_size, _OF_FILES[_kind(path)](path)
         rows: list[Row] = []
