@@ -15,7 +15,14 @@ from lema.config import LemaConfig
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "architecture.md"
-SOURCES = sorted([*ROOT.glob("lema/**/*.py"), *ROOT.glob("backends/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("benchmarks/*.py")])
+SOURCES = sorted(
+    [
+        *ROOT.glob("lema/**/*.py"),
+        *ROOT.glob("backends/**/*.py"),
+        *ROOT.glob("tools/**/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+    ]
+)
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("internals/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MOST_LINES = 120  # of the page on the architecture, and of the README
 MOST_LINES_OF_A_PAGE = 200
