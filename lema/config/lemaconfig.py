@@ -83,6 +83,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     device_memory: Silent[types.Memory | None] = "auto"
     """Limit of device memory: "8GB", "512MiB", a fraction, bytes; auto: nine tenths of what is free; None: what
     streaming needs, whatever there is."""
+    experts_per_slot: Silent[types.Count | Literal["auto"] | None] = "auto"
+    """Experts that are leased together, of layers with stacked experts; what else such a layer has is leased beside
+    them. auto: all, or as many as `device_memory` holds; None: all, in whole layers."""
     host_memory: Silent[types.Memory | None] = None
     """Limit of host memory for weights and activations, written in the same ways."""
     seed: Refused[Annotated[int, Field(ge=0, lt=2**32)]] = 42

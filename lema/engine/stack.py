@@ -35,7 +35,7 @@ from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import adapter_leaves, below_visits
 from lema.errors import ConfigError
 from lema.model.flow import Prelude
-from lema.stream.schedule import fetched_per_step, forward_order
+from lema.stream.schedule import fetched_per_step, in_parts
 
 __all__ = ["LayerStack", "StackCall"]
 
@@ -129,6 +129,9 @@ class LayerStack:
         self._version: int | None = None  # of an adapter's values at the last backward
         self._found: dict[nn.Parameter, Tensor] | None = None
         if streamed.backend.replicas.size > 1:  # because whoever calls the model has it in DistributedDataParallel
+            if split.groups:
+                what = "of a model that several processes call, experts cannot be leased in groups"
+                raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._found = {}
             streamed.engine.trained = adapter_leaves(split.layers, self._found)
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
@@ -269,11 +272,12 @@ class LayerStack:
         lowest = 0 if below else min(trained, default=top + 1)
         step = None
         if lowest <= top:
-            step = _Step(next(self._numbers), tuple(range(top, lowest - 1, -1)), calls[0].trained)
+            down = in_parts(range(top, lowest - 1, -1), streamed.stream.parts, down=True)
+            step = _Step(next(self._numbers), down, calls[0].trained)
         if step is not None:
             self._say_what_accumulation_costs(lowest)
             self._steps.add(step)
-        up = forward_order(top + 1)
+        up = streamed.stream.forward_order()
         self._announce(up, self._awaited() or up)
         # None in the first step, because what the trainer's head needs is seen only then.
         room = 0 if self._room is None or self._version is None or step is None else max(0, self._room())
@@ -304,7 +308,7 @@ class LayerStack:
             raise ConfigError(what, where="backward", how=how)
         step.done = True
         self._version = self._adapter_version()[1]
-        self._announce(step.backward, self._awaited() or forward_order(self.streamed.split.num_layers))
+        self._announce(step.backward, self._awaited() or self.streamed.stream.forward_order())
 
     def _awaited(self) -> tuple[int, ...]:
         """Return the leases of the backward that is most likely the next: of the last forward that waits for one."""

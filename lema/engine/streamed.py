@@ -37,7 +37,6 @@ from lema.model import Split
 from lema.model.flow import LayerCall
 from lema.model.inputs import Inputs, model_inputs
 from lema.stream import LayerStream, Lease, StreamCounters
-from lema.stream.schedule import forward_order, training_order
 
 __all__ = ["StreamedModel"]
 
@@ -180,9 +179,8 @@ class StreamedModel:
     def announce_step(self, micro_batches: MicroBatches | None = None) -> None:
         """Announce the leases of one training step, so that its first layers are read before it starts. With `prefix`,
         the step's micro-batches say which layers it leaves out."""
-        order = training_order(len(self.stream.layers), self.lowest_trained)
         first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
-        self.stream.announce(order[first:])
+        self.stream.announce(self.stream.training_order(self.lowest_trained, first))
 
     def _first_layer(self, micro_batches: MicroBatches) -> int:
         inputs = [model_inputs(batch) for batch in micro_batches]
@@ -264,14 +262,14 @@ class StreamedModel:
     def accompany(self, *, training: bool = True) -> None:
         """Take part in a step, or an evaluation, of which this process has no rows, for the processes that have some.
         `ConfigError`: the others may visit layers in an order that this process cannot know yet."""
-        layers, self.measured = len(self.stream.layers), {}
+        stream, self.measured = self.stream, {}
         if training and self.stream.sharded and self.starts_below is None and self.trained_outside():
             what = "this process has no rows in the first step, and does not know how far down gradients go"
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
             raise ConfigError(what, where="shard_weights", how=how)
         if not training:
-            self.stream.cancel()  # as an evaluation does
-        self.stream.accompany(training_order(layers, self.lowest_trained) if training else forward_order(layers))
+            stream.cancel()  # as an evaluation does
+        stream.accompany(stream.training_order(self.lowest_trained) if training else stream.forward_order())
 
     @torch.no_grad()
     def evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None = None) -> tuple[Tensor, int]:
@@ -310,7 +308,7 @@ class StreamedModel:
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield the hidden states before the first layer and after each; rows from `join` are added to `joined`."""
         self.stream.cancel()
-        self.stream.announce(forward_order(len(self.stream.layers)))
+        self.stream.announce(self.stream.forward_order())
         with self._first_lease(micro_batches) as first:
             hidden, calls = self.prelude(micro_batches, first, wait=wait)
             if (beside := join(calls, first)) is not None and joined is not None:

@@ -21,6 +21,7 @@ from lema.activations.kept import StepBoundaries, StepGraphs
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
 from lema.engine.beside import Beside, settled
+from lema.engine.grouped import GroupedVisit, through_groups, top_in_groups
 from lema.engine.head.gradients import EmbedHead, apart, graph_input
 from lema.engine.head.routers import RouterLoss
 from lema.engine.head.rows import RowLoss
@@ -106,7 +107,12 @@ def visit(
     kept, in `graphs` or, without them, on the device. The rows `beside` those that train go through in the same lease.
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
-    visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside, room)
+    visit: _LayerVisit | GroupedVisit
+    if layer in engine.split.groups:
+        assert boundaries is not None and beside is None, "a layer in parts keeps its graph, or has rows beside"
+        visit = GroupedVisit(engine, layer, calls, boundaries)
+    else:
+        visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside, room)
     made = apart(visit.forward, visit.backward, engine.outer, hidden)
     each = len(made) // len(calls)
     for index, call in enumerate(calls):
@@ -134,6 +140,10 @@ def visit_frozen(
             made = engine.split.run_layer(layer, lease.weights, call, state.to(engine.backend.device))
             return made if wait is None else made.to(wait, non_blocking=True)
 
+        if layer in engine.split.groups:
+            states = (state.to(engine.backend.device) for state in hidden)
+            made = through_groups(engine, lease, calls, states)
+            return tuple(one if wait is None else one.to(wait, non_blocking=True) for one in made)
         for call, state in zip(calls, hidden, strict=True):
             engine.stop.poll()
             outputs.append(engine.retry.run_forward(place, partial(run, call, state), engine.generator_state()))
@@ -292,6 +302,11 @@ class _TopVisit:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             self._leaves = engine.trained.leaves(top, lease)
             turn: Turn = embed_head.turn
+            if top in engine.split.groups:
+                assert self._beside is None, "a layer in parts has rows beside"
+                total, self._inputs, self._others = top_in_groups(engine, lease, self._calls, turn, hidden, needs_grad)
+                self._calls = ()
+                return total
             states, after = None, None
             if self._beside is not None:
                 total, known, states = settled(

@@ -19,10 +19,18 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers.integrations import moe
 
-__all__ = ["form_no_frozen_gradients", "multiply_apart", "stacked_weights"]
+__all__ = [
+    "ExpertGroup",
+    "LayerExperts",
+    "form_no_frozen_gradients",
+    "layer_experts",
+    "multiply_apart",
+    "stacked_weights",
+]
 
 # By name, because torch has different objects for a function and for the method that does the same.
 PRODUCTS = frozenset(["linear", "matmul", "__matmul__", "mm", "bmm", "_grouped_mm", "grouped_mm_fallback"])
+SPAN = "leased_experts"  # the attribute of a module of experts that says which of them it has now
 SAID_OF_THE_WEIGHT = frozenset(["dtype", "device", "shape", "ndim", "dim", "size", "data_ptr", "requires_grad"])
 
 
@@ -31,6 +39,49 @@ def stacked_weights(module: nn.Module) -> list[str]:
     it as one whose computation goes through its `ExpertsInterface`."""
     marked = hasattr(module, "has_gate")
     return [name for name, one in module.named_parameters(recurse=False) if marked and one.ndim == 3]
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Experts of one layer that are leased together: their number in the stream, the first, and the one after them."""
+
+    number: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The experts of one layer, whose stacked weights may be leased in groups."""
+
+    module: nn.Module  # which has the weights
+    outer: nn.Module  # the same with its adapters around it
+    weights: tuple[str, ...]  # the names in the layer of those whose first dimension are experts, without adapters
+    count: int  # of experts
+
+    @contextmanager
+    def narrowed(self, group: ExpertGroup) -> Iterator[None]:
+        """Have the module be one of a group of its experts in a `with` block, in which it is given their weights."""
+        own = vars(self.module)
+        try:
+            own |= {"num_experts": group.end - group.first, SPAN: slice(group.first, group.end)}
+            yield
+        finally:
+            own["num_experts"] = self.count
+            del own[SPAN]
+
+
+def layer_experts(layer: nn.Module) -> LayerExperts | None:
+    """Return the experts of a layer, adapters attached or not; None: it has none that are stacked, or several times."""
+    found = [(name, module) for name, module in layer.named_modules() if stacked_weights(module)]
+    if len(found) != 1:
+        return None
+    (name, module), count = found[0], getattr(found[0][1], "num_experts", 0)
+    own = {key: one for key, one in module.named_parameters(recurse=False) if one.ndim > 1}
+    if not isinstance(vars(module).get("num_experts"), int) or any(len(one) != count for one in own.values()):
+        return None
+    plain = name.replace(".base_layer", "")
+    return LayerExperts(module, layer.get_submodule(plain), tuple(f"{plain}.{key}" for key in own), count)
 
 
 def multiply_apart(model: nn.Module) -> None:
@@ -49,6 +100,7 @@ class Apart(ParamWrapper):
         found: Any = getattr(base, name)
         for adapter in filter(self.lora_A.__contains__, active_adapters):
             left, right, scaling = self.get_delta_factors(adapter)  # type: ignore[no-untyped-call] # PEFT's
+            left, right = (one[vars(base).get(SPAN, slice(None))] for one in (left, right))
             if missing := -left.shape[-1] % (16 // left.element_size()):  # grouped products want rows of 16 bytes
                 left, right = pad(left, (0, missing)), pad(right, (0, 0, 0, missing))
             left, right = (one if 1 in one.stride()[-2:] else one.contiguous() for one in (left, right))

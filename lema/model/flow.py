@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lema.model.capture import Between, Shared, changed, tensors_in
 
-__all__ = ["LayerCall", "Prelude", "Tape"]
+__all__ = ["LayerCall", "Prelude", "Suspended", "Tape"]
 
 LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
 
@@ -245,6 +245,64 @@ class Tape(TorchFunctionMode):
             return one if number is None else Made(number)
 
         return changed(value, note)
+
+
+class Suspended:
+    """A layer that has run for one micro-batch, but for what it makes of its experts' result: these steps are done when
+    that is there. `state`: returns the generator's. `reached` stands in the experts' place while the layer runs in a
+    `with` block of `tape`; `given` is what they were given then, and `drawn` the generator's state."""
+
+    def __init__(self, state: Callable[[], Tensor]) -> None:
+        self.tape, self._state = Tape(), state
+        self.given: tuple[Tensor, ...] = ()  # hidden states, chosen experts, weights of these
+        self.drawn: Tensor
+        self._steps: list[Step] = []
+        self._result = self._output = -1
+
+    def reached(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Note what the experts are given, and return zeros. `ValueError`: it is not what `transformers` gives them."""
+        shapes = [one.shape for one in args if isinstance(one, Tensor) and one.dim() == 2]
+        if self.given or kwargs or len(shapes) != 3 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
+            raise ValueError("a layer's experts are not called once, with hidden states, experts and their weights")
+        self.given, self.drawn = args, self._state()
+        self.tape.steps.append([])
+        zeros = torch.zeros_like(args[0], requires_grad=False)
+        self._result = self.tape._follow(zeros).number
+        return zeros
+
+    def returned(self, output: Tensor | tuple[Any, ...]) -> None:
+        """Note what the layer has returned. `ValueError`: it cannot be told how it was made of the experts' result."""
+        self._rest = None if isinstance(output, Tensor) else output[1:]
+        number = self.tape.number(output if isinstance(output, Tensor) else output[0])
+        left = set[int]()
+        if number is not None:
+            self._steps, left = _needed(self.tape.steps[0], {number})
+        if number is None or left != {self._result}:
+            raise ValueError("what a layer makes of its experts' result cannot be followed")
+        self._output = number
+        del self.tape
+
+    def resume(self, result: Tensor) -> Any:
+        """Return what the layer returns, given its experts' result `[tokens, hidden]`."""
+        values: dict[int, Any] = {self._result: result}
+        for step in self._steps:
+            step.run(values)
+        output: Tensor = values[self._output]
+        return output if self._rest is None else (output, *self._rest)
+
+    @contextmanager
+    def looking(self) -> Iterator[list[Tensor]]:
+        """Yield a list of what the graph that is made in the `with` block keeps that is made of the experts' result."""
+        constants = [one for step in self._steps for one in tensors_in((step.args, step.kwargs))]
+        known, kept = {one.untyped_storage()._cdata for one in constants}, list[Tensor]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage()._cdata not in known:
+                kept.append(tensor.detach())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield kept
 
 
 def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:

@@ -5,8 +5,9 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,26 @@ from transformers.initialization import guard_torch_init_functions
 
 from lema.backend import Backend
 from lema.backend.registry import has_addresses
+from lema.errors import ConfigError
+from lema.model.experts import ExpertGroup, layer_experts
 from lema.model.skeleton import find_towers, is_in
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import row_ranges
+from lema.storage.slices import row_ranges, rows_of
 from lema.stream.lease import expand_into
 from lema.stream.placement import LayerBytes, place, views
 from lema.stream.reader import LayerReader, StoredRows
 
-__all__ = ["StoredTensors", "draw_head", "expanded_weights", "layer_bytes", "load_outside", "place_outside", "put"]
+__all__ = [
+    "ExpertParts",
+    "StoredTensors",
+    "draw_head",
+    "expanded_weights",
+    "expert_parts",
+    "layer_bytes",
+    "load_outside",
+    "place_outside",
+    "put",
+]
 
 
 def layer_bytes(
@@ -33,12 +46,80 @@ def layer_bytes(
     left_out: Collection[str] = (),
 ) -> list[LayerBytes]:
     """Return each decoder layer as bytes but for the tensors `left_out`, its tensors named relative to the layer."""
+    return [place(layer) for layer in _by_layer(records, dtypes, layers_name, num_layers, left_out)]
+
+
+def _by_layer(
+    records: Mapping[str, Stored],
+    dtypes: Mapping[str, torch.dtype],
+    layers_name: str,
+    num_layers: int,
+    left_out: Collection[str],
+) -> list[dict[str, tuple[Stored, torch.dtype]]]:
     layers: list[dict[str, tuple[Stored, torch.dtype]]] = [{} for _ in range(num_layers)]
     for name, record in records.items():
         if name.startswith(f"{layers_name}.") and name not in left_out:
             index, _, inner = name.removeprefix(f"{layers_name}.").partition(".")
             layers[int(index)][inner] = (record, dtypes[name])
-    return [place(layer) for layer in layers]
+    return layers
+
+
+@dataclass(frozen=True)
+class ExpertParts:
+    """Layers as bytes whose experts are leased in groups: `layers` without them, and the `groups` of each such layer,
+    as the first expert, the one after the last, and bytes."""
+
+    layers: tuple[LayerBytes, ...]
+    groups: Mapping[int, tuple[tuple[int, int, LayerBytes], ...]] = field(default_factory=dict)
+
+    def numbered(self, pieces: Sequence[LayerBytes]) -> tuple[list[LayerBytes], dict[int, tuple[ExpertGroup, ...]]]:
+        """Return what is leased, in the order of its numbers: layers, pieces of the head, groups; and all groups."""
+        numbers, groups = count(len(self.layers) + len(pieces)), dict[int, tuple[ExpertGroup, ...]]()
+        for layer, own in self.groups.items():
+            groups[layer] = tuple(ExpertGroup(next(numbers), first, end) for first, end, _ in own)
+        return [*self.layers, *pieces, *self.leased[len(self.layers) :]], groups
+
+    @property
+    def leased(self) -> list[LayerBytes]:
+        """Layers, then groups."""
+        return [*self.layers, *(part for own in self.groups.values() for _, _, part in own)]
+
+
+def expert_parts(
+    records: Mapping[str, Stored],
+    dtypes: Mapping[str, torch.dtype],
+    layers_name: str,
+    layers: nn.ModuleList,
+    left_out: Collection[str],
+    size: int,
+) -> ExpertParts:
+    """Return layers as bytes, as `layer_bytes` does, with `size` of their experts in each group. A layer with no more
+    stays whole, and one without stacked experts. `ConfigError`: experts are stored in a form that cannot be cut."""
+    groups = dict[int, tuple[tuple[int, int, LayerBytes], ...]]()
+    found = _by_layer(records, dtypes, layers_name, len(layers), left_out)
+    for index, (layer, tensors) in enumerate(zip(layers, found, strict=True)):
+        experts = layer_experts(layer)
+        if experts is None or experts.count <= size or not tensors.keys() >= set(experts.weights):
+            continue
+        stacked = {name: tensors.pop(name) for name in experts.weights}
+        spans = [(first, min(first + size, experts.count)) for first in range(0, experts.count, size)]
+        groups[index] = tuple((*span, place(_rows_of(stacked, *span))) for span in spans)
+    return ExpertParts(tuple(map(place, found)), groups)
+
+
+def _rows_of(
+    stacked: Mapping[str, tuple[Stored, torch.dtype]], first: int, end: int
+) -> dict[str, tuple[Stored, torch.dtype]]:
+    found = dict[str, tuple[Stored, torch.dtype]]()
+    for name, (record, dtype) in stacked.items():
+        how = "set experts_per_slot: null, or convert once with `lema prepare MODEL OUT` and use OUT"
+        if isinstance(record, QuantizedRecord):
+            raise ConfigError(f"{name} is stored quantised, and is leased whole", where="experts_per_slot", how=how)
+        try:
+            found[name] = rows_of(record, first, end), dtype
+        except ValueError as error:
+            raise ConfigError(str(error), where="experts_per_slot", how=how) from error
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,8 @@ from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
 from lema.model.compiled import CompiledLayers
-from lema.model.experts import form_no_frozen_gradients, multiply_apart
-from lema.model.flow import LayerCall, Prelude, Tape
+from lema.model.experts import ExpertGroup, LayerExperts, form_no_frozen_gradients, layer_experts, multiply_apart
+from lema.model.flow import LayerCall, Prelude, Suspended, Tape
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
@@ -83,6 +83,8 @@ class Split:
         self._sharing: dict[int, SharedInputs] = {}
         self._names: dict[int, LayerNames] = {}
         self._compiled: CompiledLayers | None = None
+        self._experts: dict[int, LayerExperts | None] = {}
+        self.groups: Mapping[int, Sequence[ExpertGroup]] = {}  # of layers whose experts are leased in groups
         self._forget_layers()
         form_no_frozen_gradients()
 
@@ -243,6 +245,36 @@ class Split:
             with nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs):
                 return torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
 
+    def experts_of(self, index: int) -> LayerExperts | None:
+        """Return the experts of a layer; None: it has none whose weights may be leased in groups."""
+        if index not in self._experts:
+            self._experts[index] = layer_experts(self.layers[index])
+        return self._experts[index]
+
+    def suspended(self, index: int, run: Callable[[], Any]) -> Suspended:
+        """Have `run` run a layer without its experts and what needs their result. `ModelError`: that cannot be."""
+        experts, suspended = self.experts_of(index), Suspended(self._backend.rng_state)
+        assert experts is not None
+        try:
+            with replaced({experts.module: suspended.reached}), suspended.tape:
+                output = run()
+            suspended.returned(output)
+        except ValueError as error:
+            raise self._refusal(f"layer {index} has no experts to lease in groups, because {error}") from error
+        return suspended
+
+    def run_experts(
+        self, index: int, weights: Mapping[str, Tensor], group: ExpertGroup, given: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """Return what a group of a layer's experts makes of hidden states `[tokens, hidden]`, the experts of each, and
+        their weights, `[tokens, experts of each]`. `weights` are those of the group, and the layer's others."""
+        layer, experts = self.layers[index], self.experts_of(index)
+        assert experts is not None
+        given = given[0], given[1] - group.first, given[2]
+        with experts.narrowed(group), replaced({layer: experts.outer}):
+            made: Tensor = torch.func.functional_call(layer, self._renamed(index, weights), given, tie_weights=False)
+        return made
+
     def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part
         of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown away. `cut`
@@ -282,7 +314,11 @@ class Split:
                 args = self.parallel.enter_layers(args[0]), *args[1:]
             else:
                 kwargs["hidden_states"] = self.parallel.enter_layers(kwargs["hidden_states"])
-            out = self.call_layer(0, first_layer_weights, args, kwargs)
+            experts, stand_in = self.experts_of(0), {}
+            if experts is not None and not set(experts.weights) <= first_layer_weights.keys():
+                stand_in = {experts.module: lambda hidden, *_: torch.zeros_like(hidden)}  # they are leased in groups
+            with replaced(stand_in):
+                out = self.call_layer(0, first_layer_weights, args, kwargs)
             self._rest = None if isinstance(out, Tensor) else tuple(out[1:])
             raise _LayerReached
 
@@ -367,6 +403,7 @@ class Split:
     def _forget_layers(self) -> None:
         self._names.clear()
         self._sharing.clear()
+        self._experts.clear()
         self._compiled = None
         for layer in self.layers:
             capture.without_casts(layer)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.model import meta_model, read_config
 from lema.model.experts import multiply_apart
-from lema.model.outer_weights import StoredTensors, layer_bytes, place_outside
+from lema.model.outer_weights import ExpertParts, StoredTensors, expert_parts, layer_bytes, place_outside
 from lema.model.partition import held_records
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers
@@ -50,6 +51,10 @@ class Blueprint:
     stored_bytes: int  # of the model's files
     parameters: int  # of the model, adapters not counted
     trained: TrainedBytes | None = None  # weights of the model that train in the place of an adapter
+    cut_experts: Callable[[int], ExpertParts] | None = None  # returns layers with so many experts in a group
+    parts: ExpertParts | None = None  # the layers with their experts in groups; None: they are whole
+    experts: int = 0  # how many are in a group then
+    waiting: dict[Any, int] = field(default_factory=dict)  # by micro-batch, bytes that wait for these, as far as known
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
 
@@ -57,6 +62,18 @@ class Blueprint:
     def split(self) -> Split:
         """The parts of the model, for who runs it without values."""
         return Split(self.model, load("cpu"), parallel=self.parallel)
+
+    @property
+    def leased(self) -> Sequence[LayerBytes]:
+        """The layers as they are leased, with groups of experts where they have some."""
+        return self.layers if self.parts is None else self.parts.leased
+
+    @property
+    def group_bytes(self) -> dict[int, list[int]]:
+        """Bytes of layers whose experts are leased in groups: of what else they have, then of each group."""
+        if (parts := self.parts) is None:
+            return {}
+        return {at: [parts.layers[at].nbytes, *(one.nbytes for *_, one in own)] for at, own in parts.groups.items()}
 
     @property
     def model_bytes(self) -> int:
@@ -131,7 +148,16 @@ def draw_up(
         count, adapter = trained.parameters, trained.on_device
     ends, trains = (outside_bytes, tables, head), (adapter, count)
     return Blueprint(
-        directory, model, layers, *ends, *trains, index.nbytes, parameters, trained=trained, parallel=parallel
+        directory,
+        model,
+        layers,
+        *ends,
+        *trains,
+        index.nbytes,
+        parameters,
+        trained=trained,
+        cut_experts=lambda size: expert_parts(records, dtypes, name, stack, tables.names, size),
+        parallel=parallel,
     )
 
 

@@ -112,7 +112,7 @@ def _savable(demand: Demand, bare: Allocation, room: float) -> Iterator[int]:
     """Yield the layers whose activations fit, taken in an order that does not depend on the room."""
     inputs = 0 if bare.boundaries == "device" else demand.boundary_bytes  # they stay with the activations
     for index in scattered(len(demand.layers)):
-        if index in demand.keeping:
+        if index in demand.keeping and not demand.layers[index].groups:  # which are recomputed
             room -= demand.layers[index].saved_bytes + inputs
             if room < 0:
                 return
@@ -157,7 +157,7 @@ def _nothing_fits(
     """Say which limit is too small, and what would be enough."""
     on_device = min((sum(device_parts(demand, one).values()), one.slots) for one in refused)[0]
     if device_limit is not None and on_device > device_limit:
-        largest = max(layer.slot_bytes for layer in demand.layers)
+        largest = max(nbytes for _, nbytes in demand.leased)
         less = f", or lower lora_rank or exclude modules: what trains takes {demand.adapter_bytes:,}"
         return MemoryLimitError(
             f"{device_limit:,} bytes of device memory cannot hold the layer slots ({refused[0].slots} of {largest:,} "

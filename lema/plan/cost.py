@@ -8,12 +8,13 @@ the end of the way up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Literal
 
-from lema.stream.schedule import fetched, training_order
+from lema.stream.schedule import fetched, forward_order, in_parts, training_order, with_parts
 
 __all__ = [
     "Allocation",
@@ -26,6 +27,7 @@ __all__ = [
     "crossover",
     "device_parts",
     "down_seconds",
+    "group_numbers",
     "host_parts",
     "phases",
     "saved_elsewhere",
@@ -49,11 +51,13 @@ class Allocation:
     saved_on: Tier = "device"  # where those activations wait for the backward, with these layers' inputs
     pieces: int = 0  # of the head's weight, which are leased after the layers and numbered so; 0: it is on the device
     recompute: bool = True  # whether the backward computes again what is not `saved`; else all of it is
+    experts: int = 0  # that are leased together, of layers that are leased in parts; 0: all layers are whole
 
     def summary(self) -> str:
         """Say it in a few words."""
         kept = {"resident": len(self.residents), "cached in host memory": len(self.host_cached)}
         kept |= {"not recomputed": len(self.saved), "pieces of the head streamed": self.pieces}
+        kept |= {"experts in a slot": self.experts}
         parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
         waiting = {"boundaries": where[self.boundaries], "activations": where[self.saved_on] if self.saved else ""}
@@ -74,6 +78,7 @@ class LayerCost:
     backward: float = 0.0  # seconds, without that
     micro_saved_bytes: int = 0  # of its activations those of the largest micro-batch
     gradient_bytes: int = 0  # of those of its weights that train themselves, as they leave the device
+    groups: tuple[int, ...] = ()  # bytes of its experts that are leased in groups, which are among the others here
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,25 @@ class Demand:
     def top(self) -> int:
         """The layer at which the step turns."""
         return len(self.layers) - 1
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """How many groups of experts each layer is leased in."""
+        return tuple(len(layer.groups) for layer in self.layers)
+
+    @cached_property
+    def leased(self) -> tuple[tuple[int, int], ...]:
+        """What is leased at once, as a layer and bytes of its slot: layers but for their groups, then all groups."""
+        rest = [(index, layer.slot_bytes - sum(layer.groups)) for index, layer in enumerate(self.layers)]
+        return (*rest, *((index, size) for index, layer in enumerate(self.layers) for size in layer.groups))
+
+    def total(self, what: str, numbers: Iterable[int]) -> int:
+        """Return the sum over leases of what layers have of some bytes; of a layer in parts, a lease has its share."""
+        found = 0
+        for index, nbytes in map(self.leased.__getitem__, numbers):
+            layer = self.layers[index]
+            found += getattr(layer, what) * nbytes // layer.slot_bytes if layer.groups else getattr(layer, what)
+        return found
 
     @property
     def visited_twice(self) -> range:
@@ -224,7 +248,7 @@ def _away(demand: Demand, allocation: Allocation) -> int:
 def _ring(demand: Demand, allocation: Allocation, *, in_place: bool) -> int:
     """Return the bytes of a ring; layers in host memory do not pass through it where they are used `in_place`."""
     held = allocation.residents | (allocation.host_cached if in_place else frozenset())
-    through = [layer.slot_bytes for index, layer in enumerate(demand.layers) if index not in held]
+    through = [nbytes for index, nbytes in demand.leased if index not in held]
     return min(allocation.slots, len(through)) * max(through, default=0)
 
 
@@ -239,13 +263,13 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     spilled = inputs * (allocation.boundaries == "disk") + saved * (allocation.saved_on == "disk")
     # On the way up activations go against the stream of weights, which the link carries both ways at once.
     residents, kept = allocation.residents, allocation.residents | allocation.host_cached
-    loads_up, loads_down = fetches(len(layers), allocation.slots, residents, demand.lowest)
-    reads_up, reads_down = fetches(len(layers), allocation.slots, kept, demand.lowest)
-    link_up = max(sum(layers[index].upload_bytes for index in loads_up), moved) / speeds.link
-    link_down = (sum(layers[index].upload_bytes for index in loads_down) + moved) / speeds.link
+    _, loads_up, loads_down = fetches(demand.groups, allocation.slots, residents, demand.lowest)
+    _, reads_up, reads_down = fetches(demand.groups, allocation.slots, kept, demand.lowest)
+    link_up = max(demand.total("upload_bytes", loads_up), moved) / speeds.link
+    link_down = (demand.total("upload_bytes", loads_down) + moved) / speeds.link
     link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)  # the other way
-    disk_up = (demand.row_bytes + sum(layers[index].read_bytes for index in reads_up) + spilled) / speeds.disk
-    disk_down = (sum(layers[index].read_bytes for index in reads_down) + spilled) / speeds.disk
+    disk_up = (demand.row_bytes + demand.total("read_bytes", reads_up) + spilled) / speeds.disk
+    disk_down = (demand.total("read_bytes", reads_down) + spilled) / speeds.disk
     return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)
 
 
@@ -263,12 +287,23 @@ def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
     return layer.expand + layer.backward + (0.0 if index in allocation.saved else layer.recompute)
 
 
+def group_numbers(groups: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return the numbers of each layer's groups of experts, which come after all layers, by how many there are."""
+    ends = [*accumulate(groups, initial=len(groups))]
+    return {index: tuple(range(ends[index], ends[index + 1])) for index, count in enumerate(groups) if count}
+
+
 @lru_cache(maxsize=4096)
-def fetches(num_layers: int, slots: int, held: frozenset[int], lowest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the layers that a step after many others fetches on the way up, and down; never those that are `held`."""
-    whole = training_order(num_layers, lowest)
-    first, then_up = fetched(whole, slots, held), fetched(whole + whole[:num_layers], slots, held)
-    return then_up[len(first) :], fetched(whole * 2, slots, held)[len(then_up) :]
+def fetches(
+    groups: tuple[int, ...], slots: int, held: frozenset[int], lowest: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return what the first step fetches, and a step after many others on the way up, and down: never a layer that is
+    `held`. `groups` are those of each layer's experts; what is returned are the numbers of layers and groups."""
+    parts, layers = group_numbers(groups), len(groups)
+    kept, up = with_parts(held, parts), in_parts(forward_order(layers), parts, pinned=True)
+    whole = in_parts(training_order(layers, lowest), parts, turn=layers - 1, pinned=True)
+    first, then_up = fetched(whole, slots, kept), fetched(whole + up, slots, kept)
+    return first, then_up[len(first) :], fetched(whole * 2, slots, kept)[len(then_up) :]
 
 
 def seconds(demand: Demand, allocation: Allocation, speeds: Speeds) -> float:
@@ -289,19 +324,18 @@ class Traffic:
 def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bool) -> Traffic:
     """Return the bytes that so many steps (at least one) move, with what is read and uploaded once before the first. If
     layers are `rewritten` in each step, the next finds nothing of them on the device."""
-    num_layers, slots = len(demand.layers), allocation.slots
     kept = allocation.residents | allocation.host_cached
 
-    def weights(held: frozenset[int], size: Callable[[LayerCost], int]) -> int:
-        whole = fetched(training_order(num_layers, demand.lowest), slots, held)
-        later = whole if rewritten else sum(fetches(num_layers, slots, held, demand.lowest), ())
-        first, other = (sum(size(demand.layers[index]) for index in layers) for layers in (whole, later))
-        return sum(size(demand.layers[index]) for index in held) + first + (steps - 1) * other
+    def weights(held: frozenset[int], what: str) -> int:
+        whole, up, down = fetches(demand.groups, allocation.slots, held, demand.lowest)
+        first, other = (demand.total(what, numbers) for numbers in (whole, whole if rewritten else up + down))
+        before: int = sum(getattr(demand.layers[index], what) for index in held)
+        return before + first + (steps - 1) * other
 
-    read = demand.outside_bytes + weights(kept, lambda layer: layer.read_bytes) + steps * demand.row_bytes
+    read = demand.outside_bytes + weights(kept, "read_bytes") + steps * demand.row_bytes
     if demand.shared:
         return Traffic(read, 0, 0)
-    uploaded = demand.outside_bytes + weights(allocation.residents, lambda layer: layer.upload_bytes)
+    uploaded = demand.outside_bytes + weights(allocation.residents, "upload_bytes")
     waiting = _away(demand, allocation) * demand.boundary_bytes + sum(saved_elsewhere(demand, allocation).values())
     gradients = sum(layer.gradient_bytes for layer in demand.layers)
     return Traffic(read, uploaded + steps * waiting, steps * (gradients + waiting))

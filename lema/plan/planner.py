@@ -25,6 +25,7 @@ from lema.model.skeleton import main_dtype
 from lema.plan.allocate import allocated, ample, layers_stay, of_one_process, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import Allocation, Demand, Traffic, device_parts, host_parts, seconds, traffic
+from lema.plan.groups import with_groups, with_waiting
 from lema.plan.machine import Machine, Memory, Site, open_alone, site_of, this_machine, unknown_speeds
 from lema.plan.measure import calibrate, probe, process_bytes
 from lema.plan.simulator import Simulated, simulate
@@ -79,6 +80,7 @@ class Planner:
             shared=self.site.machine.shared,
             trained=self.blueprint.trained,
             pieces=self.blueprint.pieces,
+            groups=self.blueprint.group_bytes,
         )
         known = replace(known, row_bytes=self.blueprint.tables.row_bytes * (shape or self.shape).tokens)
         parts = self.blueprint.parallel.size
@@ -103,7 +105,7 @@ class Planner:
             known = next((work for (other, *_), work in self.known.items() if other == batch), None)
             given = drawn.names, drawn.parallel, head, known, drawn.split
             self.known[key] = measure(drawn.model, drawn.layers, batch, chunk, *given)
-        return self.known[key]
+        return with_waiting(self, batch, self.known[key])
 
     def computing(self, rows: int, chunk_tokens: int | None) -> Planner:
         """Return the planner with so many rows, and logits of so many tokens, at once."""
@@ -125,7 +127,7 @@ class Planner:
         if head.module is None:
             return self
         if pieces:
-            cut = replace(self, blueprint=replace(blueprint, pieces=head.pieces(blueprint.layers)))
+            cut = replace(self, blueprint=replace(blueprint, pieces=head.pieces(blueprint.leased)))
             return cut if self.workload is None else replace(cut, workload=cut.work(self.shape.micro_batch))
         return replace(self, blueprint=replace(blueprint, outside_bytes=blueprint.outside_bytes + head.nbytes))
 
@@ -136,13 +138,16 @@ class Planner:
         bytes that move do. Raises `MemoryLimitError` where it does not fit.
         """
         config, machine, speeds = self.config.model_copy(update=changes), self.site.machine, self.site.machine.speeds
+        if self.blueprint.parts is not None:  # of whose layers no graph is kept
+            config = config.model_copy(update={"gradient_checkpointing": True})
         recompute = whether_recomputed(config)
         if config.device_memory is None or recompute is False or (recompute and config.device_memory == "auto"):
             demand, speeds = untimed(demand), unknown_speeds(shared=machine.shared)
         memory = machine.device_memory, machine.host_memory, self.site.host_available
         kept = self.site.kept if self.blueprint.trained is None else 0.0  # weights that train pass through
         try:
-            return allocated(config, demand, speeds, *memory, kept=kept, device_free=self.site.device_free)
+            found = allocated(config, demand, speeds, *memory, kept=kept, device_free=self.site.device_free)
+            return replace(found, experts=self.blueprint.experts)
         except MemoryLimitError as error:
             if self.blueprint.trained is not None:  # nothing of what the error advises can be set in such a phase
                 error.how = "allow that much, or train adapters: their base streams from the disk"
@@ -307,7 +312,7 @@ def planner_of(
             if strict:
                 raise
             planner = _fitted(replace(planner, note=f"{error.what}: neither activations nor hours are counted"))
-        if planner.workload is not None and backend is not None:
+        if planner.workload is not None and backend is not None and planner.blueprint.parts is None:
             measured, timings = probe(planner.blueprint, planner.workload, planner.config, planner.shape, backend)
             # The process is looked at with what computing a layer has left behind in it, as it does in training.
             site = replace(site, machine=measured, process_bytes=process_bytes())
@@ -361,6 +366,8 @@ def timed(planner: Planner) -> Planner:
     blueprint, backend, site = planner.blueprint, planner.backend, planner.site
     if blueprint.parallel.size > 1 or planner.workload is None or planner.timings is not None or backend is None:
         return planner
+    if blueprint.parts is not None:  # of layers that the device may not hold
+        return planner
     # What processes measure differs; that they spend memory alike does not depend on it.
     found = calibrate(blueprint.model, blueprint.layers, planner.workload, planner.shape, backend)
     (speeds, timings), *_ = backend.replicas.everyone(found)
@@ -368,10 +375,11 @@ def timed(planner: Planner) -> Planner:
 
 
 def _fitted(planner: Planner) -> Planner:
-    """Return the planner with as much to compute at once as fits, and with the head whole if that is possible."""
-    head, found = planner.blueprint.head, planner
-    for pieces in (True,) if head.module is not None and head.asked else (False, True)[: 1 + (head.module is not None)]:
-        for found in planner.with_head(pieces=pieces).smaller():
+    """Return the planner with as much to compute at once as fits, its layers and its head whole if that is possible."""
+    found, head = planner, planner.blueprint.head
+    several = (True,) if head.module is not None and head.asked else (False, True)[: 1 + (head.module is not None)]
+    for cut, pieces in ((cut, pieces) for cut in with_groups(planner) for pieces in several):
+        for found in cut.with_head(pieces=pieces).smaller():
             try:
                 found.needs()
             except MemoryLimitError as error:

@@ -19,13 +19,14 @@ from lema.plan.cost import (
     Tier,
     device_parts,
     down_seconds,
+    group_numbers,
     host_parts,
     saved_elsewhere,
 )
 from lema.plan.virtual import Clock, VirtualDevice, VirtualReader
 from lema.stream import LayerStream
 from lema.stream.placement import ByteRun, LayerBytes
-from lema.stream.schedule import training_order
+from lema.stream.schedule import in_parts, training_order
 
 __all__ = ["Simulated", "layers_like", "simulate"]
 
@@ -58,13 +59,14 @@ class Simulated:
 
 
 def layers_like(demand: Demand) -> list[LayerBytes]:
-    """Return layers of the sizes that a demand names, of which nothing else is known."""
-    return [LayerBytes((), (ByteRun(Path(), 0, one.read_bytes, 0),), (), one.slot_bytes) for one in demand.layers]
+    """Return what is leased, of the sizes that a demand names, of which nothing else is known."""
+    read = (ByteRun(Path(), 0, demand.total("read_bytes", [number]), 0) for number in range(len(demand.leased)))
+    return [LayerBytes((), (run,), (), nbytes) for run, (_, nbytes) in zip(read, demand.leased, strict=True)]
 
 
 def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulated:
     """Let a few steps pass in virtual time and return what the last was like; a ScheduleError: a buffer was misused."""
-    clock = Clock()
+    clock, parts = Clock(), group_numbers(demand.groups)
     device = VirtualDevice(clock, speeds)
     stream = LayerStream(
         layers_like(demand),
@@ -72,12 +74,13 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
         prefetch_depth=allocation.slots - 1,
         residents=allocation.residents,
         host_cached=allocation.host_cached,
+        parts=parts,
         reader=VirtualReader(device),
         clock=clock,
     )
     device.synchronize()
     run = _Run(demand, allocation, stream, device)
-    stream.announce(run.order)
+    run.announce()
     for _ in range(STEPS - 1):
         run.step()
     before = run.totals()
@@ -108,6 +111,10 @@ class _Run:
             self.away[index] = nbytes, allocation.saved_on
         self._fetched: dict[int, float] = {}  # when that is back
 
+    def announce(self) -> None:
+        """Say what the next step leases."""
+        self.stream.announce(self.stream.training_order(self.demand.lowest))
+
     def step(self) -> None:
         """Let one step pass, its leases those of `training_order`."""
         demand, device = self.demand, self.device
@@ -117,10 +124,10 @@ class _Run:
             if index in self.away:
                 self._send_away(*self.away[index])
         top = demand.layers[demand.top]
-        self._visit(demand.top, top.forward + top.backward + demand.turn)
+        self._visit(demand.top, top.forward + top.backward + demand.turn, turn=demand.top)
         self._hand_over(demand.top)
         device.synchronize()  # the loss is looked at
-        self.stream.announce(self.order)
+        self.announce()
         below = self.order[demand.top + 1 :]
         kept = deque(index for index in below if index in self.away)
         for _ in range(min(AHEAD, len(kept))):
@@ -129,7 +136,7 @@ class _Run:
             waited = index in self._fetched
             if waited:
                 device.wait_for(self._fetched.pop(index))
-            self._visit(index, down_seconds(demand, self.allocation, index) - demand.layers[index].expand)
+            self._visit(index, down_seconds(demand, self.allocation, index) - demand.layers[index].expand, down=True)
             self._hand_over(index)
             if waited and kept:
                 self._bring_back(kept.popleft())
@@ -150,9 +157,15 @@ class _Run:
             "bytes_uploaded": 0 if device.shared else counters.bytes_uploaded,
         }
 
-    def _visit(self, index: int, seconds: float) -> None:
+    def _visit(self, index: int, seconds: float, *, turn: int | None = None, down: bool = False) -> None:
+        """Lease a layer, and its groups of experts; compute as long with each."""
+        expand, parts = self.demand.layers[index].expand, in_parts([index], self.stream.parts, turn=turn, down=down)[1:]
+        each = (expand + seconds) / (1 + len(parts)) if parts else expand + seconds
         with self.stream.lease(index) as lease:
-            self.device.compute(self.demand.layers[index].expand + seconds, lease.slot, self.stream.layers[index])
+            self.device.compute(each, lease.slot, self.stream.layers[index])
+            for number in parts:
+                with self.stream.lease(number) as part:
+                    self.device.compute(each, part.slot, self.stream.layers[number])
 
     def _hand_over(self, index: int) -> None:
         """Write the gradients of weights that train themselves behind the backward, against the stream of weights."""

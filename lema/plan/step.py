@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lema.backend import Exchange
@@ -161,12 +161,13 @@ def demand_of(
     shared: bool,
     trained: TrainedBytes | None = None,
     pieces: Sequence[LayerBytes] = (),
+    groups: Mapping[int, Sequence[int]] | None = None,
 ) -> Demand:
     """Return what one step needs, but for what weights that train themselves take of host memory.
 
     The `workload` is of one micro-batch, given with the `shape` of the step; None: weights alone are counted. The
     `timings` are of one, too; None: unknown. The `pieces` are of the head's weight, where they are leased after the
-    layers.
+    layers. The `groups` are bytes of layers whose experts are leased in groups: of what else they have, then of these.
     """
     times = 0.0 if shape is None else shape.num_micro_batches
     costs = []
@@ -174,12 +175,13 @@ def demand_of(
         kind = 0 if workload is None else workload.kinds[index]
         spent = LayerSeconds() if timings is None else timings.layers[kind].times(times)
         saved = 0 if workload is None else round(times * workload.works[kind].saved_bytes)
-        sizes = (layer.nbytes, layer.read_bytes, layer.nbytes, saved)
+        parts = (groups or {}).get(index, (layer.nbytes,))
+        sizes = (sum(parts), layer.read_bytes, sum(parts), saved)
         forward = spent.forward * (1 if shape is None else 1 + shape.micro_batch.beside)
         seconds = (spent.expand, forward, spent.recompute, spent.backward)
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
         gradients = 0 if trained is None else trained.layers[index].nbytes
-        costs.append(LayerCost(*sizes, *seconds, micro, gradients))
+        costs.append(LayerCost(*sizes, *seconds, micro, gradients, tuple(parts[1:])))
     product = 0.0 if timings is None else times * timings.head / PRODUCTS
     for piece in pieces:
         part = product * piece.nbytes / sum(one.nbytes for one in pieces)
@@ -217,7 +219,9 @@ def _with_activations(known: Demand, workload: Workload, timings: Timings | None
         turn += times * timings.layers[workload.kinds[known.top]].forward
     return replace(
         known,
-        working_bytes=workload.in_pieces(times) if known.pieces else workload.working_bytes,
+        # Of experts in groups all micro-batches wait while one is worked on.
+        working_bytes=round(max(times, 1.0) * workload.apart)
+        + (workload.in_pieces(times) if known.pieces else workload.working_bytes),
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in working_bytes.
         flight_bytes=(2 + batch.beside) * hidden - min(hidden, workload.hidden_bytes) + round(times * beside),
         boundary_bytes=hidden,

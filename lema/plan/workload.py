@@ -99,6 +99,7 @@ class Workload:
     starts_below: bool  # whether something before the layers trains
     entered: Exchange  # before the layers
     pieces: HeadWork | None = None  # the head and the loss in pieces of the vocabulary; None: they are not asked for
+    apart: int = 0  # what waits for a layer's experts in the backward, where these are leased in groups
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
@@ -191,11 +192,11 @@ def calls_of(
     with without_values(split.model):
         learn(split, layers)
         prelude = split.prelude(batch.inputs(), {})
-        given = _given(split, layers, prelude)
-    return _one_of_each(kinds, given), prelude.calls, given
+        given = given_of(split, layers, prelude)
+    return one_of_each(kinds, given), prelude.calls, given
 
 
-def _given(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> list[Tensor]:
+def given_of(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> list[Tensor]:
     """Return what each layer is given, and then the head: more than the hidden state where layers hand on more."""
     hidden = prelude.hidden.detach()
     (entered,) = split.enter([hidden])
@@ -208,7 +209,7 @@ def _given(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> list
     return given
 
 
-def _one_of_each(kinds: Sequence[int], given: Sequence[Tensor]) -> tuple[int, ...]:
+def one_of_each(kinds: Sequence[int], given: Sequence[Tensor]) -> tuple[int, ...]:
     """Return one layer of each kind: of its own the first that is given most."""
     ranked = sorted(range(len(kinds)), key=lambda index: -given[index].nbytes)
     return tuple(next(index for index in ranked if kinds[index] == kind) for kind in range(max(kinds) + 1))
@@ -239,11 +240,11 @@ def _measure(
         prelude = split.prelude(inputs, {}, differentiate=outside_trains)
         begun = tally.exchanged
     given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
-    states = _given(split, layers, prelude)
+    states = given_of(split, layers, prelude)
     entered, hidden = states[0], states[-1]
     works = tuple(
-        _layer_work(split, index, layers[index], prelude.calls[index], states[index : index + 2], trained[index])
-        for index in (_one_of_each(kinds, states) if known is None else ())
+        layer_work(split, index, layers[index], prelude.calls[index], states[index : index + 2], trained[index])
+        for index in (one_of_each(kinds, states) if known is None else ())
     )
     # Where the last layer puts the parts of several processes together, that and its gradient are there beside them.
     whole = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
@@ -269,7 +270,7 @@ def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
             split.prelude(few, fake_weights(layers[0]))
 
 
-def _layer_work(
+def layer_work(
     split: Split, index: int, stored: LayerBytes, call: LayerCall, states: Sequence[Tensor], trained: Collection[str]
 ) -> LayerWork:
     layer, weights = split.layers[index], fake_weights(stored)

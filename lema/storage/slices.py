@@ -121,6 +121,30 @@ def part_of(record: TensorRecord, axis: int, ranges: Sequence[tuple[int, int]]) 
     return simplest(record.name, shape, tuple(pieces)) if pieces else replace(record, nbytes=0, shape=shape)
 
 
+def rows_of(record: TensorRecord | AssembledRecord, first: int, end: int) -> TensorRecord | AssembledRecord:
+    """Return the rows `first` to `end - 1` of a tensor, along its first dimension. `ValueError`: a piece that it is put
+    together from runs through rows in another way than a whole tensor does."""
+    if isinstance(record, TensorRecord):
+        return part_of(record, 0, [(first, end)])
+    row, pieces = prod(record.shape[1:]), []
+    for piece in record.pieces:
+        move = piece.move.joined()
+        read, write, dims = move.read, move.write, list(move.dims)
+        if len(dims) == 1 and dims[0][1:] == (1, 1) and dims[0][0] > row and dims[0][0] % row == 0:
+            dims = [(dims[0][0] // row, row, row), (row, 1, 1)]  # one run of bytes through several rows
+        across = next((number for number, dim in enumerate(dims) if dim[0] > 1 and dim[2] >= row), None)
+        size, read_by, write_by = (1, 0, row) if across is None else dims[across]
+        rest = dims if across is None else dims[:across] + dims[across + 1 :]
+        if write_by % row or write % row + sum((count - 1) * by for count, _, by in rest) >= row:
+            raise ValueError(f"{record.name} is not put together row by row")
+        steps = [step for step in range(size) if first <= (write + step * write_by) // row < end]
+        if steps:
+            dims = [(len(steps), read_by, write_by), *rest]
+            begin = write + steps[0] * write_by - first * row
+            pieces.append(Piece(piece.record, Move(read + steps[0] * read_by, begin, tuple(dims)).joined()))
+    return simplest(record.name, (end - first, *record.shape[1:]), tuple(pieces))
+
+
 def simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> TensorRecord | AssembledRecord:
     """Return what pieces make: a plain record where they are one range of bytes."""
     if len(pieces) != 1 or not pieces[0].move.is_contiguous:

@@ -8,9 +8,18 @@ layers are those visited last: with `k` places and `n` layers through them, a wh
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Order", "fetched", "fetched_per_step", "forward_order", "place_to_refill", "training_order"]
+__all__ = [
+    "Order",
+    "fetched",
+    "fetched_per_step",
+    "forward_order",
+    "in_parts",
+    "place_to_refill",
+    "training_order",
+    "with_parts",
+]
 
 
 def forward_order(num_layers: int) -> tuple[int, ...]:
@@ -22,6 +31,35 @@ def training_order(num_layers: int, lowest_trained: int = 0) -> tuple[int, ...]:
     """Return the leases of one optimizer step, whatever its number of micro-batches. Up `0 .. L-1`, then down `L-2 ..
     lowest_trained`: `2 L - 1 - lowest_trained` leases, the turn counted once."""
     return forward_order(num_layers) + tuple(range(num_layers - 2, lowest_trained - 1, -1))
+
+
+def in_parts(
+    order: Sequence[int],
+    parts: Mapping[int, Sequence[int]],
+    *,
+    turn: int | None = None,
+    down: bool = False,
+    pinned: bool = False,
+) -> tuple[int, ...]:
+    """Return the leases of an order of layers of which some are leased in `parts`: such a layer is what is left of it,
+    on lease until it is done, and then its parts, first to last on the way up, last to first on the way down. `down`:
+    the order has only that way. `turn`: the layer that goes both ways at once. `pinned`: name such a layer again after
+    each of its parts, for `fetched`: all the time it is a layer that was on lease last."""
+    found, seen = list[int](), set[int]()
+    for layer in order:
+        own = tuple(parts.get(layer, ()))
+        way = own + own[::-1] if layer == turn else own[::-1] if down or layer in seen else own
+        found.append(layer)
+        for number, part in enumerate(way):
+            found += [layer, part] if pinned and number else [part]
+        found += [layer] if pinned and way else []
+        seen.add(layer)
+    return tuple(found)
+
+
+def with_parts(layers: Collection[int], parts: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """Return layers, and the parts of those that are leased in `parts`."""
+    return frozenset(layers).union(*(parts.get(layer, ()) for layer in layers))
 
 
 def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ and are expanded when a lease begins. With `shard_weights` a lease begins by gat
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,6 +22,7 @@ from lema.stream.placement import LayerBytes, extent, moved, rank_share, views
 from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing, StreamCounters
+from lema.stream.schedule import forward_order, in_parts, training_order, with_parts
 
 __all__ = ["LayerStream"]
 
@@ -37,7 +38,9 @@ class LayerStream:
     `prefetch_depth`: how many layers are under way, or kept, besides the one on lease. `residents`: layers that stay on
     the device. `host_cached`: layers that are read once, at the start, and uploaded from host memory ever after;
     processes of one machine share that memory. `sharded`: of several processes, let each have its part of every layer;
-    one layer is then on lease at a time. `reader`: the threads that read; closed with the stream."""
+    one layer is then on lease at a time. `parts`: of layers that are leased in parts, the numbers of the parts beside
+    the one with the layer's own, which come after all layers. `reader`: the threads that read; closed with the stream.
+    """
 
     def __init__(
         self,
@@ -48,13 +51,16 @@ class LayerStream:
         residents: Collection[int] = (),
         host_cached: Collection[int] = (),
         sharded: bool = False,
+        parts: Mapping[int, Sequence[int]] | None = None,
         reader: LayerReader | None = None,
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.layers = tuple(layers)
-        self.residents = frozenset(residents)
-        self.host_cached = frozenset(host_cached) - self.residents
+        self.residents = with_parts(residents, parts or {})
+        self.host_cached = with_parts(host_cached, parts or {}) - self.residents
+        self.parts = parts or {}
+        self.num_visited = len(self.layers) - sum(map(len, self.parts.values()))  # layers, and pieces of the head
         self.trace = trace
         self._backend, self._clock = backend, clock
         self._reader = reader or LayerReader(trace=trace)
@@ -65,8 +71,8 @@ class LayerStream:
         replicas, stored = backend.replicas, self.layers
         if sharded and replicas.size > 1:
             stored = tuple(rank_share(layer, replicas.rank, replicas.size) for layer in self.layers)
-            parts = [part.nbytes for part in stored]
-            self._gathered = GatheredBuffers(parts, backend, self._part, self._counters, trace=trace, clock=clock)
+            shares = [share.nbytes for share in stored]
+            self._gathered = GatheredBuffers(shares, backend, self._part, self._counters, trace=trace, clock=clock)
         self._in_slots, spans = self.layers, [slice(0, layer.nbytes) for layer in stored]
         self._lazy = not has_addresses(backend.device)
         if self._gathered is None and self._lazy:
@@ -108,6 +114,15 @@ class LayerStream:
         leases are known, the better it chooses which layers to keep: announce those after a turn before it."""
         wanted = order if self._gathered is None else self._gathered.announce(order)
         self._ring.announce(layer for layer in wanted if layer not in self.residents)
+
+    def forward_order(self) -> tuple[int, ...]:
+        """Return the leases of an evaluation."""
+        return in_parts(forward_order(self.num_visited), self.parts)
+
+    def training_order(self, lowest_trained: int, first: int = 0) -> tuple[int, ...]:
+        """Return the leases of one optimizer step that begins at the layer `first`."""
+        order = training_order(self.num_visited, lowest_trained)[first:]
+        return in_parts(order, self.parts, turn=self.num_visited - 1)
 
     @property
     def announced(self) -> int:
@@ -227,6 +242,8 @@ class LayerStream:
     def shrink(self) -> bool:
         """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up. One
         on lease is not, nor is the last. What was on its way there is fetched again in its turn."""
+        if len(self._ring.slots) <= 2 and self.parts:  # which are on lease two at a time
+            return False
         shrunk = self._ring.shrink()
         self.num_slots = len(self._ring.slots) if shrunk else self.num_slots
         return shrunk

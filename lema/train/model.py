@@ -39,7 +39,7 @@ from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
-from lema.model.outer_weights import StoredTensors, draw_head, layer_bytes, load_outside
+from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
@@ -258,6 +258,10 @@ class LemaModel:
         records = held_records(self.skeleton, self.records, self.backend.parallel)
         return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
 
+    @property
+    def _parts(self) -> ExpertParts:  # as they are leased: with experts in groups, if memory is spent so
+        return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(tuple(self._layers))
+
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
         """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names. So is
         the head, or for the reason that is given. Raises `ConfigError` where the settings ask for rows or pieces."""
@@ -300,11 +304,13 @@ class LemaModel:
         layers, ends = self._layers, (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
         given = self.directory, self.skeleton, layers, *ends, *adapter, self.gbi.nbytes, count
-        return opened_planner(self.config, Blueprint(*given, parallel=self.backend.parallel), self.backend)
+        where = self.split.layers_name, self.split.layers, self._tables.names
+        cut, parallel = partial(expert_parts, self.records, self.dtypes, *where), self.backend.parallel
+        return opened_planner(self.config, Blueprint(*given, cut_experts=cut, parallel=parallel), self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:
         """Return the head as it is run in pieces that are leased after the layers; None: it is on the device."""
-        return self._head.pieced(self.split, self.backend, self._layers)
+        return self._head.pieced(self.split, self.backend, self._parts.leased)
 
     @cached_property
     def memory(self) -> LayerStream:
@@ -314,9 +320,11 @@ class LemaModel:
                 warnings.warn(f"{name} does nothing in one process: torchrun starts several", stacklevel=2)
         if not self.allocation.pieces:
             self.outside_bytes += self._head.keep_whole(self._tables)
+        leased, self.split.groups = self._parts.numbered(self._head.pieces(self._parts.leased))
         return LayerStream(
-            [*self._layers, *self._head.pieces(self._layers)],
+            leased,
             self.backend,
+            parts={at: [one.number for one in own] for at, own in self.split.groups.items()},
             prefetch_depth=self.allocation.slots - 1,
             residents=self.allocation.residents,
             host_cached=self.allocation.host_cached,

@@ -20,7 +20,7 @@ from lema.plan import Allocation
 from lema.plan.machine import profile
 from lema.plan.plan import plan_with
 from lema.plan.planner import Planner, planner_of
-from lema.plan.workload import _layer_work
+from lema.plan.workload import layer_work
 from lema.stream.stream import LayerStream
 
 ROWS, LENGTH = 8, 64
@@ -75,9 +75,9 @@ def test_no_layer_is_looked_at_twice_with_the_same_rows(model: Path, monkeypatch
 
     def look(split: Any, index: int, stored: Any, call: Any, states: Any, trained: Any) -> Any:
         looked.append((index, *states[0].shape))
-        return _layer_work(split, index, stored, call, states, trained)
+        return layer_work(split, index, stored, call, states, trained)
 
-    monkeypatch.setattr("lema.plan.workload._layer_work", look)
+    monkeypatch.setattr("lema.plan.workload.layer_work", look)
     planner = on(model, 26_000_000, loss_chunk_tokens=16)
     assert plan_with(planner).room.largest_micro_batch >= planner.shape.micro_batch.rows
     assert len(looked) > 2 and sorted(set(looked)) == sorted(looked)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lema.plan.machine import PROFILES
 from lema.plan.simulator import STEPS, layers_like, simulate
 from lema.plan.virtual import Clock, ScheduleError, VirtualDevice, VirtualReader
 from lema.stream import LayerStream
+from lema.stream.placement import PAGE
 from lema.stream.ring import LayerRing
 
 settings.register_profile("untimed", deadline=None)
@@ -97,15 +99,35 @@ def test_bytes_are_those_of_the_formula(step: tuple[Demand, Allocation, Speeds])
     demand, allocation, speeds = step
     found, count = simulate(demand, allocation, speeds), len(demand.layers)
     held = allocation.residents | allocation.host_cached
-    read = [index for way in fetches(count, allocation.slots, held, demand.lowest) for index in way]
+    read = [index for way in fetches((0,) * count, allocation.slots, held, demand.lowest)[1:] for index in way]
     expected = sum(demand.layers[index].read_bytes for index in read)
     assert found.bytes_read == expected if demand.lowest == 0 else found.bytes_read <= expected
     if not demand.shared:
         uploaded = [
-            index for way in fetches(count, allocation.slots, allocation.residents, demand.lowest) for index in way
+            index
+            for way in fetches((0,) * count, allocation.slots, allocation.residents, demand.lowest)[1:]
+            for index in way
         ]
         expected = sum(demand.layers[index].slot_bytes for index in uploaded)
         assert found.bytes_uploaded == expected if demand.lowest == 0 else found.bytes_uploaded <= expected
+
+
+@settings(max_examples=25)
+@given(steps(), st.data())
+def test_so_are_they_where_experts_are_leased_in_groups(
+    step: tuple[Demand, Allocation, Speeds], data: st.DataObject
+) -> None:
+    demand, allocation, speeds = step
+    counts = data.draw(st.lists(st.integers(0, 4), min_size=len(demand.layers), max_size=len(demand.layers)))
+    layers = tuple(
+        replace(layer, slot_bytes=(1 + count) * PAGE, read_bytes=(1 + count) * PAGE, groups=(PAGE,) * count)
+        for layer, count in zip(demand.layers, counts, strict=True)
+    )
+    demand = replace(demand, layers=layers, lowest=0, pieces=0)
+    allocation = replace(allocation, slots=max(2, allocation.slots), saved=frozenset())
+    found, held = simulate(demand, allocation, speeds), allocation.residents | allocation.host_cached
+    _, up, down = fetches(demand.groups, allocation.slots, held, 0)
+    assert found.bytes_read == demand.total("read_bytes", up + down) == PAGE * len(up + down)
 
 
 @settings(max_examples=100)

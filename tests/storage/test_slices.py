@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from lema.storage import slices
 from lema.storage.header import TensorRecord, read_header
-from lema.storage.slices import AssembledRecord, Piece, part_of
+from lema.storage.slices import AssembledRecord, Move, Piece, part_of, rows_of
 from lema.stream.placement import place, views
 from lema.stream.reader import LayerReader
 from lema_cpu import CpuBackend
@@ -82,3 +82,35 @@ def test_an_empty_part_has_no_bytes() -> None:
     record = TensorRecord("w", Path("file"), 0, 16, "F32", (4,))
     part = part_of(record, 0, [])
     assert (part.shape, part.nbytes) == ((0,), 0)
+
+
+def test_rows_of_a_tensor_that_is_put_together_are_put_together_of_what_they_need(tmp_path: Path) -> None:
+    """Experts stored one by one, in halves, turned over, in one piece, and whole; a piece across rows is refused."""
+    stacked = torch.randn(5, 4, 3)
+    stored = {f"expert {one}": stacked[one].clone() for one in range(5)}
+    stored |= {"upper": stacked[:, :2].clone(), "lower": stacked[:, 2:].clone(), "whole": stacked.clone()}
+    stored["turned"] = stacked.mT.contiguous()
+    save_file(stored, tmp_path / "stored.safetensors")
+    records = read_header(tmp_path / "stored.safetensors")[1]
+
+    def made(*pieces: tuple[str, Move]) -> AssembledRecord:
+        return AssembledRecord("experts", (5, 4, 3), tuple(Piece(records[name], move) for name, move in pieces))
+
+    run, halves = ((12, 1, 1),), ((5, 6, 12), (6, 1, 1))
+    ways: dict[str, TensorRecord | AssembledRecord] = {
+        "one by one": made(*((f"expert {one}", Move(0, 12 * one, run)) for one in range(5))),
+        "in halves": made(("upper", Move(0, 0, halves)), ("lower", Move(0, 6, halves))),
+        "turned over": made(("turned", Move(0, 0, ((5, 12, 12), (4, 1, 3), (3, 4, 1))))),
+        "in one piece": made(("whole", Move(0, 0, ((60, 1, 1),)))),
+        "whole": records["whole"],
+    }
+    reader = LayerReader(threads=1)
+    for first, end in ((0, 5), (1, 3), (4, 5)):
+        layer = place({way: (rows_of(record, first, end), torch.float32) for way, record in ways.items()})
+        buffer = CpuBackend().host_buffer(layer.nbytes).fill_(0xC3)
+        reader.submit(layer, buffer).wait()
+        assert all(torch.equal(found, stacked[first:end]) for found in views(buffer, layer).values())
+        assert layer.read_bytes == len(ways) * stacked[first:end].nbytes
+    reader.close()
+    with pytest.raises(ValueError, match="not put together row by row"):
+        rows_of(made(("whole", Move(0, 6, ((2, 12, 12), (12, 1, 1))))), 0, 1)

@@ -9,6 +9,7 @@ from lema.stream.schedule import (
     fetched,
     fetched_per_step,
     forward_order,
+    in_parts,
     training_order,
 )
 
@@ -79,3 +80,22 @@ def test_a_layer_is_fetched_unless_fewer_others_than_places_came_between(
 def test_more_places_never_cost_a_fetch(order: list[int], places: int) -> None:
     assert len(fetched(order, places + 1)) <= len(fetched(order, places))
     assert len(fetched(order, 7)) == len(set(order))
+
+
+@given(st.integers(1, 12), st.data())
+def test_a_layer_in_parts_is_leased_once_each_way_its_parts_the_other_way_round_going_down(
+    num_layers: int, data: st.DataObject
+) -> None:
+    counts = data.draw(st.lists(st.integers(0, 5), min_size=num_layers, max_size=num_layers))
+    ends = list(itertools.accumulate(counts, initial=num_layers))
+    parts = {at: range(*pair) for at, pair in enumerate(itertools.pairwise(ends)) if counts[at]}
+    up, top = in_parts(forward_order(num_layers), parts), num_layers - 1
+    assert list(up) == [one for layer in range(num_layers) for one in (layer, *parts.get(layer, ()))]
+    order = in_parts(training_order(num_layers), parts, turn=top)
+    assert order[: len(up)] == up
+    # Down again the same parts, those of the turn first; its own part is still on lease.
+    down = order[len(up) :]
+    assert list(down[: counts[top]]) == list(parts.get(top, ()))[::-1]
+    assert down[counts[top] :] == in_parts(range(top - 1, -1, -1), parts, down=True)
+    pinned = in_parts(training_order(num_layers), parts, turn=top, pinned=True)
+    assert set(pinned) == set(order) and len(fetched(pinned, sum(counts) + num_layers)) == len(set(order))

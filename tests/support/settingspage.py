@@ -27,8 +27,8 @@ GROUPS = {
     "Objective": "objective loss_type beta label_smoothing label_smoothing_factor router_aux_loss_coef simpo_gamma "
     "cpo_alpha desirable_weight undesirable_weight",
     "Adapters": "adapter_name_or_path",
-    "Memory": "device_memory host_memory strategy gradient_checkpointing activation_offloading boundary_activations "
-    "offload_dir embeddings head prefetch_depth loss_chunk_tokens page_locked cache_frozen_prefix",
+    "Memory": "device_memory host_memory experts_per_slot strategy gradient_checkpointing activation_offloading "
+    "boundary_activations offload_dir embeddings head prefetch_depth loss_chunk_tokens page_locked cache_frozen_prefix",
     "Device and processes": "device tf32 torch_compile arithmetic shard_weights tensor_parallel_size sequence_parallel",
     "What a run leaves": "output_dir save_steps",
 }

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from lema.engine.grouped import call_in_groups
 from lema.engine.head.pieces import PiecedHead
 from lema.model import Split
 from lema.stream import LayerStream, Lease
-from lema.stream.schedule import forward_order
 
 __all__ = ["KeyValues", "kept_by", "leased_forwards", "streaming_forward"]
 
@@ -25,11 +25,11 @@ KeyValues: TypeAlias = Literal["device", "host"]
 @contextmanager
 def _leased(stream: LayerStream, index: int) -> Iterator[Lease]:
     """Lease a layer, or a piece of the head's weight, of one forward after the other."""
-    order = forward_order(len(stream.layers))
+    order = stream.forward_order()
     if not stream.announced:
-        stream.announce(order[index:])
+        stream.announce(order[order.index(index) :])
     with stream.lease(index) as lease:
-        if index == order[-1]:
+        if index == stream.num_visited - 1:
             # While this one computes the next token's first layers are read, because it will need them all.
             stream.announce(order)
         yield lease
@@ -41,14 +41,19 @@ def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = 
     layer-major instead. With keys and values on the "host", those of one layer at a time are on the device: they come
     with the layer's lease and leave with it, whatever kind of cache `transformers` made."""
 
+    def call(lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if lease.layer in split.groups:
+            return call_in_groups(split, stream, lease, args, kwargs)
+        return split.call_layer(lease.layer, lease.weights, args, kwargs)
+
     def forward(index: int) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with _leased(stream, index) as lease:
                 if keys_values == "device":
-                    return split.call_layer(index, lease.weights, args, kwargs)
+                    return call(lease, args, kwargs)
                 for kept in kept_by(index, args, kwargs):
                     kept.prefetch()
-                made = split.call_layer(index, lease.weights, args, kwargs)
+                made = call(lease, args, kwargs)
                 # Looked up again, because the first token makes the layers of some caches as it goes.
                 for kept in kept_by(index, args, kwargs):
                     kept.offload()

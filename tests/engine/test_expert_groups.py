@@ -1,0 +1,254 @@
+"""A layer whose experts are leased in groups: the numbers of whole layers, in smaller slots."""
+
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from everytype import difference, micro_batches, opened, write_model
+from parity import draw_b, trained
+from tinyconfig import tiny_config
+from torch import Tensor
+from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
+
+from lema import LemaConfig, LemaModel
+from lema.engine import grouped
+from lema.engine.generation import streaming_forward
+from lema.engine.stack import LayerStack
+from lema.errors import ConfigError
+from lema.plan.cost import device_parts
+from lema.stream.schedule import fetched, in_parts, training_order
+from lema_cpu import CpuBackend
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "intermediate_size": 48,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+# The second has a shared expert, and two dense layers, which stay whole.
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=8),
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES, **LATENT, n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=2
+    ),
+}
+SPARSE = {"qwen3_moe": 8, "deepseek_v3": 6}  # layers
+ADAPTED: dict[str, Any] = {"lora_target_parameters": None}  # the default, experts among them
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:PEFT does not adapt these linear modules",
+    "ignore:.*_pattern keys",
+    "ignore:.*is_gradient_checkpointing.*",
+)
+Gradients = dict[str, Tensor]
+# Types with stacked experts, once in a layer, and several of them in a tiny model.
+KINDS = (
+    "afmoe aria aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2 deepseek_v2 deepseek_v3 "
+    "deepseek_v32 deepseek_v4 dots1 dots3_note dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe "
+    "glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid "
+    "granitemoeshared hy_v3 hy_v4 inkling2 inkling2_text inkling_text jamba kimi_k25 kimi_linear kolibri1 laguna "
+    "lfm2_moe mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text mistral4 mistral_large4 "
+    "mixtral muse_spark nemotron_h nemotron_h_omni olmoe phimoe qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe "
+    "qwen3_next qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp qwen4_exp_text solar_open unlimited_ocr zaya "
+)
+# Of these, those whose backward looks at what experts have made.
+LOOKED_AT = (
+    "afmoe axk1 beam deepseek_v4 flex_olmo glm5_next hy_v4 inkling2 inkling2_text inkling_text kolibri1 "
+    "muse_spark qwen4_exp qwen4_exp_text "
+)
+
+
+def step(model: LemaModel, loss: Callable[[], Tensor] | None = None) -> tuple[Tensor, Gradients]:
+    """Take a step of four micro-batches; return its loss and every adapter's gradient."""
+    draw_b(model.lora_manager)
+    torch.manual_seed(0)
+    value = model.adapter.loss(micro_batches() * 2) if loss is None else loss()
+    value.backward()
+    found = {name: one.grad for name, one in trained(model.lora_manager).items() if one.grad is not None}
+    model.lora_manager.zero_grad()
+    return value.detach(), found
+
+
+def apart(found: Gradients, expected: Gradients) -> float:
+    """How far all gradients together are from those expected, relative to their length."""
+    assert found.keys() == expected.keys()
+    one, other = (torch.cat([each[name].flatten() for name in expected]) for each in (found, expected))
+    return difference(one, other)
+
+
+def both(directory: Path, run: Callable[[LemaModel], Any], size: int = 3, **settings: Any) -> list[Any]:
+    """What `run` finds of a model with whole layers, and with experts in groups."""
+    found = []
+    for each in (None, size):
+        with opened(directory, experts_per_slot=each, **ADAPTED, **settings) as model:
+            draw_b(model.lora_manager)
+            found.append(run(model))
+            assert bool(model.split.groups) == (each is not None)
+    return found
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_step_is_that_of_whole_layers(kind: str, tmp_path: Path) -> None:
+    """But for the order of additions: loss and gradients within 1e-6, of experts' adapters too, in smaller slots."""
+    directory = write_model(CONFIGS[kind], tmp_path)
+    with opened(directory, **ADAPTED) as model:
+        loss, expected = step(model)
+        whole = model.memory.slot_bytes
+    assert sum(".experts." in name for name in expected) == SPARSE[kind] * 2 * 2
+    for size in (2, 3):
+        with opened(directory, experts_per_slot=size, **ADAPTED) as model:
+            grouped_loss, found = step(model)
+            assert model.memory.slot_bytes < whole * (0.35 if size == 2 else 0.4)
+        assert difference(grouped_loss, loss) <= 1e-6
+        assert apart(found, expected) <= 1e-6
+        assert max(difference(found[name], expected[name]) for name in found) <= 4e-6
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_all_micro_batches_go_through_a_group_before_the_next_is_leased(kind: str, tmp_path: Path) -> None:
+    """So leases do not depend on how many there are, reads are those of the formula, and no bit depends on slots."""
+    directory, first = write_model(CONFIGS[kind], tmp_path), None
+    for depth in (1, 6):
+        with opened(directory, experts_per_slot=3, prefetch_depth=depth, **ADAPTED) as model:
+            stream, reads = model.memory, list[int]()
+            assert [len(own) for own in stream.parts.values()] == [3] * SPARSE[kind]
+            for _ in range(2):
+                loss, found = step(model)
+                reads.append(stream.counters.layers_read)
+                first = (loss, found) if first is None else first
+                assert torch.equal(loss, first[0])
+                assert all(torch.equal(one, first[1][name]) for name, one in found.items())
+        # Each layer up and down, its groups with it; the top layer once, its groups both ways.
+        assert stream.counters.leases == 2 * (8 + 7 + 2 * 3 * SPARSE[kind])
+        order = in_parts(training_order(8), stream.parts, turn=7, pinned=True)
+        expected = [len(fetched(order * steps, depth + 1)) for steps in (1, 2)]
+        assert reads == expected
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_evaluation_and_generation_are_those_of_whole_layers(kind: str, tmp_path: Path) -> None:
+    def run(model: LemaModel) -> tuple[Tensor, Tensor]:
+        value, _ = model.adapter.evaluate(micro_batches())
+        ids = micro_batches()[0]["input_ids"][:, :5]
+        model.skeleton.eval()
+        with torch.no_grad(), streaming_forward(model.split, model.memory):
+            made = model.skeleton.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
+            )
+        return value, made
+
+    (value, made), (other, others) = both(write_model(CONFIGS[kind], tmp_path), run)
+    assert difference(other, value) <= 1e-6 and torch.equal(others, made)
+
+
+@pytest.mark.parametrize("lowest", [0, 4])
+def test_so_is_a_step_of_the_layers_in_a_model_that_somebody_calls(lowest: int, tmp_path: Path) -> None:
+    """As `transformers.Trainer` does, with nothing to train in the layers below `lowest`."""
+
+    def run(model: LemaModel) -> tuple[Tensor, Gradients]:
+        for layer in model.split.layers[:lowest]:
+            layer.requires_grad_(False)
+        stack, (batch, *_) = LayerStack(model.adapter, rows=1), micro_batches()
+        found = [step(model, lambda: model.lora_manager(**batch).loss) for _ in range(2)]
+        stack.take_out()
+        return found[1]
+
+    (loss, expected), (other, found) = both(write_model(CONFIGS["qwen3_moe"], tmp_path), run)
+    assert difference(other, loss) <= 1e-6 and apart(found, expected) <= 1e-6
+
+
+def test_so_is_the_loss_of_routers_with_inputs_that_wait_elsewhere(tmp_path: Path) -> None:
+    def run(model: LemaModel) -> tuple[Tensor, Gradients]:
+        model.get_trainer()
+        return step(model)
+
+    settings = {"router_aux_loss_coef": 0.3, "boundary_activations": "disk"}
+    (loss, expected), (other, found) = both(write_model(CONFIGS["qwen3_moe"], tmp_path), run, **settings)
+    assert difference(other, loss) <= 1e-6 and apart(found, expected) <= 1e-6
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of every pass through the groups of a layer for what experts make, whether it was in the forward or later."""
+    found, results = list[str](), grouped._results
+
+    def watched(*args: Any) -> list[Tensor]:
+        found.append(args[4] if len(args) > 4 else "forward")
+        return results(*args)
+
+    monkeypatch.setattr(grouped, "_results", watched)
+    return found
+
+
+def test_groups_are_leased_once_more_where_a_backward_looks_at_what_experts_made(
+    tmp_path: Path, ways: list[str]
+) -> None:
+    """As that of a norm behind the experts does."""
+    (loss, expected), (other, found) = both(write_model(tiny_config("flex_olmo"), tmp_path), step, size=1)
+    assert difference(other, loss) <= 1e-6 and apart(found, expected) <= 1e-6
+    assert "backward" in ways
+
+
+@pytest.mark.slow
+@pytest.mark.covered(3)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS.split())
+def test_any_type_trains_in_groups(kind: str, tmp_path: Path, ways: list[str]) -> None:
+    (loss, expected), (other, found) = both(write_model(tiny_config(kind), tmp_path), step, size=1)
+    assert difference(other, loss) <= 1e-6 and apart(found, expected) <= 1e-6
+    assert ("backward" in ways) == (kind in LOOKED_AT.split())
+
+
+def test_device_memory_says_how_many_experts_are_leased_together(tmp_path: Path) -> None:
+    """As many as it holds; all, in whole layers, where it holds these. The slots are those of the plan."""
+    directory, found = write_model(CONFIGS["qwen3_moe"], tmp_path), dict[str, int]()
+    for limit in ("800KB", "670KB", "640KB"):
+        settings = {"lora_rank": 2, "batch_size": 4, "micro_batch_size": 1, "max_length": 12, "save_steps": 0}
+        config = LemaConfig(str(directory), device="cpu", device_memory=limit, **settings)
+        with closing(LemaModel(config, backend=CpuBackend(poison=True))) as model:
+            model.initialize_lora()
+            needs = model.planner.needs()
+            assert sum(device_parts(needs.demand, needs.allocation).values()) <= model.planner.limits[0]
+            assert model.memory.slot_bytes * needs.allocation.slots == needs.device["slots"]
+            found[limit] = needs.allocation.experts
+            if needs.allocation.experts:
+                assert [*model.split.groups] == [*range(8)] and model.adapter.recompute
+                step(model)
+    assert found == {"800KB": 0, "670KB": 4, "640KB": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"gradient_checkpointing": False}, "gradient_checkpointing: false"),
+        ({"torch_compile": True}, "torch_compile"),
+        ({"objective": "dpo"}, "objective: dpo"),
+        ({"activation_offloading": True}, "activation_offloading"),
+    ],
+)
+def test_what_does_not_go_with_groups_is_said_in_one_sentence(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    directory = write_model(CONFIGS["qwen3_moe"], tmp_path)
+    with opened(directory, experts_per_slot=2, **settings) as model, pytest.raises(ConfigError, match=said) as error:
+        _ = model.allocation
+    assert error.value.where == "experts_per_slot"
+
+
+def test_a_model_without_stacked_experts_has_none_to_lease_in_groups(tmp_path: Path) -> None:
+    directory = write_model(tiny_config("llama"), tmp_path)
+    with (
+        opened(directory, experts_per_slot=2) as model,
+        pytest.raises(ConfigError, match="LlamaForCausalLM has no stacked experts"),
+    ):
+        _ = model.allocation
