@@ -33,10 +33,11 @@ import numpy.typing as npt
 
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import ROW, Columns, Skipped, Table
-from lema.data.files import Piece, Row, is_stream, pieces_of, version_of
+from lema.data.files import Piece, Row, pieces_of
 from lema.data.forms import Remarks
 from lema.errors import DataError, DiskError
 from lema.storage.atomic import NO_LOCKS, appearing, replace_file
+from lema.storage.hub import is_stream, version_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,16 +6,15 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import parse_qsl
 
 from lema.backend.timelimit import bounded_memory
 from lema.errors import DataError
+from lema.storage.hub import HUB, hub_data, is_stream, stream_rows
 
-__all__ = ["HUB", "Piece", "Row", "find_files", "is_stream", "load_rows", "pieces_of", "read_rows", "version_of"]
+__all__ = ["Piece", "Row", "find_files", "load_rows", "pieces_of", "read_rows"]
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -64,10 +63,10 @@ def _kind(path: Path) -> str:
 
 def _expand(given: str | Path, first: int | None) -> list[Path]:
     if is_stream(given):
-        with _asked(str(given)) as (datasets, name, options, asked):
-            if asked.get("streaming") == "true":
-                return [Path(given if first is None or "take" in asked else f"{given}&take={first}")]
-            kept = datasets.load_dataset(name, keep_in_memory=False, split=asked["split"], **options)
+        with hub_data(str(given)) as (datasets, name, options, how):
+            if how.get("streaming") == "true":
+                return [Path(given if first is None or "take" in how else f"{given}&take={first}")]
+            kept = datasets.load_dataset(name, keep_in_memory=False, split=how["split"], **options)
             return [Path(file["filename"]) for file in kept.cache_files]
     path = Path(given).expanduser()
     if path.is_dir():
@@ -364,54 +363,10 @@ def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise _error(f"not a whole {path.suffix[1:]} file: {error}", path, number + 1) from error
 
 
-HUB = "hub:"
-"""How the name of a data set of the hub begins: `hub:org/name?name=subset&split=train&revision=main&streaming=true`."""
-
-
-def is_stream(path: str | Path) -> bool:
-    """Whether this names a data set of the hub; of what `find_files` returns, one that is streamed, not downloaded."""
-    return str(path).startswith(HUB)
-
-
-@contextmanager
-def _asked(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
-    """Give the library `datasets`, a data set's path and options, and how it is read. `DataError`: what is raised."""
-    path, _, query = given.removeprefix(HUB).partition("?")
-    options = dict(parse_qsl(query))
-    how = {"split": "train"} | {name: options.pop(name) for name in ("split", "streaming", "take") if name in options}
-    try:
-        import datasets
-    except ImportError as error:
-        what, mend = "a data set of the hub needs the library `datasets`", 'pip install "lema[datasets]"'
-        raise DataError(what, where=given, how=mend) from error
-    if "[" in how["split"]:
-        mend = "give the whole split; max_train_samples takes a part of it"
-        raise DataError(f"a part of a split, {how['split']}, has no file of its own", where=given, how=mend)
-    if how.get("streaming") not in (None, "true", "false"):
-        raise DataError(f"streaming is {how['streaming']!r}", where=given, how="say true or false")
-    try:
-        yield datasets, path, options, how
-    except Exception as error:  # whatever the network, the builder or the files raise
-        mend = "check path, name and split; without a network it has to be in the cache of `datasets`"
-        raise DataError(f"the data set cannot be had: {error}", where=given, how=mend) from error
-
-
-def version_of(stream: Path) -> str:
-    """Where the library would keep a stream: it names the commit by it, or the times of local files."""
-    with _asked(str(stream)) as (datasets, path, options, _):
-        return str(datasets.load_dataset_builder(path, **options).cache_dir)
-
-
-def _streamed(stream: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with _asked(str(stream)) as (datasets, path, options, how):
-        rows = datasets.load_dataset_builder(path, **options).as_streaming_dataset(split=how["split"])
-        yield from enumerate(rows.take(int(how["take"])) if "take" in how else rows, 1)
-
-
 _Values = Iterator[tuple[int, dict[str, Any]]]
 _OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {".jsonl": _jsonl, ".txt": _txt}
 _OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv}
 _OF_FILES |= dict.fromkeys((".parquet", ".arrow"), _columnar)
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _READERS = _OF_LINES.keys() | _OF_FILES.keys()
-_OF_FILES[HUB] = _streamed
+_OF_FILES[HUB] = stream_rows

@@ -10,11 +10,12 @@ from lema.config import LemaConfig
 from lema.data import cache as kept
 from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
-from lema.data.files import Row, find_files, is_stream, read_rows
+from lema.data.files import Row, find_files, read_rows
 from lema.data.forms import Forms, Remarks
 from lema.data.sampling import Sampling, check_rates
 from lema.data.tokenize import Ints, Reading, tokenize_rows
 from lema.errors import ConfigError, DataError, DiskError
+from lema.storage.hub import is_stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,18 +1,21 @@
-"""Finds the local directory of a model that the user names by a directory, a file, or a hub id.
+"""Finds the local directory of a model that the user names by a directory, a file, or a hub id; and data of the hub.
 
 A hub id is fetched by `huggingface_hub` into its own cache, only safetensors and the small files that belong to them:
 no pickles, and code only if trusted. Its environment variables set offline mode, tokens, mirrors and cache.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
-from lema.errors import DiskError, WeightsError
+from lema.errors import DataError, DiskError, WeightsError
 from lema.storage.diskspace import is_full
 from lema.storage.modelfiles import CODE, COMPANIONS, require_commit
 
-__all__ = ["own_weights", "resolve_model"]
+__all__ = ["HUB", "hub_data", "is_stream", "own_weights", "resolve_model", "stream_rows", "version_of"]
 
 # A second copy of the same weights, in the layout of the model's makers or of another runtime.
 IGNORED_FILES = ("*/*.safetensors", "consolidated*.safetensors")
@@ -105,3 +108,48 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
             "it: AutoModelForCausalLM.from_pretrained(ID).save_pretrained(OUT)",
         )
     return directory
+
+
+HUB = "hub:"
+"""How the name of a data set of the hub begins: `hub:org/name?name=subset&split=train&revision=main&streaming=true`."""
+
+
+def is_stream(path: str | Path) -> bool:
+    """Whether this names a data set of the hub; of what `find_files` returns, one that is streamed, not downloaded."""
+    return str(path).startswith(HUB)
+
+
+@contextmanager
+def hub_data(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
+    """Give the library `datasets`, a data set's path and options, and how it is read. `DataError`: what is raised."""
+    path, _, query = given.removeprefix(HUB).partition("?")
+    options = dict(parse_qsl(query))
+    how = {"split": "train"} | {name: options.pop(name) for name in ("split", "streaming", "take") if name in options}
+    try:
+        import datasets
+    except ImportError as error:
+        what, mend = "a data set of the hub needs the library `datasets`", 'pip install "lema[datasets]"'
+        raise DataError(what, where=given, how=mend) from error
+    if "[" in how["split"]:
+        mend = "give the whole split; max_train_samples takes a part of it"
+        raise DataError(f"a part of a split, {how['split']}, has no file of its own", where=given, how=mend)
+    if how.get("streaming") not in (None, "true", "false"):
+        raise DataError(f"streaming is {how['streaming']!r}", where=given, how="say true or false")
+    try:
+        yield datasets, path, options, how
+    except Exception as error:  # whatever the network, the builder or the files raise
+        mend = "check path, name and split; without a network it has to be in the cache of `datasets`"
+        raise DataError(f"the data set cannot be had: {error}", where=given, how=mend) from error
+
+
+def version_of(stream: Path) -> str:
+    """Where the library would keep a stream: it names the commit by it, or the times of local files."""
+    with hub_data(str(stream)) as (datasets, path, options, _):
+        return str(datasets.load_dataset_builder(path, **options).cache_dir)
+
+
+def stream_rows(stream: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a stream, numbered from 1, as the library reads them. `DataError`: they cannot be had."""
+    with hub_data(str(stream)) as (datasets, path, options, how):
+        rows = datasets.load_dataset_builder(path, **options).as_streaming_dataset(split=how["split"])
+        yield from enumerate(rows.take(int(how["take"])) if "take" in how else rows, 1)

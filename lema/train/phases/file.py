@@ -18,9 +18,9 @@ from lema.config.objective import OF_OBJECTIVES
 from lema.config.problems import Problem, SettingsError, meant, unknown_setting
 from lema.config.results import OF_PLAIN_RUNS
 from lema.config.yaml import read_yaml
-from lema.data.files import HUB
 from lema.data.sampling import Style
 from lema.errors import ConfigError
+from lema.storage.hub import HUB
 from lema.train.phases.phase import LENGTHS
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
