@@ -112,6 +112,15 @@ def test_a_run_cannot_be_resumed_without_a_checkpoint(llama: Path, tmp_path: Pat
         run_fit(settings(llama, tmp_path / "out"), token_rows(4), resume=True)
 
 
+def test_an_adapter_that_a_new_run_replaces_is_said_before_it_is(llama: Path, tmp_path: Path) -> None:
+    config, said = settings(llama, tmp_path / "out", max_steps=1), list[str]()
+    run_fit(config, token_rows(4), say=said.append)
+    assert not [line for line in said if "replaces" in line]
+    run_fit(config, token_rows(4), say=said.append)
+    (line,) = [line for line in said if "replaces" in line]
+    assert line.startswith(f"{tmp_path / 'out'} holds the adapter of an earlier run") and "output_dir" in line
+
+
 @pytest.mark.slow
 def test_resuming_a_finished_run_trains_nothing_and_says_so(llama: Path, tmp_path: Path) -> None:
     config, said = settings(llama, tmp_path / "out", save_steps=1), list[str]()
