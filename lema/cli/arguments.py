@@ -1,6 +1,7 @@
 """The arguments that several commands share, and how they become settings and models."""
 
 import gc
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,16 +71,30 @@ def settings_of(given: list[str] | None) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError("a setting is given as KEY=VALUE", where=f"--set {item}", how="--set lora_rank=8")
+        if len(parts := re.split(r"[.\[]", key.strip(), maxsplit=1)) > 1:
+            what = "a setting is replaced as a whole, and this names a part of one"
+            how = f"change it in the file, or give all of {parts[0]}: --set '{parts[0]}=[...]', or {{...}}, as in YAML"
+            raise ConfigError(what, where=f"--set {item}", how=how)
         pairs[key.strip()] = parse_value(text, f"--set {item}")
     return pairs
 
 
 def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
-    """Return the settings of a file, those of `--set` in place of its own; a ConfigError says where each was given."""
+    """Return the settings of a file, those of `--set` in place of its own; a ConfigError says where each was given, or
+    that the file is one of phases."""
     from lema.config import LemaConfig
     from lema.config.problems import SettingsError
+    from lema.config.yaml import read_yaml
+    from lema.train.phases.file import has_phases
 
     overrides = settings_of(settings)
+    if has_phases(path):
+        given = read_yaml(path).values | overrides
+        out = Path(str(given.get("output_dir") or LemaConfig.defaults()["output_dir"]))
+        what = "this file has phases, and the command takes the settings of a run without"
+        how = f"`lema train` and `lema plan` take it; give what phases left: {out}, if the last trains adapters, or "
+        how += f"{out / 'NAME' / 'model'} as model_name_or_path of another file"
+        raise ConfigError(what, where=str(path), how=how)
     try:
         return LemaConfig.from_yaml(path, **overrides)
     except SettingsError as error:

@@ -17,6 +17,9 @@ _COLUMN = "here: columns: {{{ours}: NAME}}"
 _QUANTISE = "quantise the model once with `lema prepare MODEL OUT --quantize {kind}`, and train OUT"
 _FORMATTED = "give rows that are formatted: text, prompt + completion, or messages"
 _STREAMS = "layers stream, so no model has to be divided to fit"
+_HUB_DATA = "here: train_data: {path: org/name, name: subset, split: train}, or files"
+_TOKENISED = "nothing needs saying: rows are tokenised once, by as many processes as help, before any step"
+_EVALUATES = "nothing needs saying: what eval_data or eval_split gives is evaluated, every eval_steps or each epoch"
 
 SAID_HERE: Mapping[str, str] = {
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "train_on_responses_only"), _ANSWERS),
@@ -59,6 +62,22 @@ SAID_HERE: Mapping[str, str] = {
     "train_sampling_strategy": "here: group_by_length: true; shuffle: false keeps the order of the data",
     **dict.fromkeys(("max_tokens", "max_tokens_per_batch", "batch_tokens"), "here: micro_batch_tokens"),
     "append_eos_token": "text and completions always end in the end-of-sequence token, once",
+    "adapter": "nothing needs saying of lora, which is trained here; for qlora " + _QUANTISE.format(kind="nf4"),
+    "use_peft": "nothing needs saying: an adapter is what is trained here",
+    "peft_config": "here: lora_rank, lora_alpha, lora_target_modules, ...: each of its options is a setting, lora_NAME",
+    **dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split"), _HUB_DATA),
+    "dataset_test_split": "here: eval_data: {path: org/name, name: subset, split: test}, or eval_split",
+    **dict.fromkeys(("dataset_num_proc", "dataset_processes", "dataloader_num_workers"), _TOKENISED),
+    "dataset_prepared_path": "here: data_cache: the folder that keeps tokens of large data; without it one is found",
+    "wandb_project": "here: report_to: wandb, with the environment variable WANDB_PROJECT",
+    "logging_dir": "metrics.jsonl is in output_dir; where tensorboard writes says TENSORBOARD_LOGGING_DIR",
+    "eos_token": "nothing needs saying: the tokenizer's own is used; change it in the tokenizer's files",
+    "strict": "nothing needs saying: an unknown setting is always an error",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), _EVALUATES),
+    "save_strategy": "here: save_steps: how many steps lie between checkpoints, 0 for none",
+    "do_train": "nothing needs saying: `lema train` trains, and `lema eval` evaluates",
+    **dict.fromkeys(("bf16", "bfloat16"), "here: dtype: bfloat16"),
+    **dict.fromkeys(("fp16", "float16"), "here: dtype: float16"),
 }
 
 

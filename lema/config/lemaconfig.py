@@ -137,7 +137,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     lr_scheduler_kwargs: Said[dict[str, Any] | None] = None
     """What else a schedule of `transformers` takes: {min_lr_rate: 0.1} of cosine_with_min_lr, for one."""
     warmup_steps: Said[types.NotNegative] = 0
-    """Optimizer steps over which the learning rate rises from 0."""
+    """Optimizer steps over which the learning rate rises from 0; 0.1 and such, below 1, are taken as `warmup_ratio`."""
     warmup_ratio: Said[types.Beta] = 0.0
     """The same as a fraction of all steps; where both are 0, it is 0.01 for wsd, wsds and cosine_rewarm."""
     train_data: OfData[types.DataFiles | None] = None
@@ -238,7 +238,11 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         given, own = settings.get("backend_settings") or {}, settings.keys() & backend_settings().keys()
         if (found := {key: settings.pop(key) for key in own}) and isinstance(given, Mapping):
             settings["backend_settings"] = {**given, **found}
-        super().__init__(**by_position, **settings)
+        settings = by_position | settings
+        # As transformers 5 has it, warmup_steps below 1 are a share of all steps.
+        if isinstance(share := settings.get("warmup_steps"), float) and share < 1 and not settings.get("warmup_ratio"):
+            settings["warmup_ratio"] = settings.pop("warmup_steps")
+        super().__init__(**settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:

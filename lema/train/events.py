@@ -255,6 +255,8 @@ class RunEvents:
                 "loss": window.loss / window.trained_tokens,
                 **means(window.measured),
                 **numbers,
+                # Phases say their own `tokens`: what a checkpoint of theirs carries has no sum of the whole run.
+                **({} if "tokens" in self._at.row else {"num_tokens": self._whole.tokens}),
                 "tokens_per_second": window.tokens / seconds,
                 "seconds_passed": seconds,
                 "seconds_optimizer": window.optimizer,
@@ -303,7 +305,7 @@ class RunEvents:
             self._handler.model = self._handler.optimizer = self._handler.lr_scheduler = None
 
     def _write(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        row = {**self._at.row, **what}
+        row = {**self._at.row, "time": time.time(), **what}  # seconds since 1970, UTC
         if self._metrics is not None:
             self._metrics.note(row)
         self._told(row)

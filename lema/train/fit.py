@@ -14,7 +14,7 @@ from lema.backend.interrupt import Stop
 from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
-from lema.lora.files import load_weights
+from lema.lora.files import CONFIG, load_weights
 from lema.model.files import ModelFiles
 from lema.train.batch import packed
 from lema.train.checkpoint.card import CARD, make_repository, model_card, upload, write_beside
@@ -103,6 +103,9 @@ class PlainRun:
         if weights_only:
             what = "weights alone are taken of a checkpoint that is gone on from"
             raise ConfigError(what, where="weights_only", how="set resume (--resume) too, or leave it out")
+        if self.done == 0 and (self._output / CONFIG).is_file():
+            what = f"{self._output} holds the adapter of an earlier run, which this one replaces when it ends"
+            tell_warning(f"{what}; choose another output_dir to keep it", self._say)
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`;

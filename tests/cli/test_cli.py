@@ -172,6 +172,19 @@ def test_a_misspelt_setting_is_refused_by_every_verb_that_reads_a_config(
     )
 
 
+@pytest.mark.parametrize("verb", [["config", "show"], ["generate", "-p", "x"], ["eval"]])
+def test_a_file_of_phases_is_answered_by_where_its_results_are(
+    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["model_name_or_path: m", "output_dir: left", "train_data: {t: t.txt}"]
+    lines += ["phases: [{name: one, trains: lora, tokens: 81920, mixture: {t: 1.0}}]", ""]
+    path = config_file(tmp_path, "\n".join(lines))
+    assert run(app, [*verb, str(path)]) == 2  # whether its data are there or not
+    said = capsys.readouterr().err
+    assert "this file has phases" in said and f"where: {path}\n" in said and "give what phases left: left, if" in said
+    assert "did you mean" not in said
+
+
 def test_show_prints_every_setting_as_yaml_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config_file(tmp_path, "model_name_or_path: m\nlora_target_modules: [q_proj]\nlearning_rate: 3e-5\n")
     arguments = [
@@ -211,6 +224,9 @@ def test_schema_is_json_and_describes_every_setting(capsys: pytest.CaptureFixtur
         ("lora_rank", "KEY=VALUE"),
         ("=8", "KEY=VALUE"),
         ("lora_target_modules=[q_proj", "not YAML"),
+        ("lora_rank_pattern.q_proj=8", "give all of lora_rank_pattern"),
+        ("phases.0.learning_rate=1", "give all of phases"),
+        ("phases[0].learning_rate=1", "give all of phases"),
     ],
 )
 def test_a_wrong_set_option_is_named(

@@ -167,6 +167,27 @@ def test_names_of_other_trainers_lead_to_ours(theirs: str, ours: str) -> None:
         ("message_property_mappings", "columns: {role: NAME, content: NAME}"),
         ("message_field_training", "is obeyed as it is"),
         ("excess_length_strategy", "overlong:"),
+        ("adapter", "--quantize nf4"),
+        ("use_peft", "nothing needs saying"),
+        ("peft_config", "lora_rank, lora_alpha, lora_target_modules"),
+        ("dataset_name", "train_data: {path: org/name"),
+        ("dataset_config", "name: subset"),
+        ("dataset_train_split", "split: train"),
+        ("dataset_num_proc", "nothing needs saying"),
+        ("dataset_prepared_path", "data_cache: "),
+        ("dataloader_num_workers", "nothing needs saying"),
+        ("wandb_project", "WANDB_PROJECT"),
+        ("logging_dir", "TENSORBOARD_LOGGING_DIR"),
+        ("eos_token", "the tokenizer's own"),
+        ("strict", "nothing needs saying"),
+        ("eval_strategy", "eval_steps"),
+        ("save_strategy", "save_steps: "),
+        ("do_train", "`lema train`"),
+        ("do_eval", "eval_data"),
+        ("bf16", "dtype: bfloat16"),
+        ("fp16", "dtype: float16"),
+        ("load_in_4bit", "lema prepare MODEL OUT --quantize nf4"),
+        ("load_in_8bit", "lema prepare MODEL OUT --quantize int8"),
     ],
 )
 def test_names_of_other_trainers_are_answered(theirs: str, ours: str) -> None:
@@ -181,6 +202,21 @@ def test_every_setting_that_an_answer_names_is_there() -> None:
     assert not SAID_HERE.keys() & LemaConfig.model_fields.keys()
     named = {setting for how in SAID_HERE.values() for setting in re.findall(r"(?:here: |; )([a-z_]+): ", how)}
     assert named <= LemaConfig.model_fields.keys() and {"columns", "train_on", "chat_template", "overlong"} <= named
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.99])
+def test_warmup_steps_below_one_are_a_share_of_the_steps_as_in_transformers(share: float) -> None:
+    taken = LemaConfig("m", warmup_steps=share)
+    assert (taken.warmup_steps, taken.warmup_ratio) == (0, share)
+    assert taken == LemaConfig("m", warmup_ratio=share)
+
+
+@pytest.mark.parametrize("given", [{"warmup_steps": 1.5}, {"warmup_steps": 0.1, "warmup_ratio": 0.2}])
+def test_other_broken_numbers_of_warmup_steps_are_refused(given: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="warmup_steps must be a whole number"):
+        LemaConfig("m", **given)
+    with pytest.raises(ConfigError, match="warmup_ratio must be at least 0"):
+        LemaConfig("m", warmup_steps=-0.1)
 
 
 def test_columns_are_ours_to_theirs() -> None:

@@ -32,7 +32,7 @@ STEPS = 6
 WEIGHTS = "adapter_model.safetensors"
 LOCK = ".lock"  # stays between runs
 # What differs between two processes that do the same: times, and what it cost to read weights anew.
-OF_THE_PROCESS = ("tokens_per_second", "train_tokens_per_second", "train_runtime", "memory")
+OF_THE_PROCESS = ("time", "tokens_per_second", "train_tokens_per_second", "train_runtime", "memory")
 COSTS = ("bytes_", "layers_", "seconds_")
 
 

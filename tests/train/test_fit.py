@@ -162,6 +162,8 @@ def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) 
         "loss",
         "learning_rate",
         "grad_norm",
+        "time",
+        "num_tokens",
         "tokens_per_second",
         "bytes_read",
         "bytes_uploaded",

@@ -112,6 +112,15 @@ def test_a_run_cannot_be_resumed_without_a_checkpoint(llama: Path, tmp_path: Pat
         run_fit(settings(llama, tmp_path / "out"), token_rows(4), resume=True)
 
 
+def test_an_adapter_that_a_new_run_replaces_is_said_before_it_is(llama: Path, tmp_path: Path) -> None:
+    config, said = settings(llama, tmp_path / "out", max_steps=1), list[str]()
+    run_fit(config, token_rows(4), say=said.append)
+    assert not [line for line in said if "replaces" in line]
+    run_fit(config, token_rows(4), say=said.append)
+    (line,) = [line for line in said if "replaces" in line]
+    assert line.startswith(f"{tmp_path / 'out'} holds the adapter of an earlier run") and "output_dir" in line
+
+
 @pytest.mark.slow
 def test_resuming_a_finished_run_trains_nothing_and_says_so(llama: Path, tmp_path: Path) -> None:
     config, said = settings(llama, tmp_path / "out", save_steps=1), list[str]()
@@ -168,6 +177,10 @@ def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
     later = config.model_copy(update={"max_steps": 4, "micro_batch_size": 2})
     run_fit(later, token_rows(8), resume=True, say=said.append)
     assert list(logged(config)) == [1, 2, 3, 4]
+    counted, epoch = logged(config, "num_tokens"), sum(len(row["input_ids"]) for row in token_rows(8))
+    assert (counted[2], counted[4]) == (epoch, 2 * epoch)  # of the whole run, whatever process took the steps
+    times = list(logged(config, "time").values())
+    assert times == sorted(times) and times[0] > 1e9
     assert logged(config, "learning_rate") == {1: 0.01, 2: 0.005, 3: 0.005, 4: 0.0025}  # from there as of four
     assert said == [
         f"resuming from {tmp_path / 'out' / 'checkpoint-2'} (step 2 of 4)",
