@@ -90,11 +90,13 @@ def device(model: LemaModel, short: Callable[[int, str, int], bool]) -> Iterator
 
     def run(index: int, weights: Mapping[str, Tensor], call: Any, hidden: Tensor, **options: Any) -> Tensor:
         rows = len(hidden)
-        if torch._C._current_graph_task_id() != -1:
-            found.ask(index, "recomputation", rows)  # it ends before the layer does
-            return run_layer(index, weights, call, hidden, **options)
+        again = torch._C._current_graph_task_id() != -1
+        if again:
+            found.ask(index, "recomputation", rows)
         if torch.is_grad_enabled():
             hidden = _Trap.apply(hidden, lambda: found.ask(index, "backward", rows))
+        if again:  # what it makes is differentiated at once
+            return run_layer(index, weights, call, hidden, **options)
         made = run_layer(index, weights, call, hidden, **options)
         found.made.append(weakref.ref(made))
         found.ask(index, "forward", rows)
