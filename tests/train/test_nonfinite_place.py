@@ -82,8 +82,13 @@ def test_the_first_of_the_passes_of_a_step_is_looked_at_too(llama: Path, tmp_pat
         first, second = batch(1), batch(2)
         first["input_ids"][0, 0], second["input_ids"][:] = poison, second["input_ids"] % (poison - 1) + 1
         first["input_ids"][first["input_ids"] == poison] = poison
-        seen: list[Tensor] = []
-        model.skeleton.get_input_embeddings().register_forward_hook(lambda _, args, out: seen.append(args[0]))
+        rows, seen = torch.cat([first["input_ids"], second["input_ids"]]).tolist(), list[Tensor]()
+
+        def note(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+            if all(row in rows for row in args[0].tolist()):  # else the head is computed, by tokens that are nobody's
+                seen.append(args[0])
+
+        model.skeleton.get_input_embeddings().register_forward_hook(note)
 
         def hook(module: torch.nn.Module, args: Any, output: Tensor) -> None:
             if output.requires_grad and bool((seen[-1] == poison).any()):

@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
 
 from lema.errors import ConfigError, DataError
 
@@ -278,6 +277,8 @@ def _checkpoints(directory: Path) -> Iterator[Path]:
 
 def _holder(directory: Path) -> str:
     """Return which process holds the directory's lock; a lock's file whose process is gone holds nothing."""
+    import psutil  # here, because the command lists its verbs without it
+
     file = directory / LOCK
     with suppress(OSError, psutil.Error):  # it goes when the run does
         pid, _, host = file.read_text(errors="replace").strip().partition(" ")
