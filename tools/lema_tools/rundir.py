@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-
 from lema.errors import ConfigError, DataError
 
 __all__ = ["LABELS", "TIMES", "Memory", "MetricsTail", "Run", "by_step", "read_json", "read_run"]
