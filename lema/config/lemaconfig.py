@@ -242,7 +242,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         # As transformers 5 has it, warmup_steps below 1 are a share of all steps.
         if (
             isinstance(share := settings.get("warmup_steps"), float)
-            and 0 < share < 1
+            and 0 <= share < 1
             and not settings.get("warmup_ratio")
         ):
             settings["warmup_ratio"] = settings.pop("warmup_steps")
