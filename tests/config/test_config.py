@@ -215,7 +215,7 @@ def test_warmup_steps_below_one_are_a_share_of_the_steps_as_in_transformers(shar
 def test_other_broken_numbers_of_warmup_steps_are_refused(given: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="warmup_steps must be a whole number"):
         LemaConfig("m", **given)
-    with pytest.raises(ConfigError, match="warmup_steps must be a whole number, not -0.1"):
+    with pytest.raises(ConfigError, match=r"warmup_steps must be a whole number, not -0\.1"):
         LemaConfig("m", warmup_steps=-0.1)
 
 
