@@ -94,18 +94,21 @@ def streamed(
         opened.keep_whole(lambda _: False, "it is run by the trainer's own code")
         _attach(opened, peft_config, task)
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
-        if coefficient := coefficient_of(opened.split, config, opened.directory):
-            text: Any = (
-                opened.skeleton.config.get_text_config()
-            )  # as `from_pretrained` has it: the model forms the loss
-            text.output_router_logits = True
-            for one in (text, opened.skeleton):
-                if hasattr(one, "router_aux_loss_coef"):
-                    one.router_aux_loss_coef = coefficient
+        _have_routers_asked(opened)
     except BaseException:
         opened.close()
         raise
     return StreamedPeftModel.around(opened)
+
+
+def _have_routers_asked(opened: LemaModel) -> None:
+    """Have the model form the loss of its routers itself, as one that `from_pretrained` opens, where it is asked for."""
+    if coefficient := coefficient_of(opened.split, opened.config, opened.directory):
+        text: Any = opened.skeleton.config.get_text_config()
+        text.output_router_logits = True
+        for one in (text, opened.skeleton):
+            if hasattr(one, "router_aux_loss_coef"):
+                one.router_aux_loss_coef = coefficient
 
 
 def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: str) -> None:
