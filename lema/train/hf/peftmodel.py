@@ -102,7 +102,7 @@ def streamed(
 
 
 def _have_routers_asked(opened: LemaModel) -> None:
-    """Have the model form the loss of its routers itself, as one that `from_pretrained` opens, where it is asked for."""
+    """Have the model form the loss of its routers itself, as one of `from_pretrained` does, where it is asked for."""
     if coefficient := coefficient_of(opened.split, opened.config, opened.directory):
         text: Any = opened.skeleton.config.get_text_config()
         text.output_router_logits = True
