@@ -284,6 +284,8 @@ def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
         tensors = {}
         for name, tensor in torch.load(file, weights_only=True, map_location="cpu").items():
             layer, _, rest = name.partition(".")
+            if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
+                raise WeightsError(f"{name} stands for more numbers than the file has", where=str(file))
             tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
     except (WeightsError, *UNREADABLE) as error:
         what = f"this is not an adapter of the older format: {error}"

@@ -145,3 +145,9 @@ def test_a_piece_begins_at_each_space_that_follows_no_blank():
         found = _PIECE.findall(text)
         assert "".join(found) == text
         assert all(re.search(r"\S\Z", before) and after[0] == " " for before, after in pairwise(found))
+
+
+def test_a_tokenizer_of_no_parts_forbids_pieces(trained):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    assert not Pieces(tokenizer).cuts

@@ -183,3 +183,13 @@ def test_a_row_longer_than_the_tokenizer_expects_is_quiet(make_tokenizer, templa
     tokenize(tokenizer, {"text": "the river " * 20})
     tokenize(tokenizer, {"messages": CHAT})
     assert not caplog.records
+
+
+def test_a_word_of_a_million_letters_is_refused_by_its_row_and_a_text_of_as_many_words_is_not(make_tokenizer):
+    """A tokenizer takes gigabytes for the first."""
+    tokenizer = make_tokenizer()
+    with pytest.raises(DataError, match="a word of more than 1,048,576 characters") as caught:
+        tokenize(tokenizer, {"text": "é" * ((1 << 20) + 1)})
+    assert "data.jsonl:3" in str(caught.value)
+    ids, _ = tokenize(tokenizer, {"text": "the river " * 110_000})
+    assert len(ids) >= 220_000

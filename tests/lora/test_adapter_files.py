@@ -178,6 +178,16 @@ class Evil:
         return os.mkdir, (str(self.file),)
 
 
+def test_a_tensor_in_an_older_adapter_that_stands_for_more_than_the_file_has_is_refused(
+    llama: Path, tmp_path: Path
+) -> None:
+    directory = old_directory(llama, "llama", peft_adapter(llama, tmp_path / "peft"), tmp_path / "old")
+    many = torch.zeros(1, dtype=torch.bfloat16).expand(10**9)
+    torch.save({"1.self_attn.q_proj.lora_A": many}, directory / "adapter_model.bin")
+    with pytest.warns(UserWarning, match="earlier version"), pytest.raises(AdapterError, match="more numbers than"):
+        LemaModel.from_pretrained(directory)
+
+
 @pytest.mark.parametrize("write", [lambda thing, file: torch.save(thing, file), lambda thing, file: dump(thing, file)])
 def test_code_in_an_older_adapter_is_not_run(llama: Path, write: Any, tmp_path: Path) -> None:
     directory = old_directory(llama, "llama", peft_adapter(llama, tmp_path / "peft"), tmp_path / "old")

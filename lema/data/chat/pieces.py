@@ -28,6 +28,9 @@ __all__ = ["Ids", "Learnt", "Pieces"]
 Ids: TypeAlias = npt.NDArray[np.int32]
 Learnt: TypeAlias = npt.NDArray[np.bool_]
 _PIECE = re.compile(r" *[^ ]+(?:(?<=\s) +[^ ]*)*| +")  # up to a space that follows no blank
+_LONG = (
+    1 << 20
+)  # characters of a text that is tokenised whole, because a list of its pieces takes a hundred times as much
 _LONGEST, _MOST = 32, 1 << 16  # characters of a piece that is kept, and such pieces, of about 200 bytes each
 
 # What expressions are made of: GPT-2's, and those after cl100k_base, o200k_base, Llama 3 and Qwen.
@@ -63,7 +66,7 @@ class Pieces(dict[str, bytes]):
 
     def tokenize(self, text: str, spans: Sequence[Span], whole: bool) -> tuple[Ids, Learnt]:
         """What `lema.data.chat.tokens.tokenizing` returns does."""
-        if not self.cuts:
+        if not self.cuts or len(text) > _LONG:
             encoding = self.backend.encode(text, add_special_tokens=not whole)
             ids, last = np.array(encoding.ids, np.int32), [end for _, end in encoding.offsets]
             while last and last[-1] == 0:  # put after the text, for no character
@@ -102,7 +105,7 @@ def _may_cut(backend: Any, added: Iterable[Any]) -> bool:
         cuts, changes = (one and json.loads(one.__getstate__()) for one in (backend.pre_tokenizer, backend.normalizer))
     except Exception:  # noqa: BLE001 - what the library raises of a part in Python, of which nothing is known
         return False
-    *splits, last = cuts["pretokenizers"] if cuts and cuts["type"] == "Sequence" else [cuts]
+    *splits, last = (cuts["pretokenizers"] or [None]) if cuts and cuts["type"] == "Sequence" else [cuts]
     across |= bool(getattr(backend.model, "dropout", None) or (changes and changes["type"] != "NFC"))
     if across or not last or last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return False
