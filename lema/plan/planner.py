@@ -81,7 +81,8 @@ class Planner:
             pieces=self.blueprint.pieces,
             groups=self.blueprint.group_bytes,
         )
-        known = replace(known, row_bytes=self.blueprint.tables.row_bytes * (shape or self.shape).tokens)
+        rows = self.blueprint.tables.row_bytes * (shape or self.shape).tokens
+        known = replace(known, row_bytes=rows, expanded_bytes=self.blueprint.expanded_bytes)
         parts = self.blueprint.parallel.size
         if self.backend is None:
             return replace(known, processes=self.processes * parts)
