@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from lema.backend.registry import has_addresses
 from lema.errors import ConfigError
 from lema.model.experts import ExpertGroup, layer_experts
 from lema.model.skeleton import find_towers, is_in
+from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges, rows_of
 from lema.stream.lease import expand_into
@@ -113,10 +115,9 @@ def _rows_of(
     found = dict[str, tuple[Stored, torch.dtype]]()
     for name, (record, dtype) in stacked.items():
         how = "set experts_per_slot: null, or convert once with `lema prepare MODEL OUT` and use OUT"
-        if isinstance(record, QuantizedRecord):
-            raise ConfigError(f"{name} is stored quantised, and is leased whole", where="experts_per_slot", how=how)
+        cut: Any = cut_rows if isinstance(record, QuantizedRecord) else rows_of
         try:
-            found[name] = rows_of(record, first, end), dtype
+            found[name] = cut(record, first, end), dtype
         except ValueError as error:
             raise ConfigError(str(error), where="experts_per_slot", how=how) from error
     return found

@@ -69,6 +69,12 @@ class Blueprint:
         return self.layers if self.parts is None else self.parts.leased
 
     @property
+    def expanded_bytes(self) -> int:
+        """Bytes that quantised weights are expanded into: those of a layer, and of a group of its experts."""
+        leased, count = self.leased, len(self.layers)
+        return sum(max((one.expanded_bytes for one in some), default=0) for some in (leased[:count], leased[count:]))
+
+    @property
     def group_bytes(self) -> dict[int, list[int]]:
         """Bytes of layers whose experts are leased in groups: of what else they have, then of each group."""
         if (parts := self.parts) is None:

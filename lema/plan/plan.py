@@ -21,9 +21,9 @@ from lema.model.files import ModelFiles, read_data
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.machine import Machine
-from lema.plan.planner import Planner, StepNeeds, planner_of, timed
+from lema.plan.planner import Planner, planner_of, timed
 from lema.plan.simulator import Simulated
-from lema.plan.step import StepShape, step_shape
+from lema.plan.step import StepNeeds, StepShape, step_shape
 from lema.plan.workload import MicroBatch, Workload
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -24,16 +23,16 @@ from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
 from lema.plan.allocate import allocated, ample, layers_stay, of_one_process, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import Allocation, Demand, Traffic, device_parts, host_parts, seconds, traffic
+from lema.plan.cost import Allocation, Demand, device_parts, seconds
 from lema.plan.groups import with_groups, with_waiting
 from lema.plan.machine import Machine, Memory, Site, open_alone, site_of, this_machine, unknown_speeds
 from lema.plan.measure import calibrate, probe, process_bytes
 from lema.plan.simulator import Simulated, simulate
-from lema.plan.step import StepShape, Timings, by_arithmetic, demand_of, rows_each, step_shape
+from lema.plan.step import StepNeeds, StepShape, Timings, by_arithmetic, demand_of, rows_each, step_shape
 from lema.plan.trainable_bytes import training_of
 from lema.plan.workload import MicroBatch, Workload, measure
 
-__all__ = ["Planner", "Site", "StepNeeds", "opened_planner", "planner_of", "settled", "site_of", "timed"]
+__all__ = ["Planner", "Site", "opened_planner", "planner_of", "settled", "site_of", "timed"]
 
 
 Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
@@ -82,7 +81,8 @@ class Planner:
             pieces=self.blueprint.pieces,
             groups=self.blueprint.group_bytes,
         )
-        known = replace(known, row_bytes=self.blueprint.tables.row_bytes * (shape or self.shape).tokens)
+        rows = self.blueprint.tables.row_bytes * (shape or self.shape).tokens
+        known = replace(known, row_bytes=rows, expanded_bytes=self.blueprint.expanded_bytes)
         parts = self.blueprint.parallel.size
         if self.backend is None:
             return replace(known, processes=self.processes * parts)
@@ -230,44 +230,6 @@ class Planner:
         except MemoryLimitError:
             return False
         return sum(device_parts(demand, allocation).values()) <= self.site.machine.device_memory
-
-
-@dataclass(frozen=True)
-class StepNeeds:
-    """What a step of a run or of a phase takes of memory, and what memory is spent on."""
-
-    planner: Planner  # that says so
-    demand: Demand  # the bytes and seconds of a step
-    allocation: Allocation  # what memory is spent on
-
-    @cached_property
-    def device(self) -> dict[str, int]:
-        """Bytes of device memory at the peak, by part."""
-        return device_parts(self.demand, self.allocation)
-
-    @cached_property
-    def host(self) -> dict[str, int]:
-        """Bytes of host memory at the peak, by part, of all processes, beside those of a device that computes in it."""
-        parts = host_parts(self.demand, self.allocation)
-        if (trained := self.planner.blueprint.trained) is not None:  # each process writes to a copy of its own
-            own = sum(layer.slot_bytes for layer, names in zip(self.demand.layers, trained.names, strict=True) if names)
-            parts["cached"] += (self.demand.processes - 1) * own
-        return parts
-
-    @property
-    def mapped(self) -> int:
-        """Bytes in files that are mapped into memory, of all processes."""
-        return self.demand.processes * self.demand.training.mapped
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of a step; None: speeds are not known."""
-        planner = self.planner
-        return None if planner.timings is None else planner.simulated(self.demand, self.allocation).seconds
-
-    def traffic(self, steps: int) -> Traffic:
-        """Return the bytes that so many steps read, upload and download, with those before the first of them."""
-        return traffic(self.demand, self.allocation, steps, rewritten=self.planner.blueprint.trained is not None)
 
 
 def planner_of(

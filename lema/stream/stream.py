@@ -66,7 +66,9 @@ class LayerStream:
         self._reader = reader or LayerReader(trace=trace)
         self._counters = StreamCounters()
         self._held: dict[int, Lease] = {}
-        self._expanded = ExpandedBuffers(self.layers, backend)
+        # Of a layer and of its parts one buffer each, because both are on lease at once.
+        both = self.layers[: self.num_visited], self.layers[self.num_visited :]
+        self._expanded = tuple(ExpandedBuffers(some, backend) for some in both)
         self._gathered: GatheredBuffers | None = None
         replicas, stored = backend.replicas, self.layers
         if sharded and replicas.size > 1:
@@ -174,7 +176,8 @@ class LayerStream:
     def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
         """Hold the layer that lies in `slot`, with its quantised weights expanded."""
         stored = self._in_slots[layer]
-        expanded = self._expanded.take() if stored.expansions else None
+        buffers = self._expanded[layer >= self.num_visited]
+        expanded = buffers.take() if stored.expansions else None
         try:
             if expanded is not None:
                 began = self._clock()
@@ -187,7 +190,7 @@ class LayerStream:
             if (ended := self._held.pop(layer, None)) is not None and not ended.has_address:
                 ended.weights.clear()  # because a lazy device would make a copy of each view that is still there
             if expanded is not None:
-                self._expanded.give_back(expanded)
+                buffers.give_back(expanded)
 
     def _part(self, layer: int) -> Upload:
         """Return a layer, or this process's part of it, on the device or on its way there."""
@@ -255,7 +258,8 @@ class LayerStream:
         if self._gathered is not None:
             self._gathered.close()
         self._ring.close()
-        self._expanded.clear()
+        for buffers in self._expanded:
+            buffers.clear()
         self._host.clear()
         self._resident.clear()
         self._uploads.clear()

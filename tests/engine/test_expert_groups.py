@@ -9,16 +9,22 @@ import pytest
 import torch
 from everytype import difference, micro_batches, opened, write_model
 from parity import draw_b, trained
+from publishedforms import write_dequantized, write_published
 from tinyconfig import tiny_config
 from torch import Tensor
-from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
 
 from lema import LemaConfig, LemaModel
+from lema.convert.prepare import prepare
+from lema.convert.tensors import read_tensor
 from lema.engine import grouped
 from lema.engine.generation import streaming_forward
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
+from lema.model import meta_model
+from lema.model.weight_names import map_names
 from lema.plan.cost import device_parts
+from lema.storage import GlobalBinaryIndex
 from lema.stream.schedule import fetched, in_parts, training_order
 from lema_cpu import CpuBackend
 
@@ -252,3 +258,55 @@ def test_a_model_without_stacked_experts_has_none_to_lease_in_groups(tmp_path: P
         pytest.raises(ConfigError, match="LlamaForCausalLM has no stacked experts"),
     ):
         _ = model.allocation
+
+
+# A type for each form in which experts are published quantised, and one for what `lema prepare` makes.
+FORMS = {
+    "fp8 in blocks": "deepseek_v3",
+    "int4 experts": "kimi_k25",
+    "mxfp4": "gpt_oss",
+    "fp4 experts, fp8": "deepseek_v4",
+}
+OWN = ("int8", "fp8", "nf4")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=[] if form in ("fp8 in blocks", "int4 experts", "nf4") else pytest.mark.slow)
+        for form in (*FORMS, *OWN)
+    ],
+)
+def test_experts_that_are_stored_quantised_are_those_of_the_dequantised_model(form: str, tmp_path: Path) -> None:
+    """Bit for bit, in groups as well; what is read is what is stored of a group. That model is prepared, because the
+    last bit of a product depends on where in a line of the processor's cache a weight begins."""
+    if form in FORMS:
+        stored = write_published(tiny_config(FORMS[form]), form, tmp_path / "stored")
+        plain = write_dequantized(stored, tmp_path / "plain")
+    else:
+        config = Qwen3MoeConfig(**SIZES | {"hidden_size": 64, "moe_intermediate_size": 64}, head_dim=32, num_experts=8)
+        stored = prepare(write_model(config, tmp_path / "published"), tmp_path / "stored", quantize=form).path
+        plain = write_expanded(config, stored, tmp_path / "plain")
+    whole = prepare(plain, tmp_path / "whole").path
+    found, read = list[tuple[Tensor, Gradients]](), list[int]()
+    for directory in (whole, stored):
+        for size in (1, 3):
+            with opened(directory, experts_per_slot=size, dtype="float32", **ADAPTED) as model:
+                found.append(step(model))
+                assert model.split.groups
+                read.append(max(one.read_bytes for one in model.memory.layers[model.memory.num_visited :]))
+    for (loss, gradients), (other, others) in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(loss, other)
+        assert gradients.keys() == others.keys()
+        assert all(torch.equal(one, others[name]) for name, one in gradients.items())
+    assert all(small < 0.5 * large for small, large in zip(read[2:], read[:2], strict=True))
+
+
+def write_expanded(config: PreTrainedConfig, stored: Path, directory: Path) -> Path:
+    """Write what a quantised model's weights expand to as one that is not quantised."""
+    plain = AutoModelForCausalLM.from_config(config)
+    records = map_names(meta_model(config, torch.float32), GlobalBinaryIndex(stored)).stored
+    plain.load_state_dict({name: read_tensor(record, torch.float32) for name, record in records.items()}, strict=False)
+    plain.save_pretrained(directory)
+    return directory

@@ -8,17 +8,15 @@ import torch
 from everytype import difference, micro_batches
 from parity import draw_b, trained
 from peft import get_peft_model
-from publishedforms import FORMS, write_published
+from publishedforms import FORMS, dequantized, write_published
 from tinyconfig import tiny_config
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig
 
 from lema import LemaConfig, LemaModel
 from lema.convert.tensors import read_tensor
 from lema.engine.head.loss import targets_of
 from lema.errors import ModelError, WeightsError
 from lema.model import meta_model, read_config
-from lema.model.skeleton import auto_class
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex
 from lema_cpu import CpuBackend
@@ -81,18 +79,6 @@ def test_two_steps_are_those_of_the_whole_model(form: str, tmp_path: Path) -> No
                     one.data.sub_(one.grad, alpha=RATE)
                     one.grad = None
     model.close()
-
-
-def dequantized(directory: Path) -> torch.nn.Module:
-    """Load a model whole, as its own quantizer dequantises it. What it leaves in bf16 is widened, which is exact."""
-    config = AutoConfig.from_pretrained(directory)
-    if settings := getattr(config, "quantization_config", None):
-        config.quantization_config = settings | {"dequantize": True}
-    model = auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32)
-    model.float().config.use_cache = False
-    model.config.__dict__.pop("quantization_config", None)
-    model.hf_quantizer, model.is_quantized = None, False
-    return model
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("bf16")])

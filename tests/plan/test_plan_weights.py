@@ -20,7 +20,8 @@ from lema.plan.blueprint import draw_up
 from lema.plan.cost import Speeds
 from lema.plan.machine import profile
 from lema.plan.meter import Tally
-from lema.plan.planner import Site, StepNeeds, planner_of, site_of
+from lema.plan.planner import Site, planner_of, site_of
+from lema.plan.step import StepNeeds
 from lema.plan.workload import MicroBatch, measure
 from lema.train.full.training import FullTraining
 

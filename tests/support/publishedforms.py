@@ -11,9 +11,11 @@ import torch
 from everytype import write_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
-__all__ = ["FORMS", "Form", "write_published"]
+from lema.model.skeleton import auto_class
+
+__all__ = ["FORMS", "Form", "dequantized", "write_dequantized", "write_published"]
 
 
 LINEAR = re.compile(r"layers\.\d+\..*(proj(_with_mqa)?|w[123]|w[qko](_[ab])?|wkv)\.weight$")
@@ -178,6 +180,28 @@ def write_published(config: PreTrainedConfig, form: str, directory: Path) -> Pat
     if settings is not None:
         file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    return directory
+
+
+def dequantized(directory: Path) -> torch.nn.Module:
+    """Load a model whole, as its own quantizer dequantises it. What it leaves in bf16 is widened, which is exact."""
+    config = AutoConfig.from_pretrained(directory)
+    if settings := getattr(config, "quantization_config", None):
+        config.quantization_config = settings | {"dequantize": True}
+    model = auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32)
+    model.float().config.use_cache = False
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer, model.is_quantized = None, False
+    return model
+
+
+def write_dequantized(published: Path, directory: Path) -> Path:
+    """Write what a published model is dequantised to as one that is not quantised, in fp32."""
+    whole = dequantized(published)
+    plain = auto_class(whole.config).from_config(whole.config, dtype=torch.float32)
+    plain.load_state_dict(whole.state_dict())
+    plain.save_pretrained(directory)
+    whole.config.save_pretrained(directory)
     return directory
 
 

@@ -5,18 +5,21 @@ library's int8, one scale per row (https://arxiv.org/abs/2208.07339), is expande
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lema.storage.quantized.records import PartSpecs, pieces, quiet_import
+from lema.storage.quantized.records import PartSpecs, QuantizedRecord, pieces, quiet_import
+from lema.storage.slices import rows_of
 
 __all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
 
 BLOCK, NESTED_BLOCK = 64, 256
 STATE = "quant_state.bitsandbytes__nf4"
+SKIPPED = "skipped"  # the key of what is said of a part of a weight for how many scales belong to what lies before it
 STATE_BYTES = 256  # filled up with spaces: known before the weights are read, and what follows it is aligned
 
 
@@ -84,6 +87,7 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
             dtype=getattr(torch, about["nested_dtype"]),
         )
         scales = (functional.dequantize_blockwise(scales, nested) + about["nested_offset"]).float()
+        scales = scales[about.get(SKIPPED, 0) :]
     block = about["blocksize"]
     for span in pieces(flat, block=block):
         size = span.stop - span.start
@@ -96,6 +100,25 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
         )
         piece = packed[span.start // 2 : (span.stop + 1) // 2, None]
         flat[span].copy_(functional.dequantize_4bit(piece, state).reshape(-1))
+
+
+def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
+    """Return some rows of a weight along its first dimension. Their scales are read with those that share a block of
+    scales of scales with them. `ValueError`: rows and blocks of weights do not begin at the same places."""
+    block, row = record.about.get("blocksize", 0), prod(record.shape[1:])
+    packed, scales = record.parts[""], record.parts.get("absmax")
+    if not block or row % block or scales is None or packed.shape[0] != prod(record.shape) // 2:
+        raise ValueError(f"{record.name} is stored in blocks that several experts share")
+    begin, stop = first * row // block, end * row // block  # of the blocks
+    parts = {**record.parts, "": rows_of(packed, first * row // 2, end * row // 2)}
+    about = {**record.about, "shape": [end - first, *record.shape[1:]]}
+    if "nested_absmax" in parts:
+        of = int(record.about["nested_blocksize"])
+        about[SKIPPED] = begin % of
+        parts["nested_absmax"] = rows_of(parts["nested_absmax"], begin // of, -(-stop // of))
+        begin -= begin % of
+    parts["absmax"] = rows_of(scales, begin, stop)
+    return replace(record, parts=parts, shape=tuple(about["shape"]), about=about)
 
 
 def part_name(parameter: str, part: str) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lema.storage.quantized import bitsandbytes, torchao
-from lema.storage.quantized.records import CUT, pieces
-from lema.storage.slices import Move
+from lema.storage.quantized.records import CUT, QuantizedRecord, part_of_quantized, pieces
+from lema.storage.slices import Move, rows_of
 
-__all__ = ["KINDS", "LIBRARIES", "LIBRARY", "PLAN", "Plan", "Step", "cut", "expand", "move_elements"]
+__all__ = ["KINDS", "LIBRARIES", "LIBRARY", "PLAN", "Plan", "Step", "cut", "cut_rows", "expand", "move_elements"]
 
 # Each is a module with the same functions: `takes`, `specs`, `quantize`, `expand`, `part_name`, `metadata`, `settings`.
 LIBRARIES: Mapping[str, Any] = {"torchao": torchao, "bitsandbytes": bitsandbytes}
@@ -78,6 +78,20 @@ class Step:
     moves: tuple[tuple[str, Move], ...] = ()  # the operations' name of what is made, and its place
     units: int = 1  # how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts
 
+    def some(self, units: int) -> "Step":
+        """Return the step for so many of its units: what constants say of the first dimension is said of these."""
+        constants = {
+            name: [torch.tensor([int(one[0]) // self.units * units, *one[1:]]) for one in group]
+            for name, group in self.constants.items()
+        }
+        return replace(self, constants=constants)
+
+    def span(self) -> tuple[int, int]:
+        """Return the first element of the parameter that it fills, and the one after the last."""
+        low = min(move.write for _, move in self.moves)
+        lasts = (move.write + sum((size - 1) * by for size, _, by in move.dims) for _, move in self.moves)
+        return low, 1 + max(lasts)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -113,11 +127,39 @@ def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
         each = tensor.shape[0] // step.units
         return tensor[start * each : stop * each]
 
-    constants = {
-        name: [torch.tensor([int(one[0]) // step.units * (stop - start), *one[1:]]) for one in group]
-        for name, group in step.constants.items()
-    }
-    return replace(step, constants=constants), {name: [rows(one) for one in group] for name, group in parts.items()}
+    some = step.some(stop - start)
+    return some, {name: [rows(one) for one in group] for name, group in parts.items()}
+
+
+def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
+    """Return the rows `first` to `end - 1` of a quantised parameter along its first dimension, such as some of several
+    experts, of which alone is read what they expand from. `ValueError`: what is stored is not of single rows."""
+    if record.library == "torchao":
+        return part_of_quantized(record, 0, [(first, end)])
+    if record.library != LIBRARY:
+        return bitsandbytes.cut_rows(record, first, end)
+    plan: Plan = record.about[PLAN]
+    row = prod(record.shape[1:])
+    steps, parts = list[Step](), dict(record.parts)
+    for step in plan.steps:
+        low, high = step.span()
+        if first * row <= low and high <= end * row:
+            moves = tuple((name, replace(move, write=move.write - first * row)) for name, move in step.moves)
+            steps.append(replace(step, moves=moves))
+        elif low < end * row and first * row < high:  # it makes other rows, too
+            if (low, high, step.units % record.shape[0], len(step.moves)) != (0, prod(record.shape), 0, 1):
+                raise ValueError(f"{record.name} is stored with scales that several experts share")
+            for part in (part for group in step.parts.values() for part in group):
+                if prod(record.parts[part].shape) > 1:  # else it is one scale for all
+                    each = record.parts[part].shape[0] // record.shape[0]
+                    parts[part] = rows_of(record.parts[part], first * each, end * each)
+            ((name, _),), size = step.moves, (end - first) * row
+            units = step.units // record.shape[0] * (end - first)
+            steps.append(replace(step.some(units), moves=((name, Move(0, 0, ((size, 1, 1),))),), units=units))
+    needed = [part for step in steps for group in step.parts.values() for part in group]
+    about = {**record.about, PLAN: replace(plan, steps=tuple(steps))}
+    shape = (end - first, *record.shape[1:])
+    return replace(record, parts={part: parts[part] for part in needed}, shape=shape, about=about)
 
 
 def move_elements(source: Tensor, move: Move, target: Tensor) -> Tensor:

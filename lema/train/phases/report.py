@@ -19,7 +19,8 @@ from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
-from lema.plan.planner import Site, StepNeeds, planner_of, site_of
+from lema.plan.planner import Site, planner_of, site_of
+from lema.plan.step import StepNeeds
 from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.stage import chosen_by, settings_of_phase, tied_note
