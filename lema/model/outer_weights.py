@@ -20,7 +20,7 @@ from lema.errors import ConfigError
 from lema.model.experts import ExpertGroup, layer_experts
 from lema.model.skeleton import find_towers, is_in
 from lema.storage.quantized.records import QuantizedRecord, Stored
-from lema.storage.slices import row_ranges, rows_of
+from lema.storage.slices import part_of, row_ranges
 from lema.stream.lease import expand_into
 from lema.stream.placement import LayerBytes, place, views
 from lema.stream.reader import LayerReader, StoredRows
@@ -116,9 +116,11 @@ def _rows_of(
         if isinstance(record, QuantizedRecord):
             raise ConfigError(f"{name} is stored quantised, and is leased whole", where="experts_per_slot", how=how)
         try:
-            found[name] = rows_of(record, first, end), dtype
+            found[name] = part_of(record, 0, [(first, end)]), dtype
         except ValueError as error:
-            raise ConfigError(str(error), where="experts_per_slot", how=how) from error
+            raise ConfigError(
+                f"{name} is not stored expert by expert: {error}", where="experts_per_slot", how=how
+            ) from error
     return found
 
 
