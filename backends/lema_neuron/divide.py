@@ -12,16 +12,19 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.backend import Exchange, SingleProcess
 from lema.backend.layout import KvLayout
 from lema.errors import ConfigError, ModelError
+from lema.model.experts import stacked_weights
 from lema.model.partition import layouts_of
 from lema.model.skeleton import ends_of, find_layers
 from lema_neuron.boundary import SEQUENCE
 from lema_neuron.comm import Comm, Counted
+from lema_neuron.experts import shard_adapters
 from lema_neuron.gradients import carry, global_norm, is_marked, mark, reduce_gradients
 from lema_neuron.mappings import gather_sequence, scatter_to_group
 from lema_neuron.parallelize import TensorParallel
@@ -140,27 +143,31 @@ def _take_off(model: PreTrainedModel) -> dict[str, LoraLayer]:
     config: LoraConfig | None = getattr(model, "peft_config", {}).get(ADAPTER)
     if config is None:
         return {}
-    check_config(config)
+    check_config(config, parameters=True)
     inside = f"{find_layers(model)[0]}."
-    found = {
-        name: module
-        for name, module in list(model.named_modules())
-        if isinstance(module, LoraLayer) and name.startswith(inside)
-    }
-    for name, adapter in found.items():
-        base = adapter.get_base_layer()
-        if not isinstance(base, nn.Linear) or getattr(adapter, "lora_embedding_A", None):
+    found: dict[str, LoraLayer] = {}
+    for name, module in list(model.named_modules()):
+        nested = name.removesuffix(".base_layer") in found  # adapters of several weights are one around the other
+        if not isinstance(module, LoraLayer) or not name.startswith(inside) or nested:
+            continue
+        base = module.get_base_layer()
+        on_weight = isinstance(module, ParamWrapper) and bool(stacked_weights(base))
+        if not (on_weight or isinstance(base, nn.Linear)) or getattr(module, "lora_embedding_A", None):
             raise ConfigError(
-                f"an adapter on {name}, which is no linear module, cannot be divided among processes",
+                f"an adapter on {name}, which is neither linear nor experts, cannot be divided among processes",
                 where="lora_target_modules",
                 how="name linear modules of attention and of the dense network",
             )
         model.set_submodule(name, base)
+        found[name] = module
     return found
 
 
 def _put_back(base: nn.Module, adapter: LoraLayer, name: str, comm: Comm) -> nn.Module:
     """Return an adapter over a module that has been divided, with this rank's share of its values."""
+    if isinstance(adapter, ParamWrapper):
+        shard_adapters(adapter, name, comm)
+        return adapter
     factors = {
         f"{kind}.{ADAPTER}.{one}": parameter
         for kind in ("lora_A", "lora_B", "lora_magnitude_vector")

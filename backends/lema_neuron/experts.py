@@ -1,7 +1,8 @@
 """The experts of a mixture over several ranks: each rank has a share of every expert's hidden features.
 
 Their weights are parameters of one module, `[experts, 2 * features, hidden]` and `[experts, hidden, features]`; the
-module computes with what it holds, and the sum over the ranks is its output.
+module computes with what it holds, and the sum over the ranks is its output. Of an adapter on such a weight, the factor
+that has the weight's features is cut as they are; the other is whole on every rank.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from lema.backend.layout import Layout, fused, places, shard
-from lema.errors import ModelError
+from lema.errors import ConfigError, ModelError
 from lema_neuron.boundary import SEQUENCE, enter
 from lema_neuron.comm import Comm
 from lema_neuron.mappings import reduce_from_group, reduce_scatter_sequence
-from lema_neuron.shares import local_size, sharded_part
+from lema_neuron.shares import along, local_size, replicated_part, sharded_part
 
-__all__ = ["EXPERTS", "shard_experts"]
+__all__ = ["EXPERTS", "shard_adapters", "shard_experts"]
 
 EXPERTS = "moe_tp_experts"  # the style of the whole module in a plan
 
@@ -63,6 +65,37 @@ def shard_experts(module: nn.Module, styles: Mapping[str, str], path: str, comm:
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
+
+
+def shard_adapters(outer: ParamWrapper, name: str, comm: Comm) -> None:
+    """Cut PEFT's adapters on the weights of experts, of which `outer` is the outermost; the experts have been cut.
+
+    A weight is `[experts, outputs, inputs]`; A is `[experts * rank, inputs]` and B `[outputs, rank * experts]`, as PEFT
+    has them. The gradient of the factor that is whole is a sum over the ranks: each has seen its share of the features.
+
+    Raises:
+        ConfigError: the model's plan keeps the experts whole on every rank.
+    """
+    experts = outer.get_base_layer()
+    says: Any = getattr(experts, "parts", dict)
+    wrapper: nn.Module = outer
+    while isinstance(wrapper, ParamWrapper):
+        if (part := says().get(wrapper.parameter_name)) is None:
+            what = f"adapters on {name}.{wrapper.parameter_name}, which the model's tensor-parallel plan does not cut"
+            raise ConfigError(
+                what, where="lora_target_parameters", how="leave it out, or train without dividing layers"
+            )
+        cut, whole, axis = ("lora_B", "lora_A", 0) if part.layout.dim == 1 else ("lora_A", "lora_B", 1)
+        found = {}
+        for adapter, linear in getattr(wrapper, cut).items():
+            full = linear.weight
+            mine = sharded_part(along(part.layout, axis), full.shape[axis], comm)
+            held = mine.shard(full.detach(), comm.rank)
+            linear.weight = nn.Parameter(held.clone(), requires_grad=full.requires_grad)
+            found[f"{cut}.{adapter}.weight"] = mine
+            found[f"{whole}.{adapter}.weight"] = replicated_part(comm, partial=True)
+        wrapper.parts = lambda found=found: found  # type: ignore[assignment]
+        wrapper = wrapper.base_layer
 
 
 def _layout(style: str, parameter: nn.Parameter, comm: Comm) -> Layout:

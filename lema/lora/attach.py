@@ -28,6 +28,7 @@ from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
 from lema.lora.merge import WRAPPED
 from lema.lora.targets import default_parameters, default_targets
+from lema.model.partition import planned_ends
 from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
 
 __all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
@@ -94,10 +95,10 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
         how = f"layers are counted from 0, to {len(layers) - 1}"
         raise ConfigError(what, where="lora_layers_to_transform", how=how)
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
-    if parts > 1 or config.torch_compile:  # because divided modules take no such adapters, and compilers break at them
+    if config.torch_compile:  # because compilers break at them
         options["target_parameters"] = options["target_parameters"] or []
     options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
-    return lora_config(
+    made = lora_config(
         model,
         rank=options.pop("r"),
         alpha=options.pop("lora_alpha"),
@@ -105,6 +106,9 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
         targets=options.pop("target_modules"),
         **options,
     )
+    if parts > 1 and config.lora_target_parameters is None and made.target_parameters:
+        made.target_parameters = planned_ends(model, made.target_parameters) or None
+    return made
 
 
 def _whole(alpha: float) -> Any:

@@ -119,7 +119,9 @@ def _rows_of(
         try:
             found[name] = cut(record, first, end), dtype
         except ValueError as error:
-            raise ConfigError(str(error), where="experts_per_slot", how=how) from error
+            raise ConfigError(
+                f"{name} is not stored expert by expert: {error}", where="experts_per_slot", how=how
+            ) from error
     return found
 
 

@@ -10,7 +10,7 @@ and its projections by their sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
 from lema.model.weight_names import WRAPPED
 from lema.storage.quantized.records import QuantizedRecord, Stored, part_of_quantized
-from lema.storage.slices import AssembledRecord, part_of
+from lema.storage.slices import part_of
 
 
 def layout_of(parameter: Tensor) -> Layout | None:
@@ -37,7 +37,7 @@ def layout_of(parameter: Tensor) -> Layout | None:
 
 def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
     """Return what one process reads of each stored tensor of a model whose layers have been divided. `ConfigError`: a
-    tensor that is divided is stored in pieces."""
+    tensor that is divided is put together from others in a way that cannot be cut."""
     parameters = model.named_parameters(remove_duplicate=False)
     named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in parameters)
     layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
@@ -45,10 +45,6 @@ def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Para
     for name, layout in layouts.items():
         if (record := records.get(name)) is None:
             continue
-        if isinstance(record, AssembledRecord):
-            what = f"{record.name} is put together when it is read, and would have to be divided among processes"
-            how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
-            raise ConfigError(what, where="tensor_parallel_size", how=how)
         size = record.shape[layout.dim]
         ranges = [(start, start + length) for start, length in places(layout, size, parallel.rank)]
         assert layout.kind == "embedding" or all(stop <= size for _, stop in ranges), f"{record.name} would be padded"
@@ -56,7 +52,12 @@ def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Para
         if isinstance(record, QuantizedRecord):
             held[name] = part_of_quantized(record, layout.dim, real)
         else:
-            held[name] = part_of(record, layout.dim, real)
+            try:
+                held[name] = part_of(record, layout.dim, real)
+            except ValueError as error:
+                what = f"{record.name} is put together from stored tensors in a way that cannot be divided: {error}"
+                how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
+                raise ConfigError(what, where="tensor_parallel_size", how=how) from error
     return held
 
 
@@ -95,6 +96,12 @@ def held_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tenso
     layouts = {name.replace(".default", ""): layout_of(one) for name, one in model.named_parameters()}
     layouts |= {name.removesuffix(".weight"): one for name, one in layouts.items() if "magnitude" in name}
     return {name: held_tensor(parallel, tensor, layouts.get(name)) for name, tensor in saved.items()}
+
+
+def planned_ends(model: PreTrainedModel, ends: Iterable[str]) -> list[str]:
+    """Return those of some ends of parameters' names that the model's tensor-parallel plan has."""
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    return [end for end in ends if any(pattern.endswith(f".{_pattern(end)}") for pattern in plan)]
 
 
 def layouts_of(

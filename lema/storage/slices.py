@@ -6,6 +6,7 @@ arithmetic. Where both lie side by side, a piece is one range of bytes of a file
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -101,48 +102,76 @@ class AssembledRecord:
         """Bytes of the assembled tensor, as its type on disk."""
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
+    @cached_property
+    def boxes(self) -> list[tuple[list[int], list[tuple[int, int, int, int]]]]:
+        """The first index of each piece along each axis, and its dimensions: size, axis, step, and stride in the file.
+        `ValueError`: a piece does not lie along the axes."""
+        turned = (
+            Move(one.move.write, one.move.read, tuple((size, write, read) for size, read, write in one.move.dims))
+            for one in self.pieces
+        )
+        return [_along_axes(move, self.shape) for move in turned]
 
-def part_of(record: TensorRecord, axis: int, ranges: Sequence[tuple[int, int]]) -> TensorRecord | AssembledRecord:
-    """Return ranges of a stored tensor along an axis as a record: a plain one where its bytes follow each other."""
+
+def part_of(
+    record: TensorRecord | AssembledRecord, axis: int, ranges: Sequence[tuple[int, int]]
+) -> TensorRecord | AssembledRecord:
+    """Return ranges of a tensor along an axis as a record: a plain one where its bytes follow each other in one file.
+    `ValueError`: a piece that the tensor is put together from does not lie along its axes."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
         elif start < stop:
             joined.append((start, stop))
-    inner, whole = prod(record.shape[axis + 1 :]), record.shape[axis]
     length = sum(stop - start for start, stop in ranges)
-    outer, shape = prod(record.shape[:axis]), (*record.shape[:axis], length, *record.shape[axis + 1 :])
-    pieces, done = [], 0
+    shape = (*record.shape[:axis], length, *record.shape[axis + 1 :])
+    if isinstance(record, TensorRecord):
+        if not joined:
+            return replace(record, nbytes=0, shape=shape)
+        record = AssembledRecord(record.name, record.shape, (Piece(record, Move(0, 0, ((prod(record.shape), 1, 1),))),))
+    strides, pieces, done = contiguous(shape), [], 0
     for start, stop in joined:
-        dims = ((outer, whole * inner, length * inner), ((stop - start) * inner, 1, 1))
-        pieces.append(Piece(record, Move(start * inner, done * inner, dims).joined()))
+        for piece, (low, dims) in zip(record.pieces, record.boxes, strict=True):
+            move = _cut(piece.move.read, low, dims, axis, (start, stop), strides, done)
+            pieces += [] if move is None else [Piece(piece.record, move.joined())]
         done += stop - start
-    return simplest(record.name, shape, tuple(pieces)) if pieces else replace(record, nbytes=0, shape=shape)
+    return simplest(record.name, shape, tuple(pieces))
 
 
 def rows_of(record: TensorRecord | AssembledRecord, first: int, end: int) -> TensorRecord | AssembledRecord:
-    """Return the rows `first` to `end - 1` of a tensor, along its first dimension. `ValueError`: a piece that it is put
-    together from runs through rows in another way than a whole tensor does."""
-    if isinstance(record, TensorRecord):
-        return part_of(record, 0, [(first, end)])
-    row, pieces = prod(record.shape[1:]), []
-    for piece in record.pieces:
-        move = piece.move.joined()
-        read, write, dims = move.read, move.write, list(move.dims)
-        if len(dims) == 1 and dims[0][1:] == (1, 1) and dims[0][0] > row and dims[0][0] % row == 0:
-            dims = [(dims[0][0] // row, row, row), (row, 1, 1)]  # one run of bytes through several rows
-        across = next((number for number, dim in enumerate(dims) if dim[0] > 1 and dim[2] >= row), None)
-        size, read_by, write_by = (1, 0, row) if across is None else dims[across]
-        rest = dims if across is None else dims[:across] + dims[across + 1 :]
-        if write_by % row or write % row + sum((count - 1) * by for count, _, by in rest) >= row:
-            raise ValueError(f"{record.name} is not put together row by row")
-        steps = [step for step in range(size) if first <= (write + step * write_by) // row < end]
-        if steps:
-            dims = [(len(steps), read_by, write_by), *rest]
-            begin = write + steps[0] * write_by - first * row
-            pieces.append(Piece(piece.record, Move(read + steps[0] * read_by, begin, tuple(dims)).joined()))
-    return simplest(record.name, (end - first, *record.shape[1:]), tuple(pieces))
+    """Return the rows `first` to `end - 1` of a tensor, as `part_of` does."""
+    return part_of(record, 0, [(first, end)])
+
+
+def _cut(
+    read: int,
+    low: Sequence[int],
+    dims: Sequence[tuple[int, int, int, int]],
+    axis: int,
+    span: tuple[int, int],
+    strides: Sequence[int],
+    done: int,
+) -> Move | None:
+    """Return the part of a piece whose index along an axis is in a span; it goes to the index `done` there, in an array
+    with these strides. None: the piece has no part in it."""
+    along = [dim for dim in dims if dim[1] == axis]
+    if len(along) > 1:
+        raise ValueError("two dimensions of a piece run along one axis")
+    first = low[axis]
+    kept = [(size, by, step * strides[other]) for size, other, step, by in dims if other != axis]
+    if along:
+        size, _, step, by = along[0]
+        begin, end = max(0, -(-(span[0] - first) // step)), min(size, -(-(span[1] - first) // step))
+        if begin >= end:
+            return None
+        kept.append((end - begin, by, step * strides[axis]))
+        first, read = first + begin * step, read + begin * by
+    elif not span[0] <= first < span[1]:
+        return None
+    index = (*low[:axis], first - span[0] + done, *low[axis + 1 :])
+    write = sum(one * stride for one, stride in zip(index, strides, strict=True))
+    return Move(read, write, tuple(sorted(kept, key=lambda dim: -dim[1])))
 
 
 def simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> TensorRecord | AssembledRecord:

@@ -194,8 +194,11 @@ def test_experts_are_adapted_by_default_unless_something_hinders_it() -> None:
     assert default_adapter(model, lora_target_parameters=both[:1]).target_parameters == both[:1]
     for name, value in HINDERED.items():
         assert default_adapter(model, **{name: value}).target_parameters is None, name
-    divided = configured_lora(model, LemaConfig("-"), 2)  # among two processes
-    assert divided.target_parameters is None
+    for settings in ({}, {"lora_layers_to_transform": [1]}):  # among two processes, along the model's plan
+        wanted = default_adapter(model, **settings).target_parameters
+        assert configured_lora(model, LemaConfig("-", **settings), 2).target_parameters == wanted
+    divided = configured_lora(model := skeleton("gpt_oss"), LemaConfig("-"), 2)  # whose plan does not cut them
+    assert default_adapter(model).target_parameters and divided.target_parameters is None
     with pytest.warns(UserWarning, match="not adapted by default, or not with these settings.*: experts.down_proj, "):
         warn_of_left_out(model, divided)
     warn_of_left_out(model, divided, experts=False)

@@ -42,12 +42,14 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 8}),
     "llama, 2 kv": ("llama", {"num_key_value_heads": 2}),
     "qwen3, 2 kv": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
     "mistral, 1 kv": ("mistral", {"num_key_value_heads": 1, "sliding_window": 8, "tie_word_embeddings": True}),
     "mixtral, 2 kv": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "experts stored one by one": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8} | EXPERTS),
     "int8": ("llama", {"num_key_value_heads": 2}),
     "nf4": ("llama", {"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}),
     "wide": ("llama", {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 128}),
@@ -79,11 +81,14 @@ def cases(size: int) -> Iterator[Case]:
         yield Case("llama", False, {"lora_target_modules": ["q_proj", "lm_head"]})
         yield Case("llama", False, {"lora_modules_to_save": ["embed_tokens"]})
         yield Case("llama, 2 kv", True, {"lora_use_dora": True, "lora_dropout": 0.1})
+        yield Case("experts stored one by one", False)
+        yield Case("experts stored one by one", True)
         yield Case("int8", False, {"strategy": "resident"})
         yield Case("nf4", True, {"adam_epsilon": 1e-3})
     else:
         yield Case("mistral, 1 kv", True)
-        yield Case("mixtral, 2 kv", False, {"lora_target_parameters": []})  # the default where processes divide experts
+        yield Case("mixtral, 2 kv", False, {"lora_target_parameters": []})
+        yield Case("mixtral, 2 kv", True, {"adam_epsilon": 1e-3})
         yield Case("llama, 2 kv", True, {"tensor_parallel_size": 2})
 
 
@@ -92,6 +97,9 @@ def write_models(directory: Path) -> None:
         torch.manual_seed(3)
         config = AutoConfig.for_model(kind, **{**SHAPE, **changes})
         AutoModelForCausalLM.from_config(config).save_pretrained(stored := directory / "stored" / name)
+        if name.startswith("experts stored"):
+            (directory / "stored" / name).rename(directory / name)
+            continue
         # Experts are stored otherwise than they are used.
         prepare(stored, directory / name, quantize=name if name in ("int8", "nf4") else None)
 

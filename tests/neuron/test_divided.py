@@ -13,6 +13,7 @@ from safetensors import safe_open
 # another process, which would have the work done again.
 pytestmark = [pytest.mark.slow, pytest.mark.whole, pytest.mark.timeout(900)]
 MORE = pytest.mark.exhaustive
+IN_A_SESSION = ("int8", "nf4", "experts stored one by one")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def sizes_of(file: Path) -> dict[str, int]:
     ("size", "case"),
     [
         pytest.param(
-            size, str(case), marks=MORE if size == 4 or (number > 2 and case.model not in ("int8", "nf4")) else ()
+            size, str(case), marks=MORE if size == 4 or (number > 2 and case.model not in IN_A_SESSION) else ()
         )
         for size in (2, 4)
         for number, case in enumerate(cases(size))

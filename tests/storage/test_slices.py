@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from lema.storage import slices
 from lema.storage.header import TensorRecord, read_header
-from lema.storage.slices import AssembledRecord, Move, Piece, part_of, rows_of
+from lema.storage.slices import AssembledRecord, Move, Piece, part_of
 from lema.stream.placement import place, views
 from lema.stream.reader import LayerReader
 from lema_cpu import CpuBackend
@@ -84,11 +84,12 @@ def test_an_empty_part_has_no_bytes() -> None:
     assert (part.shape, part.nbytes) == ((0,), 0)
 
 
-def test_rows_of_a_tensor_that_is_put_together_are_put_together_of_what_they_need(tmp_path: Path) -> None:
-    """Experts stored one by one, in halves, turned over, in one piece, and whole; a piece across rows is refused."""
+def test_parts_of_a_tensor_that_is_put_together_are_put_together_of_what_they_need(tmp_path: Path) -> None:
+    """Experts stored one by one, in halves, row by row in turn, turned over, in one piece, and whole."""
     stacked = torch.randn(5, 4, 3)
     stored = {f"expert {one}": stacked[one].clone() for one in range(5)}
     stored |= {"upper": stacked[:, :2].clone(), "lower": stacked[:, 2:].clone(), "whole": stacked.clone()}
+    stored |= {"even": stacked[:, ::2].clone(), "odd": stacked[:, 1::2].clone()}
     stored["turned"] = stacked.mT.contiguous()
     save_file(stored, tmp_path / "stored.safetensors")
     records = read_header(tmp_path / "stored.safetensors")[1]
@@ -96,21 +97,24 @@ def test_rows_of_a_tensor_that_is_put_together_are_put_together_of_what_they_nee
     def made(*pieces: tuple[str, Move]) -> AssembledRecord:
         return AssembledRecord("experts", (5, 4, 3), tuple(Piece(records[name], move) for name, move in pieces))
 
-    run, halves = ((12, 1, 1),), ((5, 6, 12), (6, 1, 1))
+    run, halves, turns = ((12, 1, 1),), ((5, 6, 12), (6, 1, 1)), ((5, 6, 12), (2, 3, 6), (3, 1, 1))
     ways: dict[str, TensorRecord | AssembledRecord] = {
         "one by one": made(*((f"expert {one}", Move(0, 12 * one, run)) for one in range(5))),
         "in halves": made(("upper", Move(0, 0, halves)), ("lower", Move(0, 6, halves))),
+        "in turn": made(("even", Move(0, 0, turns)), ("odd", Move(0, 3, turns))),
         "turned over": made(("turned", Move(0, 0, ((5, 12, 12), (4, 1, 3), (3, 4, 1))))),
         "in one piece": made(("whole", Move(0, 0, ((60, 1, 1),)))),
         "whole": records["whole"],
     }
-    reader = LayerReader(threads=1)
-    for first, end in ((0, 5), (1, 3), (4, 5)):
-        layer = place({way: (rows_of(record, first, end), torch.float32) for way, record in ways.items()})
+    reader, draw = LayerReader(threads=1), random.Random(0)
+    some = [(axis, some_ranges(draw, stacked.shape[axis])) for axis in (0, 1, 2) for _ in range(9)]
+    for axis, ranges in ((0, ((0, 5),)), (0, ((1, 3),)), (0, ((4, 5),)), *some):
+        wanted = chosen(stacked, axis, ranges)
+        layer = place({way: (part_of(record, axis, ranges), torch.float32) for way, record in ways.items()})
         buffer = CpuBackend().host_buffer(layer.nbytes).fill_(0xC3)
         reader.submit(layer, buffer).wait()
-        assert all(torch.equal(found, stacked[first:end]) for found in views(buffer, layer).values())
-        assert layer.read_bytes == len(ways) * stacked[first:end].nbytes
+        assert all(torch.equal(found, wanted) for found in views(buffer, layer).values()), (axis, ranges)
+        assert axis or layer.read_bytes == len(ways) * wanted.nbytes
     reader.close()
-    with pytest.raises(ValueError, match="not put together row by row"):
-        rows_of(made(("whole", Move(0, 6, ((2, 12, 12), (12, 1, 1))))), 0, 1)
+    with pytest.raises(ValueError, match="leaves its axis in the middle"):
+        part_of(made(("whole", Move(0, 6, ((2, 12, 12), (12, 1, 1))))), 0, [(0, 1)])

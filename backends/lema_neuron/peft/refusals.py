@@ -14,15 +14,19 @@ __all__ = ["check_config", "check_dora", "refuse_mixed_batch"]
 
 WHY = {
     "layer_replication": "layers are told apart by their names",
-    "target_parameters": "it adapts parameters of modules that are cut",
+    "target_parameters": "it adapts parameters of modules that have been cut",
     "trainable_token_indices": "it trains rows of a weight that is cut",
     "megatron_config": "the parallel layers are others",
 }
 HOW = "leave it out, or train without tensor parallelism"
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, *, parameters: bool = False) -> None:
     """Refuse what is not exact under sharding.
+
+    Args:
+        config: PEFT's.
+        parameters: adapters on the weights of experts are cut by who asks.
 
     Raises:
         ConfigError: it is asked for; it is named.
@@ -32,7 +36,7 @@ def check_config(config: Any) -> None:
     variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
     variants.remove("use_dora")  # which depends on the layer: `check_dora`
     for name in dict.fromkeys([*WHY, *variants]):
-        if getattr(config, name, None):
+        if getattr(config, name, None) and not (parameters and name == "target_parameters"):
             why = WHY.get(name, "it is computed from whole weights or activations")
             raise ConfigError(f"{name} is not exact under tensor parallelism: {why}", where=name, how=HOW)
     initial = config.init_lora_weights
