@@ -114,7 +114,7 @@ def _rows_of(
     for name, (record, dtype) in stacked.items():
         how = "set experts_per_slot: null, or convert once with `lema prepare MODEL OUT` and use OUT"
         if isinstance(record, QuantizedRecord):
-            raise ConfigError(f"{name} is stored quantised, and is leased whole", where="experts_per_slot", how=how)
+            raise ConfigError(f"{name} is stored quantised, so it is leased whole", where="experts_per_slot", how=how)
         try:
             found[name] = rows_of(record, first, end), dtype
         except ValueError as error:

@@ -46,7 +46,7 @@ def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Para
         if (record := records.get(name)) is None:
             continue
         if isinstance(record, AssembledRecord):
-            what = f"{record.name} is put together when it is read, and would have to be divided among processes"
+            what = f"{record.name} is assembled when it is read, so it cannot be divided among processes"
             how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
             raise ConfigError(what, where="tensor_parallel_size", how=how)
         size = record.shape[layout.dim]
@@ -141,7 +141,7 @@ def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
     """Find the layout of a module in what `layouts_of` returns. `ModelError`: the plan does not cover the module."""
     found = layouts.get(name) or layouts.get(_pattern(name))
     if found is None:
-        what = f"the model's tensor-parallel plan does not say how {name} lies over ranks"
+        what = f"the model's tensor-parallel plan does not define how {name} lies over ranks"
         how = "adapt only linear modules and embeddings that the plan covers, or train without tensor parallelism"
         raise ModelError(what, where=name, how=how)
     return found
