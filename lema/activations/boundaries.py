@@ -188,7 +188,7 @@ class _Away:
         """Yield the boundary, on the device; it may be gone when the generator goes on or is closed."""
         self._pump()
         fetch = self._fetches.popleft()
-        assert fetch.key == key, "boundaries were asked for in another order than the backward's"
+        assert fetch.key == key, "boundaries were requested in another order than that of the backward"
         self._num_held += 1
         try:
             if fetch.upload is None:

@@ -81,7 +81,7 @@ class OffloadActivations:
             inputs leave and come back. There "hidden_states" is the only mode.
 
     Raises:
-        ConfigError: a setting is wrong, or `exclude_modules` match nothing. DiskError: there is no room for the file.
+        ConfigError: a setting is wrong, or `exclude_modules` match nothing. DiskError: there is no space for the file.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class OffloadActivations:
 
     def __enter__(self) -> Self:
         if not self._close.alive:
-            raise ConfigError("this offloading context was closed", how="build another")
+            raise ConfigError("this offloading context is closed", how="build another")
         if not self._entered:
             self.offload.let_go()
             self._scope.reset()
@@ -203,7 +203,7 @@ def _check(mode: Mode, stash: int, model: nn.Module | None, *, by_value: bool) -
     if stash < 1:
         raise ConfigError(f"max_fwd_stash_size is {stash}", how="use at least 1")
     if mode == "hidden_states" and model is None:
-        raise ConfigError("hidden_states moves inputs of a model's layers, and no model is given", where="model")
+        raise ConfigError("hidden_states moves the inputs of a model's layers, but no model was given", where="model")
     if by_value and mode != "hidden_states":
         raise ConfigError(
             f"{mode!r} moves storages, and tensors of this device have none", where="mode", how="use hidden_states"

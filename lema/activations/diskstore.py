@@ -143,7 +143,7 @@ class DiskStore:
     nobody else's, with a limit; a larger piece passes all the same. The file may have `limit` bytes; None: no limit."""
 
     def __init__(self, file: OffloadFile, staging: HostPool, limit: int | None = None) -> None:
-        assert staging.limit is not None, "without a limit, staging would hold all that ever went to the disk"
+        assert staging.limit is not None, "without a limit, staging would hold everything that was ever written to disk"
         self.staging = staging
         self._file, self._limit, self._closed = file, limit, False
         self._lock = threading.Lock()
@@ -196,7 +196,7 @@ class DiskStore:
         """Raise what failed since the last time."""
         self._look()
         if self._closed:
-            what = "the file of activations was closed: what waited there is lost"
+            what = "the file of activations was closed, so the activations in it are lost"
             how = "close it after the backward"
             raise DiskError(what, where=self._file.where, how=how)
         failed, self._failed = self._failed, None
@@ -222,7 +222,7 @@ class DiskStore:
             return False
         piece.transfers.remove(transfer)
         if future.cancelled():  # because it was dropped, or the file was closed
-            piece.failure = DiskError("what waited on the disk was given up", where=self._file.where)
+            piece.failure = DiskError("the activations on disk were abandoned", where=self._file.where)
         elif (error := future.exception()) is not None:
             if kind != "drain":
                 piece.failure = error
@@ -283,16 +283,16 @@ class DiskStore:
 
         def compare() -> None:
             if zlib.crc32(memory[: piece.nbytes]) != piece.checksum:
-                what = f"{piece.nbytes:,} bytes of activations were read otherwise than they were written"
-                how = "check that disk and its cables, or set offload_dir to a directory on another disk"
+                what = f"{piece.nbytes:,} bytes of activations differ from what was written"
+                how = "check the disk and its cables, or set offload_dir to a directory on another disk"
                 raise ReadError(what, where=self._file.where, how=how)
 
         self._begin(_Transfer(piece, "read", self._file.read(memory, piece.start, before, compare)))
 
     def _grow(self, end: int) -> None:
         if self._limit is not None and end > self._limit:
-            what = f"{end:,} bytes are needed for activations on the disk, and {self._limit:,} are allowed"
-            how = "raise disk_space, or make batches smaller or shorter"
+            what = f"{end:,} bytes are needed for activations on disk, but {self._limit:,} are allowed"
+            how = "raise disk_space, or use smaller or shorter batches"
             raise DiskError(what, where=self._file.where, how=how)
         self._file.reserve(end)
 

@@ -274,7 +274,7 @@ def _matching(levels: Sequence[nn.Module], patterns: Sequence[str]) -> Iterator[
         if not found:
             known = {one for name, _ in named for one in (name, name.rpartition(".")[2])}
             close = ", ".join(difflib.get_close_matches(pattern, sorted(known), n=3))
-            how = f"close names are: {close}" if close else "name the end of a module's name, or all by a pattern"
+            how = f"close names are: {close}" if close else "give the end of a module's name, or a pattern"
             raise ConfigError(f"no module matches {pattern!r}", where="exclude_modules", how=how)
         yield from found
 

@@ -93,7 +93,7 @@ class ActivationOffloadingMixin(Below):
         """Take the step of the trainer below, with what it saves for its backward offloaded."""
         if self.activation_offloading and isinstance(model, nn.DataParallel):
             raise ConfigError(
-                "activation_offloading sees nothing of a model that runs in other threads (torch.nn.DataParallel)",
+                "activation_offloading does not work for a model that runs in other threads (torch.nn.DataParallel)",
                 how="start one process for each device (torchrun, accelerate launch), or show only one of them",
             )
         with self._offloading():
@@ -145,6 +145,6 @@ class ActivationOffloadingMixin(Below):
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
             options = getattr(self.args, name, None)
             if isinstance(options, Mapping) and options.get("offload"):
-                what = "two ways to offload are asked for: activation_offloading, and that of the checkpoints"
+                what = "both activation_offloading and the checkpoints offload activations"
                 how = 'leave that out; activation_offloading="hidden_states" moves the same tensors'
                 raise ConfigError(what, where=f"{name}: offload", how=how)

@@ -250,7 +250,7 @@ class Offload:
                     piece.forget()
 
     def _piece_of(self, tensor: Tensor) -> Piece | None:
-        """Return the piece that `tensor` lies in, new if need be; None: there is no room for it."""
+        """Return the piece that `tensor` lies in, new if need be; None: there is no space for it."""
         start, nbytes = span_of(tensor)
         pieces = self._pieces.get((tensor.untyped_storage()._cdata, tensor._version), [])
         for piece in pieces:
@@ -259,7 +259,7 @@ class Offload:
         place = self._store.place(nbytes)
         if place is None:
             if not self._full:
-                what = f"there is no room for {nbytes:,} bytes of activations in host memory: they stay on the device; "
+                what = f"no space for {nbytes:,} bytes of activations in host memory, so they stay on the device; "
                 warnings.warn(f"{what}make room, or give a directory on a disk for the rest", stacklevel=1)
             self._full = True
             return None

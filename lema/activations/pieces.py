@@ -110,8 +110,8 @@ class Piece:
     def compare(self) -> None:
         """Compare what came back with what left, where that was kept; a byte that differs is a `LemaError`."""
         if self._original is not None and not torch.equal(self.memory(), self._original):
-            what = f"{self.nbytes:,} bytes of activations came back otherwise than they left"
-            how = "gradients would be wrong: this is a defect, of the device's copies or of LEMA; please report it"
+            what = f"{self.nbytes:,} bytes of activations changed while they were moved"
+            how = "the gradients would be wrong. This is a bug in the device's copies or in LEMA; please report it"
             raise LemaError(what, where=str(self.device), how=how)
 
     def _bytes(self, source: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ class Kept(StrEnum):
     EXCLUDED = "in an excluded module"
     LOSS = "of the output head or the loss"
     BACKWARD = "saved while a backward runs"
-    HELD = "held by others until the backward"
-    UNCHOSEN = "not of the kind that this mode moves"
-    FULL = "no room for it"
+    HELD = "held by other code until the backward"
+    UNCHOSEN = "not a tensor that this mode moves"
+    FULL = "no space for it"
 
 
 @dataclass

@@ -141,7 +141,7 @@ class _BringingBack(TorchDispatchMode):
                 f"a checkpoint's recomputation came to {func} where its forward had "
                 f"{'no more of the chosen operators' if call is None else call.op}",
                 where=f"operator {self._next} of those that offloaded_ops keeps",
-                how="the function under the checkpoint must do the same both times",
+                how="the function inside the checkpoint must do the same in both runs",
             )
         self._next += 1
         for device, (before, after) in call.drawn.items():
@@ -195,7 +195,7 @@ def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
     refused = [(overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None]
     if len(refused) == len(all_overloads):
         what = f"the output of {refused[0][0]} cannot be kept: {refused[0][1]}"
-        how = "choose operators that return tensors of their own"
+        how = "choose operators that return new tensors"
         raise ConfigError(what, where="offloaded_ops", how=how)
     yield from set(all_overloads) - {overload for overload, _ in refused}
 
@@ -205,12 +205,12 @@ def _why_refused(overload: Any) -> str | None:
     if schema is None:
         return None
     if schema.is_mutable:
-        return "it writes into what it is given"
+        return "it writes into its input"
     if any(result.alias_info is not None for result in schema.returns):
-        return "it returns a view of what it is given"
+        return "it returns a view of its input"
     if not any("Tensor" in str(argument.type) for argument in schema.arguments):
-        return "it is given no tensor"
+        return "it has no tensor as input"
     name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-        return "it is made of other operators, and only those run"
+        return "it consists of other operators, and only those run"
     return None

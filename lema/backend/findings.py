@@ -99,7 +99,7 @@ PAIRS = (
         "peft>=0.21",
         "torchao<0.16",
         Level.PROBLEM,
-        "peft refuses to put an adapter on any layer",
+        "peft refuses to adapt any layer",
         'pip install "torchao>=0.18", or pip uninstall torchao',
         "https://github.com/daydreamlive/DEMON/pull/325",
     ),

@@ -159,7 +159,7 @@ def places(layout: Layout, size: int, rank: int) -> list[Place]:
     if layout.kind == "fused":
         if size != sum(length for length, _ in layout.parts):
             lengths = " + ".join(str(length) for length, _ in layout.parts)
-            raise ConfigError(f"an axis of {size} is not fused of {lengths}", how="give the model the adapter is of")
+            raise ConfigError(f"an axis of {size} is not fused of {lengths}", how="give the base model of the adapter")
         starts = accumulate((length for length, _ in layout.parts), initial=0)
         return [
             (start + inner, length)
@@ -278,7 +278,7 @@ def _head_places(layout: Layout, size: int, rank: int) -> Iterator[Place]:
     count = layout.kv_heads if layout.kind == "kv" else layout.heads
     if not size or size % count:
         what = f"an axis of {size} does not consist of {count} heads"
-        raise ConfigError(what, how="give the model the adapter is of")
+        raise ConfigError(what, how="give the base model of the adapter")
     unit, copies, chunks = size // count, layout.kv_multiplier, layout.tp // layout.kv_multiplier
     per_rank = layout.kv_heads // chunks
     replica, chunk = divmod(rank, chunks) if layout.kv_layout == "tile" else divmod(rank, copies)[::-1]

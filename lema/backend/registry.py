@@ -120,7 +120,7 @@ def _factory(point: EntryPoint) -> Any:
         return point.load()
     except (ImportError, AttributeError, OSError) as error:  # OSError: a shared library that it needs is absent
         what = f"backend {point.name!r} cannot be imported: {error}"
-        raise BackendUnavailable(what, where=point.value, how="install what it needs") from error
+        raise BackendUnavailable(what, where=point.value, how="install the packages that it needs") from error
 
 
 def _open(point: EntryPoint, device: str, options: BackendOptions = DEFAULTS) -> Backend:

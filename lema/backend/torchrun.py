@@ -203,9 +203,9 @@ def others_there() -> Iterator[None]:
     except RuntimeError as error:
         late = "timed out" in str(error).lower()
         raise LemaError(
-            "another process of this run was not heard of in time" if late else "another process of this run has ended",
+            "another process of this run did not answer in time" if late else "another process of this run has ended",
             where=str(error).partition("\n")[0],
-            how="its own message, above, says why; start all of them again (--resume goes on from the last checkpoint)",
+            how="its own message above gives the reason; start all again (--resume continues from the last checkpoint)",
         ) from error
 
 

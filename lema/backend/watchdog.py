@@ -110,7 +110,7 @@ class Watchdog:
 
     def _words(self, idle: float, over: bool) -> str:
         where = ", ".join([*self._slow, self._awaited()])
-        how = "it is waited for; look at the disk, the device and the other processes, or end it and use --resume"
+        how = "the run still waits; check the disk, the device and the other processes, or stop it and use --resume"
         if over:
             how = "the process ends (hang_timeout); start it again with --resume"
         return f"nothing has moved for {idle:.0f} seconds\n  where: {where}\n  fix:   {how}"

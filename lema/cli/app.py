@@ -23,7 +23,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="lema",
     help="Fine-tune language models larger than the device's memory.",
-    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 7 another number (prove), "
+    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 7 `lema prove` found a difference, "
     "75 stopped with a checkpoint, 130 Ctrl-C.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -31,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 config_app = typer.Typer(
-    help="Show the settings of a run, or of all runs; take over those of others.",
+    help="Show the settings of a run, list all settings, or translate a file of another trainer.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -65,25 +65,25 @@ def _common(
 def train(
     context: typer.Context,
     config: ConfigFile,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest valid checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")] = False,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="With --resume: go on with an empty optimizer.")
+        bool, typer.Option("--weights-only", help="With --resume: continue with an empty optimizer.")
     ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write what was read, uploaded and computed when, for ui.perfetto.dev."),
+        typer.Option(metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."),
     ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="PATH", help="Phases: go on from this checkpoint, or begin adapters on this model."
+            "--from", metavar="PATH", help="Phases: start from this checkpoint, or train adapters on this model."
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole plan, not a sentence of it.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole plan instead of one sentence.")] = False,
 ) -> None:
-    """Fine-tune as a YAML file says; one with `phases` goes through them in order."""
+    """Fine-tune with the settings of a YAML file. If it has `phases`, run them in order."""
     from lema.train.phases.file import has_phases, read_phase_file
 
     phased = has_phases(config)
@@ -117,34 +117,34 @@ def train(
 def _check_options(*, phased: bool, resume: bool, weights_only: bool, start: Path | None) -> None:
     """Refuse options of `lema train` that do not go together, or not with what the file holds."""
     if weights_only and not resume:
-        raise ConfigError("weights alone are taken of a checkpoint", where="--weights-only", how="give --resume, too")
+        raise ConfigError("only a resumed run can do this", where="--weights-only", how="add --resume")
     if weights_only and phased:
-        how = "leave it out: where the newest is damaged, an older one is taken"
-        raise ConfigError("a checkpoint of phases is gone on from whole", where="--weights-only", how=how)
+        how = "leave it out: if the newest checkpoint is damaged, LEMA takes an older one"
+        raise ConfigError("a run of phases resumes with its optimizer", where="--weights-only", how=how)
     if start is not None and not phased:
         how = "use --resume for the newest checkpoint in output_dir"
-        raise ConfigError("only a file of phases begins from a checkpoint elsewhere", where=f"--from {start}", how=how)
+        raise ConfigError("only a run of phases can start from another checkpoint", where=f"--from {start}", how=how)
 
 
 def plan(
     context: typer.Context,
     config: ConfigFile,
     profile: Annotated[
-        str | None, typer.Option(help="A machine to plan for (t4, 4090, h200, trn1, cpu); else this one is measured.")
+        str | None, typer.Option(help="Machine to plan for (t4, 4090, h200, trn1, cpu). Default: measure this machine.")
     ] = None,
     price: Annotated[float | None, typer.Option(min=0.0, help="Price of a machine-hour, to price an epoch.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw step time against tokens per step.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show every part, not sums alone.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show every part instead of sums.")] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Predict memory, time and what limits a run, or each phase of it; no weights are read. Exit code 4: no room."""
+    """Predict memory, time and the limit of a run or its phases. It reads no weights. Exit code 4: does not fit."""
     from lema.train.phases.file import has_phases, read_phase_file
 
     if phased := has_phases(config):
         if plot is not None:
-            raise ConfigError("phases have no picture", where="--plot", how="leave it out")
+            raise ConfigError("a plan of phases has no plot", where="--plot", how="leave it out")
         file = read_phase_file(config, **settings_of(settings))
     else:
         checked = config_of(config, settings)

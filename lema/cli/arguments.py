@@ -22,19 +22,19 @@ __all__ += ["config_of", "import_libraries", "model_of", "settings_of"]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
 
 Source = Annotated[
-    Path, typer.Argument(metavar="CONFIG|ADAPTER_DIR", help="YAML file, or directory of a saved adapter.")
+    Path, typer.Argument(metavar="CONFIG|ADAPTER_DIR", help="YAML file or directory of a saved adapter.")
 ]
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace one setting of the file, as --KEY VALUE does."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one setting of the file; the same as --KEY VALUE."),
 ]
 
 # No setting: a file must not decide what code is run.
 Trust = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code", help="Run code that comes with the model: of a directory, or of a commit of a hub id."
+        "--trust-remote-code", help="Run the model's own code, from a directory or from a commit of a hub id."
     ),
 ]
 
@@ -72,7 +72,7 @@ def settings_of(given: list[str] | None) -> dict[str, Any]:
         if not equals or not key.strip():
             raise ConfigError("a setting is given as KEY=VALUE", where=f"--set {item}", how="--set lora_rank=8")
         if len(parts := re.split(r"[.\[]", key.strip(), maxsplit=1)) > 1:
-            what = "a setting is replaced as a whole, and this names a part of one"
+            what = "--set replaces a whole setting, and this names a part of one"
             how = f"change it in the file, or give all of {parts[0]}: --set '{parts[0]}=[...]', or {{...}}, as in YAML"
             raise ConfigError(what, where=f"--set {item}", how=how)
         pairs[key.strip()] = parse_value(text, f"--set {item}")
@@ -91,7 +91,7 @@ def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
     if has_phases(path):
         given = read_yaml(path).values | overrides
         out = Path(str(given.get("output_dir") or LemaConfig.defaults()["output_dir"]))
-        what = "this file has phases, and the command takes the settings of a run without"
+        what = "this file has phases, but this command needs a file without phases"
         how = f"`lema train` and `lema plan` take it; give what phases left: {out}, if the last trains adapters, or "
         how += f"{out / 'NAME' / 'model'} as model_name_or_path of another file"
         raise ConfigError(what, where=str(path), how=how)

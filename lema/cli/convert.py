@@ -17,17 +17,15 @@ FORMATS = sorted(point.name for point in entry_points(group="lema.shard_formats"
 
 def prepare(
     model: Annotated[str, typer.Argument(help="Model directory or hub id.")],
-    out: Annotated[Path, typer.Argument(help="A directory, or one .safetensors file.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
-    ] = None,
+    out: Annotated[Path, typer.Argument(help="A directory or a .safetensors file.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the checkpoint's.")] = None,
     quantize: Annotated[
-        str | None, typer.Option(metavar="int8|fp8|nf4", help="Store the layers' linear weights quantised.")
+        str | None, typer.Option(metavar="int8|fp8|nf4", help="Quantise the linear weights of the layers.")
     ] = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Rewrite a model as one file in the order in which layers are visited."""
+    """Write a model as one file, with the layers in the order in which they are read."""
     from lema.config import LemaConfig
 
     checked = LemaConfig(model, dtype=dtype, revision=revision)
@@ -54,17 +52,18 @@ def prepare(
 
 
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter, or of a delta.")],
+    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter or delta.")],
     out: Annotated[Path, typer.Argument(help="Directory for the merged model.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
     rounding: Annotated[
-        str, typer.Option(metavar="nearest|stochastic", help="How merged weights are rounded.")
+        str,
+        typer.Option(metavar="nearest|stochastic", help="Rounding of merged weights; stochastic keeps small changes."),
     ] = "nearest",
     seed: Annotated[int, typer.Option(min=0, help="Seed of stochastic rounding.")] = 0,
-    base: Annotated[str | None, typer.Option(metavar="DIR", help="Where a delta's base is now.")] = None,
+    base: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of a delta's base model.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write the model with an adapter merged into its weights, or with a delta's tensors, in the hub's format."""
+    """Merge an adapter or a delta into its base model, and write the model in the hub's format."""
     from lema.config.units import parse_memory
 
     size = parse_memory(max_shard_size, 0)
@@ -73,12 +72,12 @@ def merge(
 
     if is_delta(adapter):
         if rounding != "nearest":
-            raise ConfigError("a delta holds weights as they are", where="--rounding", how="leave it out")
+            raise ConfigError("a delta has complete weights", where="--rounding", how="leave it out")
         apply_delta(adapter, out, base, size, trust_remote_code=trust_remote_code)
     else:
         if base is not None:
             how = "leave it out, or change model_name_or_path in its lema_config.json"
-            raise ConfigError("an adapter names its base itself", where="--base", how=how)
+            raise ConfigError("an adapter names its base model itself", where="--base", how=how)
         from lema.convert import merge_adapter
 
         drawn: dict[str, Any] = {"rounding": rounding, "seed": seed}  # checked there
@@ -87,23 +86,23 @@ def merge(
 
 
 def consolidate(
-    shards: Annotated[Path, typer.Argument(metavar="IN", help="Directory of a sharded adapter, or above it.")],
+    shards: Annotated[Path, typer.Argument(metavar="IN", help="Directory of a sharded adapter, or its parent.")],
     out: Annotated[Path, typer.Argument(help="Directory for the adapter in PEFT's format.")],
     kv_layout: Annotated[
-        str | None, typer.Option(metavar="tile|interleave", help="How replicas of keys lie, if the shards do not say.")
+        str | None, typer.Option(metavar="tile|interleave", help="Order of replicated keys, if not recorded.")
     ] = None,
     take_first: Annotated[
-        bool, typer.Option("--take-first", help="Where replicas differ, take the first rank's; it is told where.")
+        bool, typer.Option("--take-first", help="If replicas differ, take the first rank's and list the differences.")
     ] = False,
-    model: Annotated[str | None, typer.Option(help="The base model it must fit, if not the one it names.")] = None,
+    model: Annotated[str | None, typer.Option(help="Base model. Default: the one that the adapter names.")] = None,
 ) -> None:
-    """Put the shards of an adapter together, as files that PEFT loads."""
+    """Convert the shards of an adapter into files that PEFT loads."""
     from lema.lora.consolidate import consolidate_adapter
 
     made = consolidate_adapter(shards, out, kv_layout=kv_layout, check=not take_first, model=model)
     for name, found in made.differing.items():
         typer.echo(f"replicas differ in {name}: {'; '.join(map(str, found))}", err=True)
-    fits = f"of the shapes of {made.base}" if made.base else "not compared with the base model, which is not here"
+    fits = f"with the shapes of {made.base}" if made.base else "not compared with the base model, which was not found"
     typer.echo(f"wrote {out}: {made.num_tensors} tensors, of {made.tp} ranks, {fits}")
 
 
@@ -112,15 +111,15 @@ def shard(
     out: Annotated[Path, typer.Argument(help="Directory for the shards.")],
     tp: Annotated[int, typer.Option(min=1, help="Ranks of the tensor-parallel group.")],
     kv_layout: Annotated[
-        str, typer.Option(metavar="tile|interleave", help="How keys lie that are replicated for want of heads.")
+        str, typer.Option(metavar="tile|interleave", help="Order of keys that are replicated.")
     ] = "tile",
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The base model; by default the one the adapter names.")
+        str | None, typer.Option(metavar="MODEL", help="Base model. Default: the one that the adapter names.")
     ] = None,
-    format: Annotated[str, typer.Option(metavar="|".join(FORMATS), help="Whose shards they are to be.")] = "lema",
+    format: Annotated[str, typer.Option(metavar="|".join(FORMATS), help="Format of the shards.")] = "lema",
     trust_remote_code: Trust = False,
 ) -> None:
-    """Cut an adapter up for a tensor-parallel group, along the plan of its base model."""
+    """Divide an adapter into shards for a tensor-parallel group, along the plan of its base model."""
     from lema.lora.consolidate import shard_adapter
 
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}

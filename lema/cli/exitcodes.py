@@ -33,17 +33,17 @@ def _as_lema_error(error: Exception) -> LemaError:
     if isinstance(error, LemaError):
         return error
     if isinstance(error, OSError) and error.errno in _DISK_FAILURES:
-        how = "free some space; what was saved before is untouched" if error.errno == errno.ENOSPC else ""
+        how = "free some space; earlier files are untouched" if error.errno == errno.ENOSPC else ""
         return DiskError(str(error.strerror), where=str(error.filename or ""), how=how)
     if isinstance(error, OSError) and error.strerror:
-        return ConfigError(str(error.strerror), where=str(error.filename or ""), how="give a path that can be used")
+        return ConfigError(str(error.strerror), where=str(error.filename or ""), how="give another path")
     if is_out_of_memory(error):
         said, *_ = str(error).splitlines() or [""]
         how = "lower prefetch_depth, micro_batch_size or max_length, or set device_memory"
-        how += "; `lema plan` shows what takes how much"
+        how += "; `lema plan` shows the memory by part"
         return MemoryLimitError(f"the device is out of memory: {said}", how=how)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's error is a RuntimeError
         how = "lower micro_batch_size, host_memory or prefetch_depth"
         return MemoryLimitError("the machine is out of memory", how=how)
-    how = "this is no error lema knows; the same command with --debug shows where it arose"
+    how = "LEMA does not know this error; run the command with --debug to see where it occurred"
     return LemaError(f"{type(error).__name__}: {error}", how=how)

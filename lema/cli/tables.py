@@ -24,11 +24,11 @@ __all__ = ["draw", "rows", "show_plan", "show_run"]
 
 PARTS = DEVICE_PARTS | {
     "ring": "buffers that layers are read into",
-    "cached": "layers kept from the disk",
+    "cached": "layers kept in host memory",
     "masters": "weights in fp32",
     "moments": "optimizer state",
     "waiting": "gradients that wait",
-    "stepping": "the optimizer at work",
+    "stepping": "optimizer working memory",
     "process": "interpreter and libraries",
     "model": "the model's files",
     "checkpoint": "one checkpoint",
@@ -51,8 +51,8 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield "limits", "tokens per step above which reading costs no time", human_count(plan.room.crossover)
     yield "limits", "largest micro_batch_size", str(plan.room.largest_micro_batch)
     yield "limits", "most tokens per step", human_count(plan.room.largest_step)
-    yield "limits", "1 GB more on the device saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
-    yield "limits", "1 GB more in host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
+    yield "limits", "1 GB more device memory saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
+    yield "limits", "1 GB more host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
     machine = plan.machine
     yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
     yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
@@ -98,7 +98,7 @@ def _step(plan: Plan) -> Iterator[Row]:
     if allocation.saved_on != "device":
         waiting = ("activations wait", allocation.saved_on)
     told = {
-        "tokens, of full rows": human_count(plan.tokens),
+        "tokens of full rows": human_count(plan.tokens),
         "layers that stay on the device": str(len(allocation.residents)),
         "layers kept in host memory": str(len(allocation.host_cached)),
         "layers not recomputed": str(len(allocation.saved)),

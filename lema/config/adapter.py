@@ -17,48 +17,48 @@ _SETS = ("lora_target_modules", "lora_exclude_modules", "lora_modules_to_save")
 
 
 class AdapterSettings(Settings):
-    """What trains beside the frozen weights, by PEFT's names behind `lora_`."""
+    """Settings of adapters and other trained parameters, with PEFT's names after `lora_`."""
 
     lora_rank: OfAdapter[types.Count] = 16
     """Rank of the adapter's two matrices (LoRA, arXiv:2106.09685)."""
     lora_alpha: OfAdapter[types.Scale] = 32
-    """Adapters are scaled by lora_alpha / lora_rank."""
+    """The adapter's output is multiplied by lora_alpha / lora_rank."""
     lora_target_modules: OfAdapter[types.Targets | None] = None
-    """Names of the modules to adapt, or one regular expression; None: every linear of the layers, and experts."""
+    """Modules to adapt: names or one regular expression; None: every linear module of the layers, and experts."""
     lora_dropout: Said[types.Beta] = 0.0
     """Dropout on the adapter's input."""
     lora_exclude_modules: OfAdapter[types.Targets | None] = None
-    """Modules not to adapt, though `lora_target_modules` matches them: names, or one regular expression."""
+    """Modules to leave out although `lora_target_modules` matches them: names or one regular expression."""
     lora_rank_pattern: OfAdapter[dict[types.Pattern, types.Count]] = Field(default_factory=dict)
-    """Ranks that differ: the end of a module's name, or a regular expression for it, to a rank."""
+    """Ranks of single modules: from the end of a module's name, or a regular expression, to a rank."""
     lora_alpha_pattern: OfAdapter[dict[types.Pattern, types.Scale]] = Field(default_factory=dict)
-    """Alphas that differ, by the same names."""
+    """Alphas of single modules, in the same form."""
     lora_use_rslora: OfAdapter[bool] = False
     """Scale by lora_alpha / sqrt(lora_rank) instead (rsLoRA, arXiv:2312.03732)."""
     lora_layers_to_transform: OfAdapter[types.Indices | None] = None
     """Decoder layers to adapt, counted from 0: one number or several; None: all."""
     lora_layers_pattern: OfAdapter[types.Patterns | None] = None
-    """Name of the list that those numbers count in, where the model has several; only with them."""
+    """Name of the list of layers that these numbers refer to, if the model has several lists."""
     lora_init: Silent[types.InitialValues] = True
-    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (both drawn)."""
+    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (A and B random)."""
     lora_lora_bias: OfAdapter[bool] = False
     """Give the adapter's B a bias (PEFT's `lora_bias`)."""
     lora_bias: OfAdapter[Literal["none", "all", "lora_only"]] = "none"
-    """Biases of the model that train as well: "none", "all", or "lora_only", those of adapted modules."""
+    """Biases of the model that also train: "none", "all", or "lora_only" (those of adapted modules)."""
     lora_modules_to_save: OfAdapter[types.NameList | None] = None
-    """Names of modules to train whole and save beside the adapter, such as the embeddings or the head."""
+    """Modules that train whole and are saved with the adapter, such as the embeddings or the head."""
     lora_use_dora: OfAdapter[bool] = False
     """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
     lora_target_parameters: OfAdapter[types.Several | None] = None
-    """Names of parameters to adapt that belong to no linear module, such as the stacked weights of experts; []: none;
-    None: those of experts, if lora_target_modules is None."""
+    """Parameters to adapt that do not belong to a linear module, such as stacked weights of experts; []: none; None:
+    those of experts, if lora_target_modules is None."""
     lora_trainable_token_indices: OfAdapter[types.TokenIndices | None] = None
-    """Rows of the embeddings to train: token ids, or the name of an embedding to its rows."""
+    """Rows of the embeddings to train: token ids, or a map from the name of an embedding to its rows."""
     lora_ensure_weight_tying: OfAdapter[bool] = False
-    """Keep what is tied in the model tied where both of it train."""
+    """Keep tied parameters tied if both train."""
 
     def disagreements(self) -> Iterator[Problem]:
-        """Yield what PEFT does not allow together."""
+        """Yield combinations that PEFT does not allow."""
         for key, what in contradictions(self):
             yield Problem(key, what)
 

@@ -15,11 +15,11 @@ _OF_MESSAGES = ("role", "content")
 _ANSWERS = "here: train_on: assistant, which is the default: answers and completions are trained on, prompts are not"
 _COLUMN = "here: columns: {{{ours}: NAME}}"
 _QUANTISE = "quantise the model once with `lema prepare MODEL OUT --quantize {kind}`, and train OUT"
-_FORMATTED = "give rows that are formatted: text, prompt + completion, or messages"
-_STREAMS = "layers stream, so no model has to be divided to fit"
+_FORMATTED = "give formatted rows: text, prompt + completion, or messages"
+_STREAMS = "not needed: layers stream, so a model need not be divided"
 _HUB_DATA = "here: train_data: {path: org/name, name: subset, split: train}, or files"
-_TOKENISED = "nothing needs saying: rows are tokenised once, by as many processes as help, before any step"
-_EVALUATES = "nothing needs saying: what eval_data or eval_split gives is evaluated, every eval_steps or each epoch"
+_TOKENISED = "not needed: LEMA tokenises rows once, with several processes, before the first step"
+_EVALUATES = "not needed: LEMA evaluates eval_data or eval_split every eval_steps, or at the end of each epoch"
 
 SAID_HERE: Mapping[str, str] = {
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "train_on_responses_only"), _ANSWERS),
@@ -29,10 +29,8 @@ SAID_HERE: Mapping[str, str] = {
     **dict.fromkeys(("train_on_inputs", "train_on_prompt"), "here: train_on: all, or assistant, which is the default"),
     "roles_to_train": "here: train_on: assistant (the default), last, completion or all",
     **dict.fromkeys(("mask_history", "last_turn_only"), "here: train_on: last"),
-    **dict.fromkeys(
-        ("train_on_eos", "train_on_eot"), "the token that ends an answer is always trained on, and no other is"
-    ),
-    "eot_tokens": "the chat template says which token ends an answer, and that is trained on",
+    **dict.fromkeys(("train_on_eos", "train_on_eot"), "only the token that ends an answer is trained on, always"),
+    "eot_tokens": "the chat template defines the token that ends an answer, and it is trained on",
     **dict.fromkeys(
         ("template", "chat_template_jinja", "chat_template_path"),
         "here: chat_template: a .jinja file, or the Jinja text; without it the tokenizer's own",
@@ -41,41 +39,43 @@ SAID_HERE: Mapping[str, str] = {
     **{f"field_{ours}": _COLUMN.format(ours=ours) for ours in _COLUMNS},
     **{f"message_field_{ours}": _COLUMN.format(ours=ours) for ours in _OF_MESSAGES},
     "message_property_mappings": "here: columns: {role: NAME, content: NAME}",
-    "message_field_training": "`train` or `training` of a message, true or false, is obeyed as it is",
-    "message_field_training_detail": "parts of a message cannot be left out; split it into messages with train: false",
+    "message_field_training": "not needed: `train` or `training` of a message already works",
+    "message_field_training_detail": "LEMA cannot leave out parts; split the message into several with train: false",
     **dict.fromkeys(("formatting_func", "formatting_prompts_func"), _FORMATTED),
-    "remove_unused_columns": "columns that nothing reads are named and left alone",
+    "remove_unused_columns": "not needed: LEMA names columns that it does not use, and ignores them",
     "excess_length_strategy": "here: overlong: truncate, drop or error",
     "truncation_mode": "rows are cut at their end; overlong: drop leaves long ones out",
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), _STREAMS),
     "evals_per_epoch": "evaluations are at the end of each epoch, or every eval_steps",
-    "hub_token": "no file holds a token: it is that of `hf auth login`, or HF_TOKEN",
+    "hub_token": "no setting holds a token; use `hf auth login` or HF_TOKEN",
     "load_in_4bit": _QUANTISE.format(kind="nf4"),
     "load_in_8bit": _QUANTISE.format(kind="int8"),
     "saves_per_epoch": "checkpoints are written every save_steps",
-    "special_tokens": "the tokenizer's own are used; change them in its files",
-    "trust_remote_code": "a file must not say what code is run; give --trust-remote-code with the command",
+    "special_tokens": "LEMA uses the tokenizer's own; change them in its files",
+    "trust_remote_code": "a file cannot allow code to run; use --trust-remote-code on the command line",
     "sample_packing": "here: packing: true",
-    **dict.fromkeys(("eval_packing", "eval_sample_packing"), "here: packing: true, which packs what is evaluated, too"),
+    **dict.fromkeys(
+        ("eval_packing", "eval_sample_packing"), "here: packing: true, which also packs the evaluation rows"
+    ),
     "packing_strategy": "here: packing: true joins whole rows by best fit, packing: wrapped cuts them",
     "padding_free": "here: packing: true; without it a micro-batch has no more padding than its longest row needs",
     "train_sampling_strategy": "here: group_by_length: true; shuffle: false keeps the order of the data",
     **dict.fromkeys(("max_tokens", "max_tokens_per_batch", "batch_tokens"), "here: micro_batch_tokens"),
     "append_eos_token": "text and completions always end in the end-of-sequence token, once",
-    "adapter": "nothing needs saying of lora, which is trained here; for qlora " + _QUANTISE.format(kind="nf4"),
-    "use_peft": "nothing needs saying: an adapter is what is trained here",
-    "peft_config": "here: lora_rank, lora_alpha, lora_target_modules, ...: each of its options is a setting, lora_NAME",
+    "adapter": "not needed for lora, which LEMA trains; for qlora " + _QUANTISE.format(kind="nf4"),
+    "use_peft": "not needed: LEMA trains an adapter",
+    "peft_config": "here: lora_rank, lora_alpha, lora_target_modules, ...: each PEFT option is a setting lora_NAME",
     **dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split"), _HUB_DATA),
     "dataset_test_split": "here: eval_data: {path: org/name, name: subset, split: test}, or eval_split",
     **dict.fromkeys(("dataset_num_proc", "dataset_processes", "dataloader_num_workers"), _TOKENISED),
-    "dataset_prepared_path": "here: data_cache: the folder that keeps tokens of large data; without it one is found",
+    "dataset_prepared_path": "here: data_cache: the folder that keeps tokens of large data; it has a default",
     "wandb_project": "here: report_to: wandb, with the environment variable WANDB_PROJECT",
-    "logging_dir": "metrics.jsonl is in output_dir; where tensorboard writes says TENSORBOARD_LOGGING_DIR",
-    "eos_token": "nothing needs saying: the tokenizer's own is used; change it in the tokenizer's files",
-    "strict": "nothing needs saying: an unknown setting is always an error",
+    "logging_dir": "metrics.jsonl is in output_dir; TENSORBOARD_LOGGING_DIR sets the directory of tensorboard",
+    "eos_token": "not needed: the tokenizer's own is used; change it in the tokenizer's files",
+    "strict": "not needed: an unknown setting is always an error",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), _EVALUATES),
-    "save_strategy": "here: save_steps: how many steps lie between checkpoints, 0 for none",
-    "do_train": "nothing needs saying: `lema train` trains, and `lema eval` evaluates",
+    "save_strategy": "here: save_steps: the steps between checkpoints, 0 for none",
+    "do_train": "not needed: `lema train` trains, and `lema eval` evaluates",
     **dict.fromkeys(("bf16", "bfloat16"), "here: dtype: bfloat16"),
     **dict.fromkeys(("fp16", "float16"), "here: dtype: float16"),
 }
@@ -132,7 +132,7 @@ def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
         files += [about["path"]] if about.get("path") else []
         form = about.get("type")
         if form is not None and str(form).partition(".")[0] not in _FORMS:
-            notes["datasets"] = f"the type {form!r} is not known; docs/data.md says which columns are understood"
+            notes["datasets"] = f"the type {form!r} is not known; docs/data.md lists the columns that LEMA reads"
         columns |= {ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)}
     if isinstance(text := given.get("dataset_text_field"), str):
         columns["text"] = text
@@ -148,7 +148,7 @@ def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
             found["attn_implementation"] = attention
     if given.get("adapter", "lora") != "lora":
         qlora = given["adapter"] == "qlora"
-        notes["adapter"] = SAID_HERE["load_in_4bit"] if qlora else "adapters here are LoRA's"
+        notes["adapter"] = SAID_HERE["load_in_4bit"] if qlora else "LEMA trains only LoRA adapters"
     if "wandb_project" in given:
         found["report_to"] = ["wandb"]
         notes["wandb_project"] = "set the environment variable WANDB_PROJECT"
@@ -157,7 +157,7 @@ def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
         if key in notes or key in _NEEDLESS or ours in found or (value is False and ours not in known):
             continue
         if ours not in known:
-            notes[key] = SAID_HERE.get(key, "there is no such setting here")
+            notes[key] = SAID_HERE.get(key, "LEMA has no such setting")
         elif (ours, value) not in (("eval_split", 0), ("lora_target_modules", "all-linear")):  # what is so without
             found[ours] = value
     return {name: found[name] for name in known if name in found}, notes

@@ -35,13 +35,13 @@ class _First(Settings):
     """What stands first, in the order in which it is given by position; two settings of adapters are among it."""
 
     model_name_or_path: Silent[types.Location]
-    """Model directory, one .safetensors file in such a directory, or hub id."""
+    """A model directory, a .safetensors file in such a directory, or a hub id."""
     model_type: Silent[types.Name | None] = None
-    """The `model_type` of the model's config.json, to check against; None takes what is there."""
+    """The `model_type` that the model's config.json must have; None: any."""
     gbi_path: Silent[types.Location | None] = None
-    """Weights to stream instead of the model directory's own: a .safetensors file or an index."""
+    """A .safetensors file or an index to stream from, instead of the weights in the model directory."""
     device: Silent[types.Name] = "auto"
-    """Backend to run on; `lema backends` lists them. auto: the first that can run here, the processor last."""
+    """Backend to run on; `lema backends` lists them. auto: the first that can run here, the CPU last."""
     strategy: Silent[types.Strategy] = types.MemoryStrategy.STREAMING
     """`streaming`: weights stay on disk. `resident`: weights stay in host memory."""
     save_steps: Silent[types.NotNegative] = 500
@@ -53,7 +53,7 @@ class _First(Settings):
     learning_rate: Said[Annotated[float, Field(ge=0)]] = 1e-4
     """Peak learning rate."""
     gradient_checkpointing: Silent[bool | Literal["auto"]] = "auto"
-    """Recompute each layer in the backward, so that only its input is kept; auto: no more than memory asks for."""
+    """Recompute each layer in the backward, and keep only its input; auto: recompute only if memory requires it."""
 
 
 class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
@@ -70,54 +70,54 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     dtype: Refused[types.Dtype | None] = None
     """Type of the frozen weights; None: the checkpoint's."""
     attn_implementation: Said[types.Name | None] = None
-    """Attention of `transformers` ("eager", "sdpa", ...); None: its choice."""
+    """Attention implementation of `transformers` ("eager", "sdpa", ...); None: the default of `transformers`."""
     micro_batch_size: Silent[types.AutoCount] = None
-    """Rows computed at once, of which a pair has two; None or auto: the whole batch, or as much as `device_memory`
-    holds. With dropout fewer draw otherwise, without it nothing but rounding changes."""
+    """Rows that are computed at once; a pair is two rows. None or auto: the whole batch, or as many as `device_memory`
+    holds. It changes results only by rounding, and with dropout also the random numbers."""
     gradient_accumulation_steps: Refused[Annotated[int, Field(ge=1, le=100_000)]] = 1
     """Batches per optimizer step."""
     max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None
-    """Gradients longer than this are scaled down to it; None: no clipping."""
+    """Gradients with a larger norm are scaled down to this norm; None: no clipping."""
     prefetch_depth: Silent[types.AutoCount] = None
-    """Layers read ahead of the one being computed; None or auto: 2, or 1 where memory is short."""
+    """Layers that are read ahead of the current layer; None or auto: 2, or 1 if memory is short."""
     device_memory: Silent[types.Memory | None] = "auto"
-    """Limit of device memory: "8GB", "512MiB", a fraction, bytes; auto: nine tenths of what is free; None: what
-    streaming needs, whatever there is."""
+    """Limit of device memory: "8GB", "512MiB", a fraction, or bytes; auto: nine tenths of the free memory; None: no
+    limit, the run takes what streaming needs."""
     experts_per_slot: Silent[types.Count | Literal["auto"] | None] = "auto"
-    """Experts that are leased together, of layers with stacked experts; what else such a layer has is leased beside
-    them. auto: all, or as many as `device_memory` holds; None: all, in whole layers."""
+    """For layers with stacked experts: the number of experts that are leased together. The rest of the layer is leased
+    with them. auto: all, or as many as `device_memory` holds; None: all, in whole layers."""
     host_memory: Silent[types.Memory | None] = None
-    """Limit of host memory for weights and activations, written in the same ways."""
+    """Limit of host memory for weights and activations, in the same forms."""
     seed: Refused[Annotated[int, Field(ge=0, lt=2**32)]] = 42
     """Seed of adapters, shuffling and dropout."""
     loss_chunk_tokens: Said[types.AutoCount] = None
-    """Tokens whose logits exist at once; None or auto: 1024, or fewer where memory is short."""
+    """Tokens whose logits exist at once; None or auto: 1024, or fewer if memory is short."""
     batch_size: Refused[types.Count] = 8
-    """Rows per batch, pairs where rows come in pairs; of all processes together where there are several."""
+    """Rows per batch, or pairs for objectives with pairs; all processes together."""
     max_length: OfData[types.Count | None] = None
-    """Longest row, in tokens; None: 1024, or the model's positions where they are fewer."""
+    """Longest row, in tokens; None: 1024, or the model's positions if these are fewer."""
     overlong: OfData[Literal["truncate", "drop", "error"]] = "truncate"
-    """What becomes of longer rows."""
+    """What happens to longer rows."""
     packing: OfData[types.Packing] = False
-    """Join rows into packs of `max_length` tokens, in which none attends to another; a row of a batch is then a pack.
-    "wrapped": rows of any length end to end, cut at every `max_length` tokens, for raw text."""
+    """Join rows into packs of `max_length` tokens. A row of a batch is then a pack, and rows in a pack do not attend to
+    each other. "wrapped": join rows of any length and cut every `max_length` tokens, for raw text."""
     columns: OfData[types.Columns] = Field(default_factory=dict)
-    """What the data call the columns read here: {prompt: question, completion: answer}; `role` and `content` are those
-    of a message."""
+    """Your names of the columns, by LEMA's names: {prompt: question, completion: answer}. `role` and `content` are
+    fields of a message."""
     chat_template: OfData[types.Name | None] = None
-    """A .jinja file, the Jinja text itself, or one of the tokenizer's templates by name; None: the tokenizer's own."""
+    """A .jinja file, the Jinja text itself, or the name of a tokenizer's template; None: the tokenizer's default."""
     train_on: OfData[Literal["assistant", "last", "all", "completion"]] = "assistant"
-    """Which words are trained on: `assistant`: all answers; `last`: the last one; `completion`: those after the last
-    user's message; `all`: everything, prompts too."""
+    """Which words are trained on. `assistant`: all answers; `last`: the last answer; `completion`: the answers after
+    the user's last message; `all`: everything, including prompts."""
     data_cache: Silent[bool | types.Location] = True
-    """The folder that keeps the tokens of large data for later starts; true: one below the user's cache directory
-    (XDG_CACHE_HOME); false: none, and data are tokenised in memory at every start."""
+    """The folder that keeps the tokens of large data for later starts. true: a folder in the user's cache directory
+    (XDG_CACHE_HOME); false: no folder, and every start tokenises the data in memory."""
     shuffle: Refused[bool] = True
-    """Draw the rows of each epoch in an order made from the seed."""
+    """Draw the rows of each epoch in a random order that the seed determines."""
     num_train_epochs: Said[Annotated[float, Field(gt=0)]] = 1.0
     """Passes over the data; `max_steps` overrides it."""
     max_steps: Said[types.Count | None] = None
-    """Optimizer steps to train for; None: as `num_train_epochs` says."""
+    """Optimizer steps of the run; None: `num_train_epochs` decides."""
     weight_decay: Said[Annotated[float, Field(ge=0)]] = 0.0
     """AdamW's decoupled weight decay (arXiv:1711.05101)."""
     adam_beta1: Said[types.Beta] = 0.9
@@ -125,108 +125,108 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     adam_beta2: Said[types.Beta] = 0.999
     """Decay of AdamW's second moment."""
     optim: Refused[types.Optimizer] = "adamw_torch"
-    """The optimizer of adapters, by `transformers`' name; weights that train themselves have adamw_torch."""
+    """The optimizer of adapters, by `transformers`' name. Weights of the model that train always use adamw_torch."""
     optim_args: Refused[types.Name | None] = None
-    """Further arguments of that optimizer, as `transformers` takes them: "alpha=2,beta3=0.999" of ademamix."""
+    """Further arguments of the optimizer in the form of `transformers`, such as "alpha=2,beta3=0.999" for ademamix."""
     loraplus_lr_ratio: Refused[Annotated[float, Field(gt=0)] | None] = None
-    """LoRA+ (arXiv:2402.12354): the learning rate of adapters' B is so many times that of A; None: the same."""
+    """LoRA+ (arXiv:2402.12354): the learning rate of B divided by that of A; None: they are the same."""
     adam_epsilon: Said[Annotated[float, Field(gt=0)]] = 1e-8
     """Added to AdamW's denominator."""
     lr_scheduler_type: Said[types.Scheduler] = "linear"
-    """How the learning rate moves, by `transformers`' name; or wsd, wsds, cosine_rewarm (`lema.engine.schedules`)."""
+    """Schedule of the learning rate, by `transformers`' name; or wsd, wsds, cosine_rewarm (`lema.engine.schedules`)."""
     lr_scheduler_kwargs: Said[dict[str, Any] | None] = None
-    """What else a schedule of `transformers` takes: {min_lr_rate: 0.1} of cosine_with_min_lr, for one."""
+    """Further arguments of a `transformers` schedule, such as {min_lr_rate: 0.1} for cosine_with_min_lr."""
     warmup_steps: Said[types.NotNegative] = 0
-    """Optimizer steps over which the learning rate rises from 0; 0.1 and such, below 1, are taken as `warmup_ratio`."""
+    """Optimizer steps in which the learning rate rises from 0. A number below 1, such as 0.1, sets `warmup_ratio`."""
     warmup_ratio: Said[types.Beta] = 0.0
-    """The same as a fraction of all steps; where both are 0, it is 0.01 for wsd, wsds and cosine_rewarm."""
+    """The same as a fraction of all steps. If both are 0, wsd, wsds and cosine_rewarm use 0.01."""
     train_data: OfData[types.DataFiles | None] = None
-    """Files, directories or globs of .jsonl, .txt (and of either with .gz or .zst), .json, .csv, .parquet or .arrow; a
-    data set of the hub, {path: org/name, name: subset, split: train}; or several of them by name."""
+    """Files, directories or globs of .jsonl, .txt (also .gz or .zst of these), .json, .csv, .parquet or .arrow; a data
+    set of the hub, {path: org/name, name: subset, split: train}; or several data sets with names."""
     eval_data: Said[types.DataFiles | None] = None
-    """Data to evaluate on, given in the same ways."""
+    """Data to evaluate on, in the same forms."""
     eval_split: OfData[types.RowSplit | None] = None
-    """Or rows to hold back from `train_data`: a fraction, or a number of rows."""
+    """Instead: rows to hold back from `train_data`, as a fraction or a number of rows."""
     max_train_samples: OfData[types.Count | None] = None
-    """The first so many rows to train on are used, after some were held back; None: all."""
+    """Train only on the first N rows that are left after the split; None: on all."""
     max_eval_samples: Said[types.Count | None] = None
-    """The same of the rows to evaluate on."""
+    """Evaluate only on the first N rows; None: on all."""
     adapter_name_or_path: Silent[types.Location | None] = None
-    """A saved PEFT adapter to train on from, a directory or a hub id, with its own rank, targets and options; None: a
-    fresh one."""
+    """A saved PEFT adapter to continue from: a directory or a hub id. Its rank, targets and options apply. None: a new
+    adapter."""
     neftune_noise_alpha: Said[Annotated[float, Field(gt=0)] | None] = None
-    """Noise on the input's embeddings while training (NEFTune, arXiv:2310.05914), as `transformers` draws it."""
+    """Noise on the input embeddings in training (NEFTune, arXiv:2310.05914), drawn as `transformers` draws it."""
     revision: Silent[types.Name | None] = None
-    """Branch, tag or commit of a hub id; None: its main branch. A directory has none."""
+    """Branch, tag or commit of a hub id; None: its main branch. A directory has no revisions."""
     boundary_activations: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
-    """Where each layer's inputs wait from the forward to the backward; auto: the first of the others they fit."""
+    """Where the inputs of layers wait for the backward; auto: the first of the other places that has room."""
     offload_dir: Silent[types.Location | None] = None
-    """Directory for what is written to disk for lack of memory, such as those inputs; None: `output_dir`."""
+    """Directory for data that does not fit in memory, such as the inputs of layers; None: `output_dir`."""
     cache_frozen_prefix: Silent[bool] = False
-    """Keep what the layers below the lowest adapter make of each batch on disk: later epochs leave those layers out."""
+    """Write the output of the layers below the lowest adapter to disk. Later epochs then skip these layers."""
     tf32: Said[bool] = False
-    """Let fp32 matrix products use TF32, which keeps 10 bits of their inputs, on devices that have it."""
+    """Allow TF32 for fp32 matrix products, which keeps 10 bits of their inputs, on devices that have it."""
     torch_compile: Said[bool] = False
-    """Compile a decoder layer with `torch.compile`, once for all layers that are alike. Changes the last bits."""
+    """Compile one decoder layer of each kind with `torch.compile`. This changes the last bits."""
     page_locked: Silent[bool | None] = None
-    """Lock host memory that the device copies from; None: as much as the system allows."""
+    """Lock the host memory that the device copies from; None: as much as the system allows."""
     embeddings: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
-    """Where frozen embeddings wait whose rows are given to the device for the tokens that are there: in host memory, or
-    in the model's files; device: they are all on the device. auto: those of 16 MiB and more in the files."""
+    """Where frozen embeddings stay: in the model's files or in host memory, from where the device gets the rows of the
+    current tokens, or whole on the device. auto: tables of 16 MiB and more stay in the files."""
     head: Said[Literal["auto", "device", "stream"]] = "auto"
-    """Where the head's weight is: on the device, or streamed in pieces after the layers, twice in a step; that changes
-    the last bits. auto: streamed where `device_memory` does not hold it, if it has 16 MiB and more."""
+    """Where the head's weight is: on the device, or streamed in pieces after the layers, twice per step, which changes
+    the last bits. auto: streamed if `device_memory` does not hold it and it has 16 MiB or more."""
     shard_weights: Silent[bool] = False
-    """With several processes: each reads 1/N of every layer, and gets the rest from the others, device to device."""
+    """With several processes: each reads 1/N of every layer, and gets the rest from the other devices."""
     shard_optimizer: Silent[bool] = False
-    """With several processes: each has AdamW's moments of 1/N of the adapters, updates these, and gets the others from
-    the others (ZeRO-1). It changes no number. Weights that train themselves have theirs in host memory, undivided."""
+    """With several processes: each keeps AdamW's moments of 1/N of the adapters, updates that part, and sends it to the
+    others (ZeRO-1). No number changes. It does not apply to weights of the model that train."""
     activation_offloading: Silent[types.Offloading] = False
-    """Have what waits for the backward wait off the device, which costs copying it there and back: the layers' inputs
-    with `gradient_checkpointing`; without it all that layers keep, so that nothing is computed twice. true: in host
-    memory; "disk": in `offload_dir`; "hidden_states": inputs of layers alone; "legacy": true, waiting for each copy."""
+    """Move tensors that wait for the backward off the device: with `gradient_checkpointing` the inputs of layers,
+    without it everything that layers keep, so that nothing is recomputed. true: to host memory; "disk": to
+    `offload_dir`; "hidden_states": only inputs of layers; "legacy": as true, and wait for each copy."""
     tensor_parallel_size: Said[types.Count | None] = None
-    """Processes that share each layer, every one with its part of it; None: all on a backend made for that, else 1."""
+    """Processes that hold each layer together; None: all processes on a backend that divides layers, otherwise 1."""
     sequence_parallel: Said[bool] = False
-    """With those: between attention and MLP each process holds its part of the sequence only."""
+    """With `tensor_parallel_size`: between attention and MLP, each process holds only its part of the sequence."""
     pad_to_multiple_of: Said[types.Count | None] = None
-    """Make rows longer, to a multiple of so many tokens: few shapes on devices that compile each, one where it is
-    `max_length`. Dropout is drawn for what is added, too; without it nothing but rounding changes. None: no longer
-    than the longest of their micro-batch, or what `sequence_parallel` needs."""
+    """Pad rows to a multiple of N tokens, so that devices that compile see few shapes; with N equal to `max_length`
+    they see one. It changes results only by rounding, and with dropout also the random numbers. None: pad to the
+    longest row of the micro-batch, or as `sequence_parallel` needs."""
     max_skipped_steps: Silent[types.NotNegative] = 0
-    """Steps of a run that may be dropped for a loss or gradient that is NaN or infinite; at the next one it ends."""
+    """How many steps a run may drop because of NaN or infinity in the loss or gradients; one more ends the run."""
     check_base_weights: Silent[bool] = True
-    """Refuse a model with a weight that is NaN or infinite; each is looked at when it is first read."""
+    """Refuse a model whose weights contain NaN or infinity. Each weight is checked when it is first read."""
     hang_timeout: Silent[Annotated[float, Field(gt=0)] | None] = None
-    """Seconds without a move after which the process ends; None: the stacks of its threads are written, no more."""
+    """Seconds without progress after which the process ends; None: it only writes the stacks of its threads."""
     objective: Refused[ObjectiveName] = "sft"
-    """What is trained on: `sft`, tokens of rows; from pairs of a `chosen` and a `rejected` row `dpo`, `ipo`, `orpo` or
-    `simpo`; from rows with a `label`, or from pairs, `kto`. The reference is the model without adapters."""
+    """What the run trains on. `sft`: tokens of rows; `dpo`, `ipo`, `orpo`, `simpo`: pairs of `chosen` and `rejected`
+    rows; `kto`: rows with a `label`, or pairs. The reference is the model without adapters."""
     loss_type: Said[types.Name | None] = None
-    """A form of its loss, by TRL's name. sft: nll or dft; dpo: sigmoid, hinge, robust, ...; kto: kto or
+    """Variant of the loss, by TRL's name. sft: nll or dft; dpo: sigmoid, hinge, robust, ...; kto: kto or
     apo_zero_unpaired. None: the first of these."""
     beta: Said[Annotated[float, Field(gt=0)] | None] = None
-    """How far a preference loss keeps the model at its reference, or how much it weighs; None: 0.1."""
+    """How strongly a preference loss keeps the model near its reference, or the loss's weight; None: 0.1."""
     label_smoothing: Said[Annotated[float, Field(ge=0, lt=0.5)] | None] = None
-    """Chance that a pair is the wrong way round: of simpo, and of dpo's robust and exo_pair; None: 0."""
+    """Probability that a pair is in the wrong order, for simpo and for robust and exo_pair of dpo; None: 0."""
     label_smoothing_factor: Said[Annotated[float, Field(ge=0, lt=1)]] = 0.0
-    """Of sft: each target is 1 less this, which is spread over the vocabulary; `eval_loss` has it too."""
+    """For sft: every target gets 1 minus this, and the vocabulary shares the rest. `eval_loss` includes it, too."""
     router_aux_loss_coef: Said[Annotated[float, Field(ge=0)] | None] = None
-    """Weight of the routers' load-balancing loss beside that of sft; None: as config.json has it, with
-    output_router_logits, else 0."""
+    """Weight of the routers' load-balancing loss in sft; None: the coefficient of config.json if it has
+    output_router_logits, otherwise 0."""
     simpo_gamma: Said[Annotated[float, Field(ge=0)] | None] = None
-    """Margin that simpo asks for between chosen and rejected; None: 0.5."""
+    """Margin of simpo between chosen and rejected; None: 0.5."""
     cpo_alpha: Said[Annotated[float, Field(ge=0)] | None] = None
-    """Weight of the chosen rows' own cross-entropy beside simpo; None: 0, as SimPO is published."""
+    """Weight of the chosen rows' cross-entropy in simpo; None: 0, as SimPO is published."""
     desirable_weight: Said[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the desirable rows of kto; None: 1."""
     undesirable_weight: Said[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the undesirable rows of kto; None: 1."""
     arithmetic: Said[Literal["exact", "fast"]] = "exact"
-    """`fast`: LoRA linears that read one input share one product with their A, each B is added in place, and one
-    backward serves them. Equal to PEFT but for rounding; what it does not cover is computed as PEFT does."""
+    """`fast`: LoRA modules with the same input share one product with their A, add each B in place, and share one
+    backward. It equals PEFT except for rounding. Other modules are computed as PEFT does."""
     backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
-    """What only one backend has, by name. It may be given as any other setting."""
+    """Settings of a single backend, by name. They may also be given like any other setting."""
 
     def __init__(self, *positional: Any, **settings: Any) -> None:
         names = list(type(self).model_fields)
@@ -279,40 +279,40 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         yield from disagreements_of_objective(self)
         yield from disagreements_of_batches(self)
         if self.arithmetic == "fast" and self.torch_compile:
-            what = "torch_compile makes its own of what arithmetic: fast computes otherwise; leave one of them out"
+            what = "torch_compile compiles the code that arithmetic: fast replaces; leave one of them out"
             yield Problem("arithmetic", what)
         if self.packing and self.objective != "sft":
-            what = f"objective: {self.objective} is a loss of rows, which are not joined"
+            what = f"objective: {self.objective} compares rows, which cannot be packed"
             yield Problem("packing", what, "leave it out")
         if self.packing == "wrapped" and self.overlong != "truncate":
-            yield Problem("overlong", "packing: wrapped cuts rows of any length, and none is too long", "leave it out")
+            yield Problem("overlong", "packing: wrapped cuts rows of any length, so no row is too long", "leave it out")
         if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
-            what = "shuffled rows make other batches in each epoch; set shuffle: false or batch_size: 1"
+            what = "shuffled rows form different batches in each epoch; set shuffle: false or batch_size: 1"
             yield Problem("cache_frozen_prefix", what)
         if self.embeddings in ("host", "disk") and self.lora_trainable_token_indices is not None:
             what = "lora_trainable_token_indices trains rows of the embeddings; set it to auto"
             yield Problem("embeddings", what)
         if self.head == "stream" and not self.plain_cross_entropy:
-            what = "streamed in pieces it serves objective: sft with loss_type: nll, and no label smoothing"
+            what = "stream works only with objective: sft, loss_type: nll and no label smoothing"
             yield Problem("head", f"{what}; set it to auto")
         if self.neftune_noise_alpha and (self.cache_frozen_prefix or self.sequence_parallel):
-            other = "cache_frozen_prefix keeps" if self.cache_frozen_prefix else "with sequence_parallel a process has"
+            other = "cache_frozen_prefix has" if self.cache_frozen_prefix else "with sequence_parallel a process has"
             what = f"{other} other noise than neftune_noise_alpha draws; leave one of them out"
             yield Problem("neftune_noise_alpha", what)
         if self.shard_weights and self.cache_frozen_prefix:
-            what = "with cache_frozen_prefix processes leave out layers that others need; set one to false"
+            what = "with cache_frozen_prefix some processes skip layers that others need; set one of them to false"
             yield Problem("shard_weights", what)
         if self.shard_optimizer and self.optim != "adamw_torch":
             what = f"the state of {self.optim} may belong to several parameters together; set it to false"
             yield Problem("shard_optimizer", what)
         if self.max_length and self.pad_to_multiple_of and self.max_length % self.pad_to_multiple_of:
-            what = f"max_length is {self.max_length}, no multiple of {self.pad_to_multiple_of}"
+            what = f"max_length is {self.max_length}, which is no multiple of {self.pad_to_multiple_of}"
             yield Problem("pad_to_multiple_of", what)
 
     def _about_offloading(self) -> Iterator[Problem]:
         mode, place = self.activation_offloading, self.boundary_activations
         if place in ("host", "disk") and not self.gradient_checkpointing:
-            what = "without gradient_checkpointing no layer's input waits; set it to true"
+            what = "without gradient_checkpointing layers do not keep inputs; set gradient_checkpointing: true"
             yield Problem("boundary_activations", what)
         if mode == "hidden_states" and not self.gradient_checkpointing:
             what = "without gradient_checkpointing layers keep more than their inputs; set one of the two to true"

@@ -48,14 +48,14 @@ def disagreements_of_objective(config: "LemaConfig") -> Iterator[Problem]:
         if getattr(config, name) is not None and objective not in known:
             how = f"leave it out, or set objective to {' or '.join(known)}"
             how += "; of sft it is label_smoothing_factor" if (name, objective) == ("label_smoothing", "sft") else ""
-            yield Problem(name, f"{name} says nothing with objective: {objective}", how)
+            yield Problem(name, f"{name} has no effect with objective: {objective}", how)
     types = LOSS_TYPES.get(objective)
     if types is not None and kind is not None and kind not in types:
         what = f"loss_type must be one of {', '.join(types)} with objective: {objective}, not {kind!r}"
         yield Problem("loss_type", what, meant(kind, types))
     if objective == "dpo":
         if config.label_smoothing is not None and kind not in SMOOTHED:
-            what = f"label_smoothing says nothing with loss_type: {kind or 'sigmoid'}"
+            what = f"label_smoothing has no effect with loss_type: {kind or 'sigmoid'}"
             yield Problem("label_smoothing", what, f"set loss_type to {' or '.join(SMOOTHED)}, or leave it out")
         if kind == "exo_pair" and not config.label_smoothing:
             what = "exo_pair takes the logarithm of label_smoothing, which is 0"
@@ -66,21 +66,21 @@ def disagreements_of_objective(config: "LemaConfig") -> Iterator[Problem]:
         yield Problem("metric_for_best_model", f"metric_for_best_model: {metric} is not measured of tokens", how)
     if objective == "sft":
         if kind == "dft" and config.label_smoothing_factor:
-            yield Problem("label_smoothing_factor", "loss_type: dft weighs tokens by their probability; leave one out")
+            yield Problem("label_smoothing_factor", "loss_type: dft weights tokens by probability; leave one out")
         return  # the others are losses of examples
     if config.label_smoothing_factor:
-        what = f"label_smoothing_factor says nothing with objective: {objective}"
+        what = f"label_smoothing_factor has no effect with objective: {objective}"
         yield Problem("label_smoothing_factor", what, "leave it out; dpo and simpo have label_smoothing")
     if config.lora_dropout:
         what = f"objective: {objective} trains without dropout, as the reference and the published losses do"
         yield Problem("lora_dropout", what, "leave it out")
     if objective in WITH_REFERENCE and config.lora_bias != "none":
-        what = f"objective: {objective} compares with the model without adapters, whose biases would be gone"
+        what = f"objective: {objective} compares with the base model, but trained biases cannot be undone"
         yield Problem("lora_bias", what, "set it to none")
     if objective == "kto" and kind != "apo_zero_unpaired":
         if config.batch_size == 1:
-            what = "kto estimates its KL term from the completions of other rows of a batch, and there is no other"
+            what = "kto estimates its KL term from other rows of the batch, but there are none"
             yield Problem("batch_size", what, "set it to 2 or more, or loss_type: apo_zero_unpaired")
         if config.cache_frozen_prefix:
-            what = "the rows that kto estimates its KL term from are not kept"
+            what = "the rows for kto's KL term are not cached"
             yield Problem("cache_frozen_prefix", what, "set it to false")

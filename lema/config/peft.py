@@ -37,27 +37,27 @@ CARRIED = frozenset(
 )
 
 REFUSED: Mapping[str, str] = {
-    "megatron_config": "adapts the parallel layers of another library, and the model has none",
+    "megatron_config": "adapts the parallel layers of another library, which the model does not have",
     "velora_config": "replaces the gradient of A by an approximation that depends on earlier batches",
-    "alora_invocation_tokens": "looks for tokens of the input in every layer, and layers see hidden states only",
-    "use_qalora": "adapts quantized weights, and those that stream are not quantized",
-    "monteclora_config": "adds a loss of its own, summed over all layers",
-    "layer_replication": "runs layers more than once, and each is leased once in a pass",
+    "alora_invocation_tokens": "needs the input's tokens in every layer, but layers see only hidden states",
+    "use_qalora": "adapts quantized weights, but streamed weights are not quantized",
+    "monteclora_config": "adds its own loss, summed over all layers",
+    "layer_replication": "runs layers more than once, but each layer is leased once in a pass",
     "use_bdlora": "makes the adapter's matrices block-diagonal",
-    "arrow_config": "mixes several adapters, and there is one",
-    "kasa_config": "changes the frozen weights, and those that stream are the checkpoint's",
+    "arrow_config": "mixes several adapters, but there is only one",
+    "kasa_config": "changes the frozen weights, but streamed weights are the checkpoint's",
 }
 """Options that cannot be used, each with the reason, to follow its name."""
 
 INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that are drawn from nothing but shapes."""
 
-_TAKEN_OUT = "takes its values out of the frozen weights, and those that stream are the checkpoint's"
+_TAKEN_OUT = "derives its values from the frozen weights, but streamed weights are the checkpoint's"
 
 REFUSED_INITIAL_VALUES: Mapping[str, str] = {
     **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), _TAKEN_OUT),
-    "loftq": "quantizes the frozen weights, and those that stream are the checkpoint's",
-    "mica": "decomposes every frozen weight, and no more than a layer of them is in memory",
+    "loftq": "quantizes the frozen weights, but streamed weights are the checkpoint's",
+    "mica": "decomposes every frozen weight, but only a layer is in memory at a time",
     "eva": "runs data through the whole model beforehand",
 }
 """Values that cannot be used, each with the reason, to follow its name."""

@@ -1,4 +1,4 @@
-"""Settings of what a run measures on its way, what of it is kept, and where it is told."""
+"""Settings of what a run measures, what it keeps, and where it reports."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -28,36 +28,36 @@ class ResultSettings(Settings):
     eval_on_start: Silent[bool] = False
     """Evaluate before the first step, too."""
     eval_prompts: Silent[Location | list[Name] | None] = None
-    """Prompts that are continued after each evaluation, printed and written to samples.jsonl: texts, or a file of them
-    as `lema generate --prompts` takes it."""
+    """Prompts that the model continues after each evaluation, printed and written to samples.jsonl: texts, or a file as
+    `lema generate --prompts` takes it."""
     eval_prompts_max_new_tokens: Silent[Count] = 64
-    """Tokens to add to each, at most; always the likeliest."""
+    """Most new tokens per prompt; always the most likely ones."""
     early_stopping_patience: Said[Count | None] = None
-    """The run ends after so many evaluations that were no better than the best before; None: it does not."""
+    """Evaluations without improvement after which the run ends; None: it does not end early."""
     early_stopping_threshold: Said[Annotated[float, Field(ge=0)]] = 0.0
-    """What an evaluation has to be better by, to count as better."""
+    """An evaluation must be better than the best one by this much to count as an improvement."""
     load_best_model_at_end: Silent[bool] = False
     """Save a checkpoint after each evaluation that is the best so far, and leave that adapter in `output_dir`."""
     metric_for_best_model: Refused[Name | None] = None
-    """What is compared: `eval_loss`, `eval_perplexity`, or what else an objective measures; None: eval_loss."""
+    """The metric to compare: `eval_loss`, `eval_perplexity`, or a metric of the objective; None: eval_loss."""
     greater_is_better: Refused[bool | None] = None
-    """Whether more of it is better; None: not of a loss or a perplexity."""
+    """Whether a larger value is better; None: false for a loss or a perplexity, true for other metrics."""
     logging_steps: Silent[Count] = 1
     """Optimizer steps between lines of metrics.jsonl."""
     save_total_limit: Silent[Kept | None] = None
-    """Checkpoints to keep, the newest, 2 or more, and besides them the best; None: all."""
+    """How many of the newest checkpoints to keep, at least 2. The best one is kept, too. None: all."""
     report_to: Silent[Reports] = Field(default_factory=list)
-    """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names; "all" that is installed, "none"."""
+    """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names; "all" installed ones; "none"."""
     run_name: Silent[Name | None] = None
     """Name of the run in those reports."""
     disable_tqdm: Silent[bool] = False
-    """Show no bar in `LemaTrainer.fit`; `lema train` has its own."""
+    """Show no progress bar in `LemaTrainer.fit`. `lema train` has its own bar."""
     push_to_hub: Silent[bool] = False
-    """Upload adapter, card and tokenizer when the run has ended; the token is that of `hf auth login`, or HF_TOKEN."""
+    """Upload adapter, card and tokenizer when the run has ended, with the token of `hf auth login` or HF_TOKEN."""
     hub_model_id: Silent[Name | None] = None
-    """The repository for that, as org/name; None: your own of the name of `output_dir`."""
+    """The repository, as org/name; None: your own, with the name of `output_dir`."""
     hub_private_repo: Silent[bool | None] = None
-    """Whether it is private, if it is made now; None: as your organisation has it."""
+    """Whether a new repository is private; None: the default of your organisation."""
 
     @property
     def best_by(self) -> tuple[str, bool]:
@@ -71,9 +71,9 @@ class ResultSettings(Settings):
         """Yield what says nothing without another setting."""
         yield from super().disagreements()
         if self.early_stopping_threshold and not self.early_stopping_patience:
-            what = "early_stopping_threshold says nothing without early_stopping_patience"
-            yield Problem("early_stopping_threshold", what, "set that too, or leave it out")
+            what = "early_stopping_threshold has no effect without early_stopping_patience"
+            yield Problem("early_stopping_threshold", what, "set early_stopping_patience, too, or leave it out")
         for name in ("hub_model_id", "hub_private_repo"):
             if getattr(self, name) is not None and not self.push_to_hub:
-                what = f"{name} says nothing without push_to_hub"
+                what = f"{name} has no effect without push_to_hub"
                 yield Problem(name, what, "set push_to_hub: true, or leave it out")

@@ -22,11 +22,11 @@ __all__ = ["Change", "OfAdapter", "OfData", "Refused", "Said", "Settings", "Sile
 class Change(Enum):
     """What becomes of a run that goes on with another value of a setting."""
 
-    REFUSED = "the run would be another"
-    ADAPTER = "what it came to mean for PEFT is compared, and refused where that differs"
-    DATA = "the fingerprint of the rows decides; shown where that differs"
-    SAID = "later numbers are others, if by their last bits alone; a line says so"
-    SILENT = "no number changes, or something else is compared: the files of the model, what the checkpoint has"
+    REFUSED = "it would be another run"
+    ADAPTER = "LEMA compares what it means for PEFT, and refuses a difference"
+    DATA = "the fingerprint of the rows decides; shown if that differs"
+    SAID = "later numbers change, sometimes only in their last bits; a line says so"
+    SILENT = "no number changes, or LEMA compares something else: the files of the model, the content of the checkpoint"
 
 
 Value = TypeVar("Value")
@@ -98,9 +98,9 @@ LARGEST = 10**18  # a number that 64 bits hold, and 32 bits of floating point wi
 def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple[str, str]]:
     """Yield where, and what, no setting can be, whichever it is: system calls and tensors fail on it in their words."""
     if depth == 0:
-        yield path, "must not be nested so deep"
+        yield path, "is nested too deep"
     elif isinstance(value, str) and ("\0" in value or value.encode(errors="ignore").decode() != value):
-        yield path, "must not hold a NUL character, or half of a character"
+        yield path, "must not contain a NUL character or half of a character"
     elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
         yield path, "must lie between -1e18 and 1e18"
     elif isinstance(value, Mapping | list | tuple):
@@ -116,7 +116,7 @@ def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool =
         if isinstance(value, kind) or (optional and value is None):
             return value
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise Several([Problem("", f"settings are wanted here, not {value!r}", "write them as `key: value`")])
+            raise Several([Problem("", f"this must have settings, not {value!r}", "write them as `key: value`")])
         try:
             return (make or kind)(**value)
         except SettingsError as error:

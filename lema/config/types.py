@@ -25,7 +25,7 @@ class MemoryStrategy(StrEnum):
 
 def _kept(value: int) -> int:
     if value < 2:
-        raise ValueError(f"must be 2 or more, not {value}: where the newest is damaged, a run goes on from the other")
+        raise ValueError(f"must be 2 or more, not {value}, so that a run can continue if the newest one is damaged")
     return value
 
 
@@ -69,16 +69,16 @@ def _columns(value: dict[str, str]) -> dict[str, str]:
     if wrong := [name for name in value if name not in COLUMNS]:
         turned = value[wrong[0]] in COLUMNS
         how = f"; write {{{value[wrong[0]]}: {wrong[0]}}}" if turned else f"; there are {', '.join(COLUMNS)}"
-        raise ValueError(f"must map names of columns that are read here to those of the data, not {wrong[0]!r}{how}")
+        raise ValueError(f"must map LEMA's names of columns to yours, not {wrong[0]!r}{how}")
     if len(set(value.values())) < len(value):
-        raise ValueError("must name each column of the data once")
+        raise ValueError("must name each of your columns once")
     return value
 
 
 def _path(value: Any) -> Any:
     path = os.fspath(value) if isinstance(value, PathLike) else value
     if isinstance(path, str) and path.startswith("~") and os.path.expanduser(path) == path:  # noqa: PTH111 - it raises
-        raise ValueError(f"must not begin with the home of a user who is not here, {path!r}")
+        raise ValueError(f"must not begin with the home of an unknown user, {path!r}")
     return path
 
 
@@ -197,7 +197,7 @@ def _tokens(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():  # YAML reads 1e9 as a float
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-        raise ValueError(f"must be at least 1, not {value}; leave out what is not trained on")
+        raise ValueError(f"must be at least 1, not {value}; leave out data sets that are not trained on")
     return value
 
 

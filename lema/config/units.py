@@ -47,7 +47,7 @@ def memory_bytes(value: int | float | str, total: int) -> int:
         # YAML reads 4e9 as a float.
         if 1 <= value < _LARGEST and value == int(value):
             return int(value)
-    raise ValueError(f"{value!r} is no amount of memory; write 4GB, 512MiB, a fraction like 0.5, auto, or bytes")
+    raise ValueError(f"{value!r} is not an amount of memory; write 4GB, 512MiB, a fraction like 0.5, auto, or bytes")
 
 
 def human_bytes(count: float) -> str:

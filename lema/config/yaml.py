@@ -54,14 +54,14 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
             data = opened.read(MAX_BYTES + 1)
         text = data.decode("utf-8-sig")
     except OSError as error:
-        how = "check the path; it is taken relative to the directory you are in" if not file.exists() else ""
+        how = "check the path; it is relative to the current directory" if not file.exists() else ""
         raise ConfigError(f"cannot read the config file: {error.strerror}", where=str(file), how=how) from error
     except UnicodeDecodeError as error:
         what, at = "the config file is not UTF-8 text", data.count(b"\n", 0, error.start) + 1
         raise ConfigError(what, where=f"{file}:{at}", how="save it as UTF-8") from error
     if len(data) > MAX_BYTES:
         what = f"the config file has more than {MAX_BYTES:,} bytes"
-        raise ConfigError(what, where=str(file), how="settings are short; give the path of the YAML file, not of data")
+        raise ConfigError(what, where=str(file), how="give the path of the YAML file, not of data")
     yaml = _yaml()
     root = _parsed(yaml.compose, text, str(file))
     if root is None:
@@ -73,7 +73,7 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
         raise ConfigError("a config file is a list of `key: value` lines", where=where, how=how)
     if _num_values(root, {}) > MAX_VALUES:
         how = "write fewer settings, and fewer aliases (`*name`) of aliases"
-        raise ConfigError(f"the file stands for more than {MAX_VALUES:,} values", where=str(file), how=how)
+        raise ConfigError(f"the file unpacks to more than {MAX_VALUES:,} values", where=str(file), how=how)
     lines = dict(_lines(root, "", set()))
     values = _parsed(lambda _: yaml.constructor.construct_document(root), text, str(file))  # it is not parsed again
     for key in values:

@@ -88,7 +88,7 @@ def apply_delta(
     )
     if (found := base_fingerprint(stored.index)) != about.fingerprint:
         what = f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}"
-        how = f"name the directory of the base as it was ({about.base})"
+        how = f"name the directory of the unchanged base model ({about.base})"
         raise WeightsError(what, where=str(stored.index.path), how=how)
     tied = stored.skeleton.all_tied_weights_keys
     specs = [spec for spec in tensor_specs(stored.skeleton, stored.records, stored.dtypes) if spec[0] not in tied]
@@ -97,10 +97,10 @@ def apply_delta(
     single = delta / f"{STEM}.safetensors"
     new = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
     if other := sorted(new.keys() ^ set(about.tensors)):
-        raise damaged(delta / DELTA_NAME, f"it and the files beside it do not list the same tensors: {other[0]!r}")
+        raise damaged(delta / DELTA_NAME, f"it and the other files list different tensors: {other[0]!r}")
     for name, record in new.items():
         if name not in wanted or (record.dtype, record.shape) != wanted[name][1:]:
-            what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is none of the base's"
+            what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the base model"
             raise WeightsError(what, where=str(record.file), how="the delta is of another model")
 
     def pieces(name: str) -> Iterable[memoryview]:

@@ -74,8 +74,8 @@ def check_mergeable(model: nn.Module) -> None:
     could be merged."""
     for name, module in wrapped(model):
         if getattr(module, "lora_bias", {}).get(ADAPTER) and cast(Any, module).get_base_layer().bias is None:
-            what = "the adapter's B has a bias, and the module it adapts has none to take it up"
-            how = "keep the adapter beside the model, or train one without lora_lora_bias"
+            what = "the adapter's B has a bias, but the adapted module has none to merge it into"
+            how = "keep the adapter separate, or train one without lora_lora_bias"
             raise AdapterError(what, where=name, how=how)
 
 

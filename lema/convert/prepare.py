@@ -42,7 +42,7 @@ class Prepared:
     weights: Path  # the file of weights in it
     names: NameMap | None = None  # where every tensor came from; None: from a model in memory
     precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
-    refused: tuple[str, ...] = ()  # linear weights that were not quantised, for the format does not take their shape
+    refused: tuple[str, ...] = ()  # linear weights with a shape that the format does not support
     changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of the weights
 
     @property
@@ -55,10 +55,10 @@ class Prepared:
         names = self.names or NameMap()
         lines = {
             "rearranged": names.rearranged,
-            "left out, for transformers loads them into no model of this type": [r.name for r in names.ignored],
-            "left out, for the model has no place for them": [r.name for r in names.unused],
-            "not stored, and written as the model makes them": names.kept,
-            "not quantised, for the format does not take their shape": list(self.refused),
+            "left out, because transformers does not load them into this type": [r.name for r in names.ignored],
+            "left out, because the model does not have them": [r.name for r in names.unused],
+            "not stored, so written with the model's own values": names.kept,
+            "not quantised, because of their shape": list(self.refused),
         }
         return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
 
@@ -127,7 +127,7 @@ def _dtypes_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> dict
     state = model.state_dict()
     if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
         what = f"{len(absent)} tensors of the model have no weights, {absent[0]} for one"
-        how = "load the model without offloading, or give its directory instead"
+        how = "load the model without offloading, or give its directory"
         raise ModelError(what, where=type(model).__name__, how=how)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError("the model carries adapters", where=type(model).__name__, how="prepare the base model")
@@ -165,7 +165,7 @@ def prepare(
     place, wanted = Path(out), _parse_dtype(dtype)
     if place.suffix == ".safetensors" and not place.is_dir():
         if quantize is not None:
-            what = "a file alone cannot hold a quantised model: how it is quantised is said in config.json"
+            what = "a single file cannot hold a quantised model, because config.json describes the quantisation"
             raise ConfigError(what, where=str(place), how="name a directory")
         return write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress)
     weights = place / SINGLE_NAME

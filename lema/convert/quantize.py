@@ -84,7 +84,7 @@ class Quantizer:
                     label = re.sub(r"(?<![^.])\d+(?![^.])", "*", inner.removesuffix(".weight"))
                     chosen[name] = _Chosen(specs, about, label, number in sampled)
         if not chosen:
-            why = f"none of their shapes is one {kind} takes" if refused else "no decoder layer has a linear module"
+            why = f"none of their shapes fits {kind}" if refused else "no decoder layer has a linear module"
             what = f"there is nothing to quantise: {why}"
             how = "quantise to another kind" if refused else "prepare it without --quantize"
             raise ModelError(what, where=f"model_type {model.config.model_type!r}", how=how)

@@ -116,6 +116,6 @@ def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
 
 def _torch_dtype(record: TensorRecord) -> torch.dtype:
     if (dtype := DTYPES.get(record.dtype)) is None:
-        what = f"tensor {record.name!r} is stored as {record.dtype}, which no model computes with"
+        what = f"tensor {record.name!r} is stored as {record.dtype}, which models do not compute with"
         raise ModelError(what, where=str(record.file), how="use a checkpoint that is not quantised")
     return dtype

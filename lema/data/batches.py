@@ -106,7 +106,7 @@ def collate(
         input_ids[place, :size] = torch.as_tensor(row["input_ids"], dtype=torch.long)
         labels[place, :size] = torch.as_tensor(row["labels"], dtype=torch.long)
     if not untrained and not bool((labels[:, 1:] != IGNORED).any()):
-        how = "every label after the first is -100: its loss would be the mean of nothing"
+        how = "every label after the first is -100, so its loss has no tokens"
         raise DataError("a batch has no token to train on", where="collate", how=how)
     if "position_ids" in rows[0]:
         # No mask, because it would hide which row a token is of. At padding they are 0: each token is a row.

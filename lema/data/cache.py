@@ -110,14 +110,14 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
         with appearing(place / "tokens") as part:
             processes = _write(part, files, gather)
             if key() != name:
-                what = "the data, or the tokenizer's files, have changed while they were read"
-                raise DataError(what, where=", ".join(map(str, files)), how="start again when they stay as they are")
+                what = "the data or the tokenizer's files changed while LEMA read them"
+                raise DataError(what, where=", ".join(map(str, files)), how="start again when they no longer change")
         made = _opened(place)
         if not isinstance(made, Table):
-            raise DiskError(f"what was written does not read back: {made}", where=str(place), how="look after the disk")
+            raise DiskError(f"the disk returns other bytes: {made}", where=str(place), how="check the disk")
     _evict(root, place)
     note = f"tokenised in {human_duration(time.monotonic() - began)} by {processes} processes; kept in {place}"
-    again = (f"kept tokens were damaged ({found}) and are made anew",) if found else ()
+    again = (f"kept tokens were damaged ({found}), so LEMA makes them again",) if found else ()
     return replace(made, notes=(*again, note, *made.notes))
 
 
@@ -137,7 +137,7 @@ class Entry:
     def __getitem__(self, where: slice) -> npt.NDArray[np.int32]:
         content = os.pread(self._descriptor, 4 * (where.stop - where.start), 4 * where.start)
         if len(content) != 4 * (where.stop - where.start):
-            raise DataError("kept tokens end too early", where=str(self.file), how="start again: they are made anew")
+            raise DataError("the file of kept tokens is too short", where=str(self.file), how="start again")
         return np.frombuffer(content, dtype="<i4")
 
     def __iter__(self) -> Iterator[Skipped]:
@@ -167,19 +167,19 @@ def _opened(place: Path) -> Table | str:
         written = json.loads((folder / ABOUT).read_bytes())
         about = written["about"]
         if written["sha256"] != hashlib.sha256(json.dumps(about).encode()).hexdigest():
-            return f"{ABOUT} is not as it was written"
+            return f"{ABOUT} has changed since it was written"
         if wrong := [name for name, size in about["sizes"].items() if (folder / name).stat().st_size != size]:
             return f"{wrong[0]} has another size"
         with (folder / ROWS).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != about["rows"]:
-                return f"{ROWS} is not as it was written"
+                return f"{ROWS} has changed since it was written"
         rows = np.memmap(folder / ROWS, dtype=ROW, mode="r") if about["sizes"][ROWS] else np.empty(0, ROW)
         entry = Entry(place)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{error.__class__.__name__}: {error}"
     notes = tuple(about["notes"])
     if about["sizes"][SKIPPED]:
-        notes += (f"rows that were cut or left out are listed in {folder / SKIPPED}",)
+        notes += (f"the rows that were cut or left out are listed in {folder / SKIPPED}",)
     return Table(rows, entry, tuple(about["sources"]), about["dropped"], about["left_out"], notes, entry, entry)
 
 
@@ -267,8 +267,8 @@ def _pool(gather: Gather, processes: int) -> Iterator[ProcessPoolExecutor]:
             pool.submit(os.getpid).result()  # all workers are forked by it, before there are more threads
         yield pool
     except BrokenProcessPool as error:
-        how = "it was probably killed for lack of memory: free some, or allow fewer cores (taskset -c 0)"
-        raise DataError("a process that tokenised has ended by itself", where="train_data", how=how) from error
+        how = "the system probably killed it because memory ran out: free memory, or allow fewer cores (taskset -c 0)"
+        raise DataError("a process that tokenised rows ended unexpectedly", where="train_data", how=how) from error
     finally:
         pool.shutdown(cancel_futures=True)
         os.close(alive)

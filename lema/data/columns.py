@@ -85,17 +85,17 @@ def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
     present = {name for name, value in row.values.items() if value is not None}
     named = {name for name in forms.columns if any(name in kind for kind in KINDS)}
     if present.issuperset(("chosen", "rejected")):
-        how = "set objective: dpo, or rename 'chosen' to learn it alone"
-        raise row.broken("the row prefers 'chosen' to 'rejected', and objective: sft compares nothing", how=how)
+        how = "set objective: dpo, or rename 'chosen' to train only on it"
+        raise row.broken("the row has 'chosen' and 'rejected', but objective: sft compares nothing", how=how)
     if present.issuperset(("completion", "label")):
-        how = "set objective: kto, or remove the column and the rows whose completions are not to be trained on"
-        raise row.broken("'label' says which completions are good, and objective: sft would learn all", how=how)
+        how = "set objective: kto, or remove the column and the rows with bad completions"
+        raise row.broken("'label' marks good and bad completions, but objective: sft would train on all", how=how)
     for kind in KINDS:
         if present.issuperset(kind) and named.issubset(kind):
             return kind
     found = ", ".join(sorted(map(str, present))) or "none"
     known = "; ".join(" + ".join(kind) for kind in KINDS)
-    how = f"name the columns one of: {known}; or say what they are, for example `columns: {{prompt: question}}`"
+    how = f"use one of these sets of columns: {known}; or map your columns, for example `columns: {{prompt: question}}`"
     raise row.broken(f"the columns say nothing to train on (found: {found})", how=how)
 
 
@@ -166,7 +166,7 @@ def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
         return Text(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))
     if isinstance(prompt, str) or isinstance(completion, str):
         how = "write both as text, or both as lists of messages"
-        raise row.broken("one of 'prompt' and 'completion' is text and the other is not", how=how)
+        raise row.broken("only one of 'prompt' and 'completion' is text", how=how)
     before, after = read_messages(row, "prompt", fields), read_messages(row, "completion", fields)
     if after.messages[0]["role"] != "assistant":
         raise row.broken("'completion' should begin with an assistant message", at="completion, message 1")

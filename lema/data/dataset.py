@@ -61,7 +61,7 @@ class Counts:
             cut = f"{self.cut_tokens:,} tokens cut off, {self.cut_trained:,} of them to be trained on"
             text.append(f"{self.truncated:,} rows truncated ({cut})")
         text += [f"{self.dropped:,} rows dropped"] * bool(self.dropped)
-        text += [f"{self.left_out:,} left out, as they say"] * bool(self.left_out)
+        text += [f"{self.left_out:,} left out because of train: false"] * bool(self.left_out)
         return "; ".join(text)
 
 
@@ -129,7 +129,7 @@ class Columns:
     def leave_out(self, row: Row) -> None:
         """Count a row that says not to be trained on."""
         self.left_out += 1
-        self.skip(row, "left out, as it says", 0)
+        self.skip(row, "left out because of train: false", 0)
 
     def skip(self, row: Row, why: str, tokens: int, **more: int) -> None:
         """List a row that is not taken as it is."""
@@ -278,7 +278,7 @@ def held_out(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.b
     wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
     if not 0 < wanted < total:
         what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"
-        how = "both need a row at least: choose another split, or give eval_data"
+        how = "both need at least one row: choose another split, or set eval_data"
         raise DataError(f"an evaluation split of {eval_split} {what}", where="eval_split", how=how)
     chosen = np.zeros(total, dtype=bool)
     chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True

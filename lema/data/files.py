@@ -105,9 +105,9 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
 
 
 MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
-TOO_LONG, SHORTER = "a row of more than 16 MiB", "cut it into rows; none is trained on beyond max_length tokens"
+TOO_LONG, SHORTER = "a row of more than 16 MiB", "divide it into rows of at most max_length tokens"
 MAX_UNPACKED, ROW_BYTES = 1 << 22, 100  # that a packed file may always come to; of a row, beside its values
-UNPACKS, DISTRUST = "the file unpacks to hundreds of times its size", "do not trust it; or write its rows to a new file"
+UNPACKS, DISTRUST = "the file unpacks to hundreds of times its size", "write its rows to a new file if you trust it"
 MAX_RATIO = 150  # of what is in a packed file to its size: rows with one prompt of 10 KB reach 130, others 20
 PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
 
@@ -140,13 +140,13 @@ def pieces_of(path: Path) -> Iterator[tuple[Row, Piece]]:
         if first is not None:
             yield first, piece
     if first is None:
-        raise DataError("the file holds no rows", where=str(path), how="take it out of the data, or fill it")
+        raise DataError("the file holds no rows", where=str(path), how="remove it from the data, or add rows")
 
 
 def _pieces(path: Path) -> Iterator[Piece]:
     if path.exists() and not path.is_file():
-        how = "write what comes out of it to a file; the data are read more than once"
-        raise DataError("the data are no regular file but a pipe, a device or the like", where=str(path), how=how)
+        how = "write the data to a file, because LEMA reads them more than once"
+        raise DataError("the data are a pipe or a device, not a regular file", where=str(path), how=how)
     try:
         if _kind(path) in _OF_LINES:
             packed = path.suffix.lower() in _COMPRESSED
@@ -277,7 +277,7 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             break
     if array and not (text.startswith("]", position) and _skip_blank(text, position + 1) == len(text)):
         at = 1 + text.count("\n", 0, position)
-        what = "the list of rows is cut off, lacks a comma, or is followed by something"
+        what = "the list of rows is incomplete, lacks a comma, or is followed by other text"
         raise _error(what, path, at, "check that the file is complete")
 
 
@@ -300,7 +300,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if header is None:
             header = [name.strip() for name in cells]
             if len(set(header)) < len(header) or "" in header:
-                how = "the first line names the columns, each once"
+                how = "the first line must name each column once"
                 raise _error(f"column names are empty or repeated: {', '.join(header)}", path, line, how)
         elif len(cells) != len(header):
             how = "quote cells which hold commas; write an empty cell as nothing between commas"

@@ -40,7 +40,7 @@ class Forms:
         if missing := [theirs for theirs in wanted.values() if theirs not in row.values]:
             found = ", ".join(sorted(map(str, row.values)))
             what = f"the settings name the column {missing[0]!r}, and the row has {found or 'none'}"
-            raise row.broken(what, how="correct `columns`, which holds our names and the data's: {prompt: question}")
+            raise row.broken(what, how="correct `columns`, which maps LEMA's names to yours: {prompt: question}")
         taken = set(wanted.values()) | set(wanted)
         values = {name: value for name, value in row.values.items() if name not in taken}
         return Row(values | {ours: row.values[theirs] for ours, theirs in wanted.items()}, row.source, row.line)
@@ -121,7 +121,7 @@ def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            what = f"{name} holds half a surrogate pair, which is no character"
+            what = f"{name} has half a surrogate pair, which is not a character"
             how = "the text was cut inside a character; repair or remove the row"
             raise row.broken(what, at=at, how=how) from error
     return value
@@ -131,8 +131,8 @@ def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
     """Whether to train, as `train: false` or `weight: 0` say; a weight between the two is refused."""
     known = value.lower() if isinstance(value, str) else value
     if not isinstance(known, (bool, int, float, str)) or known not in _YES_OR_NO:
-        what = f"{name} says what to train on and should be true or false, 1 or 0, not {value!r}"
-        raise row.broken(what, at=at, how="answers have no weights in between; or rename it, if it means another thing")
+        what = f"{name} marks what to train on, and should be true or false, 1 or 0, not {value!r}"
+        raise row.broken(what, at=at, how="weights between 0 and 1 do not work here")
     return _YES_OR_NO[known]
 
 

@@ -100,8 +100,8 @@ class Mixture:
         whatever the seed, the stage and a fade, so losses compare between runs. Where a data set holds fewer rows than
         its rate asks for, its rows come again. `ConfigError`: no rows were held out."""
         if self._held_out is None:
-            what = "there is nothing to validate on: the mixture has no rows held out"
-            raise ConfigError(what, where="eval_data", how="give the rows to validate on, of every data set")
+            what = "there is nothing to validate on: the mixture has no held-out rows"
+            raise ConfigError(what, where="eval_data", how="give rows for validation, of every data set")
         taken = map(self._own.slot, _span(0, count))  # not shuffled, so that a small batch has all rates too
         rows = self._held_out
         draws = [Draw(name, *shuffled_row(len(rows[name]), count, "held out", name)) for name, count in taken]
@@ -171,7 +171,7 @@ def _found(samplings: Sequence[Sampling], sources: Mapping[str, Source], block: 
             raise DataError(f"the data set {name!r} is empty", where=name, how="give at least one row")
         if isinstance(source, PackedTokens) and source.block_size != block:
             what = f"the data set {name!r} is cut into blocks of {source.block_size:,} tokens, not of {block:,}"
-            raise DataError(what, where=str(source.path), how="open it with the block of the mixture")
+            raise DataError(what, where=str(source.path), how="open it with the block size of the mixture")
         if isinstance(source, TokenDataset) and (longer := np.flatnonzero(source.lengths > block)).size:
             row = int(longer[0])
             raise _too_long(name, source.origin(row), source.num_tokens(row), block)

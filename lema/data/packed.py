@@ -119,7 +119,7 @@ def write_packed(
     if dtype not in LIMITS:
         raise ConfigError(f"tokens cannot be packed as {dtype!r}", where="dtype", how=f"use {' or '.join(LIMITS)}")
     if split not in SPLITS:
-        raise ConfigError(f"{split!r} is no part of a data set", where="split", how=f"use {' or '.join(SPLITS)}")
+        raise ConfigError(f"{split!r} is not a part of a data set", where="split", how=f"use {' or '.join(SPLITS)}")
     if vocab_size is not None and not 0 < vocab_size <= LIMITS[dtype]:
         what = f"a vocabulary of {vocab_size:,} tokens does not fit into {dtype}, which holds {LIMITS[dtype]:,}"
         raise ConfigError(what, where="dtype", how="use uint32" if vocab_size > 0 else "give the size, or None")
@@ -194,7 +194,7 @@ def _read_header(file: Path) -> PackedHeader:
     for needed in (file, beside):
         if not needed.is_file():
             there = sorted(path.name for path in file.parent.glob("*.bin")) if file.parent.is_dir() else []
-            packed = f"the directory has {', '.join(there)}" if there else "no packed tokens are there"
+            packed = f"the directory has {', '.join(there)}" if there else "there are no packed tokens"
             how = f"{packed}; check the name, or write it with write_packed"
             if needed == beside:
                 how = f"{AGAIN}; a run that was killed while it replaced the tokens leaves them without"

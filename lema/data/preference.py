@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["EXAMPLE", "Of", "PreferenceDataset", "prepare_preferences"]
 
 EXAMPLE = "example"
-"""The name, in a micro-batch, of int64 `[rows, 7]`, which says of each row what `Of` names."""
+"""The name, in a micro-batch, of int64 `[rows, 7]`, with the values that `Of` names for each row."""
 
 
 class Of(IntEnum):
@@ -233,14 +233,14 @@ def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
     how = f"name the columns {wanted}"
     if not labelled and present.issuperset(("completion", "label")):
         how += "; or set objective: kto for rows with a label"
-    raise row.broken(f"the columns are no example of a preference (found: {found})", how=how)
+    raise row.broken(f"the columns do not form a preference example (found: {found})", how=how)
 
 
 def _pair(row: Row) -> tuple[Value, Value, Value]:
     chosen, rejected = _value(row, "chosen"), _value(row, "rejected")
     _check_alike(row, chosen, rejected)
     if chosen == rejected:
-        raise row.broken("'chosen' and 'rejected' are the same", how="remove the row: nothing is preferred in it")
+        raise row.broken("'chosen' and 'rejected' are equal", how="remove the row, because it has no preference")
     if row.values.get("prompt") is not None:
         prompt = _value(row, "prompt", may_be_empty=True)
         _check_alike(row, prompt, chosen)
@@ -256,7 +256,7 @@ def _pair(row: Row) -> tuple[Value, Value, Value]:
 def _check_alike(row: Row, one: Value, other: Value) -> None:
     if isinstance(one, str) != isinstance(other, str):
         how = "write all as text, or all as lists of messages"
-        raise row.broken("a part of the example is text and another is not", how=how)
+        raise row.broken("only some parts of the example are text", how=how)
 
 
 def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
@@ -289,7 +289,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_p
     if isinstance(value, str):
         end = tokenizer.eos_token
         if end is None:
-            what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
+            what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
             raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
         if not is_prompt and not value.endswith(end):
             value += end

@@ -58,7 +58,7 @@ def prepare_data(
         what = f"rows of {max_length} tokens have nothing to predict"
         raise DataError(what, where="max_length", how="allow 2 or more")
     if overlong not in ("truncate", "drop", "error"):
-        raise DataError(f"{overlong!r} is no way to treat a long row", where="overlong", how="truncate, drop or error")
+        raise DataError(f"{overlong!r} is not an option for long rows", where="overlong", how="truncate, drop or error")
     forms = forms or Forms()
     if tokenizer is not None:
         tokenizer = forms.with_template(tokenizer)
@@ -112,7 +112,7 @@ def table_of(
                 except DiskError as error:
                     if cache != kept.folder_of(True):
                         raise  # because the user has named this folder
-                    notes = [f"tokens are not kept, and are made anew at every start: {error.what} ({error.where})"]
+                    notes = [f"tokens are not kept, so every start makes them again: {error.what} ({error.where})"]
     if table is None:
         columns = gather(rows_of(data), None)
         table = columns.table((*notes, *Remarks(columns.remarks).lines()))
@@ -157,7 +157,7 @@ def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading, given: Row 
                 what = f"the row is {' + '.join(found)}, and the file began with {' + '.join(kind)}"
                 raise row.broken(what, how="give every row of a file the same columns, or use one file per kind")
             for name in unused(row, kind):
-                reading.remarks.add(row, f"nothing is read from the column {name!r}")
+                reading.remarks.add(row, f"LEMA does not use the column {name!r}")
             yield row, kind
 
 
@@ -186,8 +186,8 @@ def rows_of(data: Data) -> Iterator[Row]:
 def _paths(items: Iterable[Any]) -> Iterator[str | Path]:
     for item in items:
         if not isinstance(item, (str, Path)):
-            what = f"a list of data files holds a {type(item).__name__}"
-            raise DataError(what, where="data", how="give files or rows, not both at once")
+            what = f"a list of data files has a {type(item).__name__}"
+            raise DataError(what, where="data", how="give either files or rows")
         yield item
 
 

@@ -31,10 +31,10 @@ def _style(value: Any) -> Style:
     known = ", ".join(Style)
     name = value.upper() if isinstance(value, str) else value
     if name == "CONTRASTIVE":
-        what = "the style CONTRASTIVE is not supported: pairs of rows have no loss here"
+        what = "the style CONTRASTIVE is not supported, because LEMA has no loss for it"
         raise SamplingError(what, where="style", how=f"use one of {known}")
     if name not in list(Style):
-        raise SamplingError(f"{value!r} is no style of sampling", where="style", how=f"use one of {known}")
+        raise SamplingError(f"{value!r} is not a style of sampling", where="style", how=f"use one of {known}")
     return Style(name)
 
 
@@ -58,7 +58,7 @@ class Sampling:
         number = isinstance(self.rate, int | float) and not isinstance(self.rate, bool)
         if not number or not 0 < self.rate <= 1 + TOLERANCE:  # also refuses NaN
             what = f"the rate of {self.name} is {self.rate!r}, not a share of the samples"
-            how = "use more than 0 and at most 1; leave out a data set that shall not be read"
+            how = "use more than 0 and at most 1; remove a data set that should not be read"
             raise SamplingError(what, where="rate", how=how)
         object.__setattr__(self, "rate", float(self.rate))
         object.__setattr__(self, "style", _style(self.style))
@@ -78,7 +78,7 @@ def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:
     """Check that the data sets of one stage make a mixture; messages name the key or the stage by `where`.
     `ConfigError`: there are none, one is given twice, or the rates do not sum to 1 within 1e-6."""
     if not samplings:
-        raise ConfigError("a mixture has no data sets", where=where, how="give one at least, with rate: 1.0")
+        raise ConfigError("the mixture has no data sets", where=where, how="give at least one, with rate: 1.0")
     names = [sampling.full_name for sampling in samplings]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         what = f"a mixture has {', '.join(twice)} more than once"

@@ -77,7 +77,7 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
                 _check_range(row, {"input_ids": ids}, reading.vocab_size)
                 labels = np.where(learnt, ids, np.int32(IGNORED))
             if num_trained(labels) == 0:
-                how = "the loss counts tokens after the first whose label is not -100; remove the row, or fix labels"
+                how = "the loss counts tokens after the first; remove the row, or fix its labels"
                 raise row.broken("the row has no token to train on", how=how)
             yield row, ids, labels
 
@@ -107,13 +107,13 @@ def _check_words(row: Row, text: str) -> None:
     """Refuse a word that is none, because tokenizers take gigabytes for it."""
     if any(len(word[0]) > LONGEST_WORD for word in re.finditer(r"\w+", text)):
         what = f"a word of more than {LONGEST_WORD:,} characters"
-        raise row.broken(what, how="take the row out, or put spaces where words end")
+        raise row.broken(what, how="remove the row, or put spaces between words")
 
 
 def _draft(row: Row, kind: Kind, reading: Reading) -> Draft:
     tokenizer = reading.tokenizer
     if tokenizer is not None and kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
-        what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
+        what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
         how = "set eos_token in its tokenizer_config.json"
         raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
     has_template = tokenizer is not None and bool(tokenizer.chat_template)

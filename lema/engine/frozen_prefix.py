@@ -37,7 +37,7 @@ class PrefixCache:
         self, backend: Backend, layer: int, directory: Path, num_tokens: int, trace: NoTrace = NO_TRACE
     ) -> None:
         if layer == 0:
-            raise _refusal("gradients reach the lowest layer: there is none below it to be spared")
+            raise _refusal("gradients reach the lowest layer, so there is no layer below it to skip")
         self.layer = layer
         self._backend, self._num_tokens = backend, num_tokens
         how = "free some space, set offload_dir to a directory on another disk, or set cache_frozen_prefix: false"
@@ -62,11 +62,11 @@ class PrefixCache:
         which go down to the layer `lowest`, reach a layer that is spared; or something was `drawn` at random below the
         layer; or more than the hidden state was `handed_on`. `DiskError`: the disk has no room for all, or fails."""
         if lowest < self.layer:
-            raise _refusal(f"gradients reach layer {lowest}: what it makes is new in every epoch")
+            raise _refusal(f"gradients reach layer {lowest}, so its output changes in every epoch")
         if drawn:
-            raise _refusal("the layers below the adapters draw at random (dropout): each epoch they make something new")
+            raise _refusal("the layers below the adapters use random numbers (dropout), which change in every epoch")
         if handed_on:
-            raise _refusal("the layers below the adapters hand on more than the hidden state")
+            raise _refusal("the layers below the adapters pass on more than the hidden state")
         for batch, state in zip(micro_batches, hidden, strict=True):
             if (key := _key(batch)) in self._pieces:
                 continue

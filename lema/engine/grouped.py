@@ -172,7 +172,7 @@ def through_groups(engine: Engine, lease: Lease, calls: Sequence[LayerCall], hid
 
 
 def _forgotten(_: None) -> Tensor:
-    raise AssertionError("a graph of which nothing was kept is differentiated")
+    raise AssertionError("a graph is differentiated that kept nothing")
 
 
 @dataclass(eq=False)

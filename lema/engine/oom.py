@@ -178,7 +178,7 @@ class OomRetry:
     def _refusal(self, error: RuntimeError, parts: MicroBatches) -> MemoryLimitError:
         shapes = [tuple(part["input_ids"].shape) for part in parts]
         short = Shortage(
-            _place_of(error) or "somewhere between the layers",
+            _place_of(error) or "between the layers",
             max((rows for rows, _ in shapes), default=0),
             max((length for _, length in shapes), default=0),
             self._stream.num_slots,
@@ -189,7 +189,7 @@ class OomRetry:
             what += f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once beside "
             what += f"{_count(short.slots, 'layer slot')} do not fit"
         if not self._alone:
-            what += ", and with shard_weights no process can begin again alone"
+            what += "; with shard_weights a process cannot try again alone"
         self._given_up, self._short_at = {}, ""
         return MemoryLimitError(what, where=short.place, how=self.advise(short))
 

@@ -96,8 +96,8 @@ def _kind_of(config: LemaConfig, places: Collection[Place]) -> tuple[type[Optimi
     try:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(cast(Any, given))
     except (ImportError, ValueError, TypeError) as error:
-        how = "install the library it is from, correct optim_args, or leave optim out for AdamW"
-        raise ConfigError(f"this optimizer cannot be made: {error}", where=f"optim: {config.optim}", how=how) from error
+        how = "install its library, correct optim_args, or remove optim to use AdamW"
+        raise ConfigError(f"this optimizer fails: {error}", where=f"optim: {config.optim}", how=how) from error
     options.pop("weight_decay", None)  # each group has its own
     return kind, options
 
@@ -141,14 +141,14 @@ def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) ->
     _check_precision(parameters)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(id(parameter) for parameter in parameters):
-        what = "the optimizer holds none of the adapter's parameters, so it would train nothing"
-        raise ConfigError(what, how="make it over model.get_trainable_parameters(), after initialize_lora()")
+        what = "the optimizer has none of the adapter's parameters, so it would train nothing"
+        raise ConfigError(what, how="create it with model.get_trainable_parameters(), after initialize_lora()")
 
 
 def _check_precision(parameters: Sequence[nn.Parameter]) -> None:
     if any(parameter.dtype == torch.float16 for parameter in parameters):
         raise ConfigError(
-            "biases and modules that train whole have the type of the weights, and float16 is too coarse to be trained",
+            "biases and modules that train whole have the type of the weights, and float16 is too coarse for training",
             where="dtype: float16",
             how="set dtype to bfloat16 or float32, or leave lora_bias and lora_modules_to_save out",
         )
@@ -234,7 +234,7 @@ def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step
     try:
         schedule = get_scheduler(name, optimizer, warmup, num_steps, config.lr_scheduler_kwargs)
     except (ValueError, TypeError) as error:
-        what = f"this schedule needs settings that cannot be given here: {error}"
+        what = f"this schedule needs further settings: {error}"
         how = "give them as lr_scheduler_kwargs: {...}, by transformers' names, or use linear, cosine or constant"
         raise ConfigError(what, where=f"lr_scheduler_type: {name}", how=how) from error
     assert isinstance(schedule, LambdaLR)

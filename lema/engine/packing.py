@@ -39,9 +39,9 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
     """Make sure that `rows` of the data, token ids of one at least, come out of a pack as they come out alone, with the
     adapters that the model has; all processes call this alike. A micro-batch may have `at_once` packs. `ConfigError`:
     they do not, so the model does not train on packs."""
-    how = "set packing: false: rows are put together by length, and no padding is computed that need not be"
+    how = "set packing: false: LEMA sorts rows by length, so there is little padding"
     if not model.shifts_labels:
-        what = "this model is trained on a token's own label, and where a row of a pack begins no token is"
+        what = "this model trains on a token's own label, but the first token of a row in a pack has none"
         raise ConfigError(what, where="packing", how=how)
     tried = [torch.tensor(list(rows[n % len(rows)])[:size]) for n, size in enumerate(NUM_TOKENS)]
     packs = [tried, tried[::-1]][: max(1, min(2, at_once))]
@@ -54,7 +54,7 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
     except TypeError as error:
         if "position_ids" not in str(error):
             raise
-        what = "this model takes no position_ids, which say where a row of a pack begins"
+        what = "this model takes no position_ids, which mark the rows of a pack"
         raise ConfigError(what, where="packing", how=how) from error
     finally:
         module.train(was_training)
@@ -68,10 +68,10 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
             (apart if number else noise).extend(differs[:FIRST])
     typical = sorted(apart)[len(apart) // 2]
     if not typical <= max(FLOOR[torch.finfo(model.split.dtype).bits < 32], NOISE * max(noise)):
-        what = f"rows of a pack reach into each other in this model: their logits differ by {typical:.1%} from those "
+        what = f"rows of a pack influence each other in this model: their logits differ by {typical:.1%} from those "
         what += "of the same rows alone, as something beside attention goes on from one row to the next"
         if at_once > 1:
-            how += "; or try micro_batch_size: 1, as some kinds of attention see one pack at a time"
+            how += "; or try micro_batch_size: 1, because some kinds of attention handle one pack at a time"
         raise ConfigError(what, where="packing", how=how)
 
 

@@ -117,5 +117,5 @@ class Graph:
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
         with skipped, self._last.skipped(self._saved, lambda: count), torch.enable_grad(), hooks:
             made = again(lease)
-        assert count == self._saved, f"{count} of {self._saved} tensors came back: the layer ran another way"
+        assert count == self._saved, f"{count} of {self._saved} tensors were recomputed: the layer ran differently"
         return made

@@ -94,8 +94,8 @@ class StackCall:
         """Refuse a loss that counts what was cut off, by its gradient `[batch, sequence, hidden]`."""
         unseen = [gradient[cut.rows, cut.end :].abs().gt(0).any() for cut in self.cuts if cut.end < cut.width]
         if unseen and bool(torch.stack(unseen).any()):
-            what = "the loss counts tokens at the end of rows that the attention mask hides, and they were not computed"
-            how = "give them the label -100, or leave micro_batch_size out, so that batches are computed whole"
+            what = "the loss counts masked tokens at the end of rows, which were not computed"
+            how = "give them the label -100, or remove micro_batch_size, so that batches are computed whole"
             raise ConfigError(what, where="labels", how=how)
 
 
@@ -130,7 +130,7 @@ class LayerStack:
         self._found: dict[nn.Parameter, Tensor] | None = None
         if streamed.backend.replicas.size > 1:  # because whoever calls the model has it in DistributedDataParallel
             if split.groups:
-                what = "of a model that several processes call, experts cannot be leased in groups"
+                what = "experts cannot be leased in groups if several processes call the model"
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._found = {}
             streamed.engine.trained = adapter_leaves(split.layers, self._found)
@@ -157,15 +157,15 @@ class LayerStack:
             what = f"{collected[0]} is asked for, and layers that stream leave nothing behind but their result"
             raise ConfigError(what, where=f"{split.layers_name} of {type(split.model).__name__}", how="leave it out")
         if self._asked(ROUTED, given) and (split.lazy or split.compiles(0)):
-            what, how = "compiled layers do not say what their routers make", "set router_aux_loss_coef to 0.0"
+            what, how = "compiled layers do not return the outputs of their routers", "set router_aux_loss_coef to 0.0"
             raise ConfigError(what, where=ROUTED, how=how)
         cached = given.get("past_key_values") is not None or self._asked("use_cache", given)
         if cached and not differentiated:
             with split.autocast(self._ambient()), split.replaced(leased_forwards(split, self.streamed.stream)):
                 return self._forward(**given)
         if given.get("past_key_values") is not None:
-            what = "a cache of keys and values is given to a forward that is to be differentiated"
-            how = "leave it out, or call the model under torch.no_grad()"
+            what = "a forward with gradients got a cache of keys and values"
+            how = "remove the cache, or call the model under torch.no_grad()"
             raise ConfigError(what, where="past_key_values", how=how)
         takes_more = any(one.kind is one.VAR_KEYWORD for one in self._signature.parameters.values())
         if takes_more or "use_cache" in self._signature.parameters:
@@ -261,8 +261,8 @@ class LayerStack:
             below = start.reach_below or any(call.inputs_differentiated for call in calls)
             if self._found is not None:
                 if start.reach_below:
-                    what = "weights before the layers train, and several processes share only the layers' gradients"
-                    raise ConfigError(what, where="the embeddings", how="leave them out of the adapter's modules")
+                    what = "weights before the layers train, but several processes share only the layers' gradients"
+                    raise ConfigError(what, where="the embeddings", how="remove them from the adapter's modules")
                 adapters = [one for one in split.layers.parameters() if one.requires_grad]
                 streamed.engine.outer = below_visits(streamed.engine.anchor, self._found, adapters)
             hidden = start.start(streamed.engine.anchor)
@@ -303,8 +303,8 @@ class LayerStack:
         if step.done:
             return  # of calls that were run at once, each comes by
         if self._trained() != step.trained:
-            what = "between a forward and its backward adapters were switched, or the model went out of training mode"
-            how = "differentiate what was computed with an adapter while it is active, and in the same mode"
+            what = "between a forward and its backward, the adapters or the training mode of the model changed"
+            how = "run the backward while the same adapter is active, and in the same mode"
             raise ConfigError(what, where="backward", how=how)
         step.done = True
         self._version = self._adapter_version()[1]
@@ -342,7 +342,7 @@ class LayerStack:
         layers = fetched_per_step(len(stream.layers), stream.num_slots, stream.residents, lowest)
         nbytes = human_bytes(sum(stream.layers[layer].nbytes for layer in layers))
         warnings.warn(
-            f"gradients are accumulated over several batches, and each of them streams {nbytes} of weights once more. "
+            f"gradients are accumulated over several batches, and each batch streams {nbytes} of weights once more. "
             "Have one batch of all rows instead (a larger per_device_train_batch_size, gradient_accumulation_steps=1, "
             "and micro_batch_size for the rows computed at once), or put lema.StreamingMixin before your trainer",
             stacklevel=2,
@@ -360,5 +360,5 @@ def _rows(name: str, cut: Cut, size: int, value: Any) -> Any:
         return value
     if value.shape[across] != size:
         what = f"{name} {list(value.shape)} has no row for each of the {size} of the batch"
-        raise ConfigError(what, where=name, how="leave micro_batch_size out, so that batches are computed whole")
+        raise ConfigError(what, where=name, how="remove micro_batch_size, so that batches are computed whole")
     return value.index_select(across, torch.tensor(cut.rows, device=value.device))

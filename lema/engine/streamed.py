@@ -124,7 +124,7 @@ class StreamedModel:
     def train_weights(self, trained: TrainedWeights) -> None:
         """Let weights of the layers train, from the next step on. `ConfigError`: compiled layers hand no gradients."""
         if self.split.compiled is not None:
-            raise ConfigError("weights of compiled layers do not train", where="torch_compile", how="set it to false")
+            raise ConfigError("weights of compiled layers cannot train", where="torch_compile", how="set it to false")
         self.engine.trained = trained
 
     @cached_property
@@ -264,7 +264,7 @@ class StreamedModel:
         `ConfigError`: the others may visit layers in an order that this process cannot know yet."""
         stream, self.measured = self.stream, {}
         if training and self.stream.sharded and self.starts_below is None and self.trained_outside():
-            what = "this process has no rows in the first step, and does not know how far down gradients go"
+            what = "this process has no rows in the first step, so it does not know which layers get gradients"
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
             raise ConfigError(what, where="shard_weights", how=how)
         if not training:

@@ -187,7 +187,7 @@ def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         take_off(model)
         targets, hint = config.target_modules or (), ""
         if isinstance(targets, str):
-            hint = "an expression is for whole names; a list is for their ends. "
+            hint = "a regular expression must match whole names; a list has endings of names. "
         what = f"the adapter does not fit this model: {error}"
         how = f"{hint}linear modules of the decoder layers are: {', '.join(default_targets(model))}"
         listed = targets if isinstance(targets, str) else ", ".join(sorted(targets))

@@ -67,7 +67,7 @@ def read_json(file: Path) -> dict[str, Any]:
         check_inside(file)
         return header.read_json(file, MAX_CONFIG_BYTES, "a config")
     except WeightsError as error:
-        raise AdapterError(f"this is no config of an adapter: {error.what}", where=str(file), how=error.how) from error
+        raise AdapterError(f"not the config of an adapter: {error.what}", where=str(file), how=error.how) from error
 
 
 def read_records(file: Path) -> Mapping[str, TensorRecord]:
@@ -91,7 +91,7 @@ def check_types(config: LoraConfig, file: Path) -> None:
     except ValidationError as error:
         names = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
         wrong = "; ".join(f"{name} is {getattr(config, name)!r:.200}" for name in names)
-        what = f"this is no config of an adapter: {wrong}"
+        what = f"this is not the config of an adapter: {wrong}"
         raise AdapterError(what, where=str(file), how="correct the file") from error
 
 
@@ -104,10 +104,10 @@ def check_ranks(config: LoraConfig, weights: Path) -> None:
     asked = {"r": config.r, **{f"rank_pattern[{name!r}]": rank for name, rank in (config.rank_pattern or {}).items()}}
     if beyond := [f"{name} is {rank}" for name, rank in asked.items() if rank > largest]:
         raise AdapterError(
-            f"the adapter's config does not fit its weights: {'; '.join(beyond)}, and {weights.name} has no tensor so "
+            f"the adapter's config does not match its weights: {'; '.join(beyond)}; {weights.name} has no tensor so "
             "large",
             where=str(weights.parent),
-            how="copy or save the adapter again; its files come from different saves",
+            how="copy or save the adapter again; its files do not belong together",
         )
 
 
@@ -130,8 +130,8 @@ def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
                 for name in known:
                     match(name)
     except TimeoutError:
-        what = f"matching the names of the model's modules with this takes more than {MAX_SECONDS:g} seconds"
-        how = "name the modules in a list; do not use this adapter unless you trust it"
+        what = f"matching the names of the model's modules with this expression takes more than {MAX_SECONDS:g} seconds"
+        how = "list the modules by name; do not use this adapter unless you trust it"
         raise ModelError(what, where=where, how=how) from None
     except (re.error, OverflowError, RecursionError) as error:
         raise ModelError(f"this is no regular expression: {error}", where=where, how="correct it") from error
@@ -160,14 +160,14 @@ def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> 
         path, leaf = module_of(name)
         module = modules.get(path)
         if not leaf or module is None:
-            what = f"{base} has no module that this tensor could be of"
-            raise AdapterError(what, where=name, how="name the model it was trained on: --model")
+            what = f"{base} has no module for this tensor"
+            raise AdapterError(what, where=name, how="name the model on which it was trained: --model")
         other = tensors.get(name.removesuffix(leaf) + leaf.translate(str.maketrans("AB", "BA")))
         rank = None if other is None or other.dim() != 2 else other.shape[0 if "B" in leaf else 1]
         wanted = _shape(module, leaf, rank)
         if wanted is not None and list(tensor.shape) != list(wanted):
             what = f"it is {list(tensor.shape)}, and in {base} it would be {list(wanted)}"
-            how = "the shards are not all there, were padded, or are of another model: --model names it"
+            how = "shards are missing, were padded, or belong to another model: name it with --model"
             raise AdapterError(what, where=name, how=how)
 
 
@@ -206,11 +206,10 @@ def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
     if not file.is_file():
         return False
     if KEY not in (about := read_json(file)):
-        raise AdapterError("this does not say which model the adapter is of", where=str(file))
+        raise AdapterError("the adapter does not name its base model", where=str(file))
     if (found := base_fingerprint(index)) != (expected := about[KEY]):
         raise AdapterError(
-            f"the model has changed since the adapter was trained on it: its fingerprint is {found}, "
-            f"and it was {expected}",
+            f"the model has changed since the adapter was trained: its fingerprint is {found}, and it was {expected}",
             where=f"{directory}, on {index.path}",
             how="give the model as it was; to use the adapter on this one all the same, name it by an explicit "
             f"model_name_or_path, or delete {BASE_NAME}",
@@ -226,7 +225,7 @@ def check_named_base(directory: Path, config: LoraConfig, model: str, index: Glo
         return
     named = config.base_model_name_or_path
     if not named:
-        what = f"{directory} does not say which model the adapter is of; it is taken to be {model}"
+        what = f"{directory} does not name the adapter's base model; LEMA assumes {model}"
         warnings.warn(what, stacklevel=3)
     if not named or named == model:
         return
@@ -239,5 +238,5 @@ def check_named_base(directory: Path, config: LoraConfig, model: str, index: Glo
         if other.root.resolve() == index.root.resolve() or base_fingerprint(other) == base_fingerprint(index):
             return
         why = "whose files are others"
-    how = f"begin with that model; if it is this one, set base_model_name_or_path to {model} in adapter_config.json"
-    raise AdapterError(f"the adapter is of the model {named}, {why}", where=f"{directory}, on {model}", how=how)
+    how = f"use that model; if it is this one, set base_model_name_or_path to {model} in adapter_config.json"
+    raise AdapterError(f"the adapter belongs to the model {named}, {why}", where=f"{directory}, on {model}", how=how)

@@ -94,7 +94,7 @@ def consolidate_adapter(
     out, (directory, form) = free_directory(out_dir, 1), _find_shards(Path(shards))
     config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
     if config_file is None:
-        raise AdapterError(f"there is no {CONFIG}", where=str(directory.parent), how="copy it beside the shards")
+        raise AdapterError(f"there is no {CONFIG}", where=str(directory.parent), how="copy it next to the shards")
     config = _adapter_config(config_file)
     base, skeleton = _base_of(config, model)
     order = None if kv_layout is None else _order(kv_layout)
@@ -130,7 +130,7 @@ def shard_adapter(
     out, adapter, formats = free_directory(out_dir, 1), Path(adapter_dir), shard_formats()
     if format not in formats:
         how = f"one of {', '.join(sorted(formats))}"
-        raise ConfigError(f"no format of shards is called {format!r}", where="format", how=how)
+        raise ConfigError(f"there is no format of shards called {format!r}", where="format", how=how)
     saved, settings = the_lora_config(adapter), _adapter_config(adapter / CONFIG)
     base = model or saved.base_model_name_or_path
     if not base:
@@ -165,12 +165,12 @@ def _config_directory(base: str, revision: str | None, trust: bool) -> Path:
         return resolve_model(base, revision=revision, trust_remote_code=trust, download=False)
     except WeightsError as error:
         how = "give a directory with its config.json: --model DIR (hf download ID config.json --local-dir DIR)"
-        raise WeightsError(f"the base model's config is not here: {error.what}", where=error.where, how=how) from error
+        raise WeightsError(f"no config of the base model: {error.what}", where=error.where, how=how) from error
 
 
 def _order(kv_layout: str) -> KvLayout:
     if kv_layout not in get_args(KvLayout):
-        raise ConfigError(f"{kv_layout!r} is no order of replicas", where="kv_layout", how="tile or interleave")
+        raise ConfigError(f"{kv_layout!r} is not an order of replicas", where="kv_layout", how="tile or interleave")
     return cast(KvLayout, kv_layout)
 
 
@@ -185,7 +185,7 @@ def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
         how = f"name one of {', '.join(sorted(path.parent.name for path, _ in found))}"
         raise AdapterError(f"there are {len(found)} adapters here", where=str(given), how=how)
     if (given / WEIGHTS).is_file():
-        raise AdapterError("this adapter is whole already", where=str(given), how="use it as it is")
+        raise AdapterError("this adapter is already whole", where=str(given), how="use it unchanged")
     how = f"name a directory with {SHARDS}, which holds {' or '.join(one.marks for one in formats.values())}"
     raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
 
@@ -193,7 +193,7 @@ def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
 def _adapter_config(file: Path) -> dict[str, Any]:
     content = read_json(file)
     if content.get("peft_type") != "LORA":
-        raise AdapterError("this is no config of a LoRA adapter", where=str(file), how="only LoRA adapters are sharded")
+        raise AdapterError("not the config of a LoRA adapter", where=str(file), how="only LoRA adapters are sharded")
     return content
 
 

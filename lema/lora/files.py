@@ -60,7 +60,7 @@ def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraCo
             named["revision"] = saved.revision
         config = LemaConfig(**{**named, **overrides})
     else:
-        how = "name a directory that save_pretrained, save_checkpoint or `lema train` wrote"
+        how = "choose a directory that save_pretrained, save_checkpoint or `lema train` wrote"
         raise AdapterError(f"there is neither {CONFIG_NAME} nor {CONFIG}", where=str(directory), how=how)
     return config if saved is None else _agreed(config, saved, overrides, directory), saved
 
@@ -75,7 +75,7 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
     for name, fact in facts.items():
         given = overrides.get(name)
         if given is not None and not any(_same(name, given, one) for one in (fact, asked.get(name))):
-            what = f"{name} is {given!r}, and the adapter was made with {fact!r}"
+            what = f"{name} is {given!r}, but the adapter was made with {fact!r}"
             how = f"leave {name} out, or begin a new adapter in another directory"
             raise ConfigError(what, where=str(directory), how=how)
     try:
@@ -97,7 +97,7 @@ def settings_of(config: LoraConfig, task: str = "CAUSAL_LM") -> dict[str, Any]:
     """Return the settings that say what PEFT's config says, which is of this task; `ConfigError`: it asks for what
     cannot be streamed."""
     if found := [*refusals(vars(config), task)]:
-        what = f"the adapter cannot be used as it is: it has {'; '.join(found)}"
+        what = f"the adapter cannot be used, because it has {'; '.join(found)}"
         raise ConfigError(what, where="LoraConfig", how="leave that out")
     return _facts(config)
 
@@ -127,7 +127,7 @@ def check_same_adapter(model: PeftModel, directory: Path) -> None:
     settings have changed since it was saved; names each."""
     if differing := adapter_differences(model, directory):
         names = " and ".join(setting for setting, _, _ in differing)
-        what = "; ".join(f"{name} is {now!r}, and the adapter was made with {then!r}" for name, then, now in differing)
+        what = "; ".join(f"{name} is {now!r}, but the adapter was made with {then!r}" for name, then, now in differing)
         raise ConfigError(what, where=str(directory), how=f"set {names} back, or begin a new run in another output_dir")
 
 
@@ -162,7 +162,7 @@ def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | N
     unknown = sorted(written.keys() - {field.name for field in fields(LoraConfig)})
     newer = [f"{name}, which this version of PEFT does not know" for name in unknown if written[name]]
     if found := [*refusals(written, task), *newer]:
-        what = f"the adapter cannot be used as it is: it has {'; '.join(found)}"
+        what = f"the adapter cannot be used, because it has {'; '.join(found)}"
         raise AdapterError(what, where=str(file), how="upgrade peft" if newer else "use an adapter without this")
     try:
         config = PeftConfig.from_pretrained(str(directory))
@@ -237,7 +237,7 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
         tensors = _read_old(file, layers_name)
     else:
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
-        how = "name a directory that save_pretrained, save_checkpoint or `lema train` wrote"
+        how = "choose a directory that save_pretrained, save_checkpoint or `lema train` wrote"
         raise AdapterError(what, where=str(directory), how=how)
     if parallel is not None:
         tensors = held_adapter(model, parallel, tensors)
@@ -285,7 +285,7 @@ def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
         for name, tensor in torch.load(file, weights_only=True, map_location="cpu").items():
             layer, _, rest = name.partition(".")
             if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
-                raise WeightsError(f"{name} stands for more numbers than the file has", where=str(file))
+                raise WeightsError(f"{name} refers to more numbers than the file has", where=str(file))
             tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
     except (WeightsError, *UNREADABLE) as error:
         what = f"this is not an adapter of the older format: {error}"

@@ -45,10 +45,10 @@ def check_saved_modules(model: PreTrainedModel, config: LoraConfig, layers_name:
             continue
         where = f"lora_modules_to_save: {', '.join(wanted)}"
         if f"{layers_name}.".startswith(f"{name}.") or name.rpartition(".")[0] == layers_name:
-            what = f"{name} holds whole decoder layers, which are not on the device to be trained"
-            raise ModelError(what, where=where, how="name modules inside a layer, or outside all of them")
+            what = f"{name} contains whole decoder layers, which are not kept on the device"
+            raise ModelError(what, where=where, how="name modules inside a layer, or outside all layers")
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise ModelError(f"{name} is a list of modules", where=where, how="name what is in it, such as its last")
+            raise ModelError(f"{name} is a list of modules", where=where, how="name a module in it, such as its last")
 
 
 def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -56,12 +56,12 @@ def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
     in part; or LoRA's matrices are to be tied to each other."""
     for name, wrapper in _of(ModulesToSaveWrapper, model):
         if any(isinstance(part, LoraLayer | ModulesToSaveWrapper) for part in wrapper.original_module.modules()):
-            what = f"{name} is to be trained whole, and a part of it is adapted"
-            how = "leave the one or the other out"
+            what = f"{name} trains whole, but a part of it is adapted"
+            how = "leave one of them out"
             raise ModelError(what, where=f"lora_modules_to_save: {', '.join(config.modules_to_save or ())}", how=how)
     if getattr(config, "target_modules_to_tie", None):
-        what = "matrices of the embeddings and of the head cannot be tied to each other"
-        how = "leave it out, or train embeddings and head whole: in modules_to_save they can be tied"
+        what = "adapters of the embeddings and of the head cannot be tied to each other"
+        how = "leave it out, or train embeddings and head whole in modules_to_save, where they can be tied"
         raise ModelError(what, where="ensure_weight_tying", how=how)
 
 

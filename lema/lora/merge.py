@@ -72,7 +72,7 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
     found: dict[str, Tensor] = {}
     for name, module in wrapped(model.get_base_model() if isinstance(model, PeftModel) else model):
         if any(getattr(part, "merged_adapters", ()) for part in module.modules()):
-            raise ConfigError("the adapter is merged already", where=name, how="undo that first")
+            raise ConfigError("the adapter is already merged", where=name, how="undo that first")
         dtypes = {stored: parameter.dtype for _, _, stored, parameter in _base_of(name, module)}
         found |= merge_module(name, module, _own, dtypes, rounding, seed)
     return found
@@ -165,5 +165,5 @@ def _base_of(name: str, module: nn.Module) -> list[tuple[nn.Module, str, str, nn
 def _own(stored: str, parameter: nn.Parameter) -> Tensor:
     if parameter.is_meta:
         how = "merge on disk: lema.convert.merge.merge_adapter, or `lema merge`"
-        raise ConfigError("the weight is not in memory, so that nothing can be merged into it", where=stored, how=how)
+        raise ConfigError("the weight is not in memory, so nothing can be merged into it", where=stored, how=how)
     return parameter.detach().clone()

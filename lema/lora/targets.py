@@ -55,7 +55,7 @@ def warn_of_left_out(model: PreTrainedModel, config: LoraConfig, *, experts: boo
         ".".join(name.split(".")[-2:]) for name, _ in _experts(model, config) if experts and not name.endswith(ends)
     }
     if left_out := ", ".join(sorted(left)):
-        what = "weights of experts that are not adapted by default, or not with these settings"
+        what = "weights of experts are not adapted by default, or not with these settings"
         warnings.warn(f"{what}, unless lora_target_parameters names them: {left_out}", stacklevel=3)
 
 

@@ -100,7 +100,7 @@ class CompiledLayers:
         runs = self._runs
         out = self._run(index, whole, args, kwargs)
         if self._runs == runs:
-            self._warn(index, "torch.compile gave it up; where it computes with its number, each layer needs a graph")
+            self._warn(index, "torch.compile failed on it, perhaps because it uses the number of the layer")
         return out
 
     def _unfit(self, index: int) -> str | None:
@@ -109,11 +109,11 @@ class CompiledLayers:
         if any(self._hooks[index]):
             return "a module in it has a hook"
         if any("forward" in vars(part) for part in layer[1:]):
-            return "an embedding in it is looked up row by row"
+            return "the rows of an embedding in it are read one by one"
         if any(self._hooks[self._firsts[self.kinds[index]]]):
-            return "a module of the layer that stands for it has a hook"
+            return "a module of the compiled layer has a hook"
         if [part.training for part in layer] != [part.training for part in first]:
-            return "some of its modules are in training mode and some are not, unlike the layer that stands for it"
+            return "some of its modules are in training mode and some are not, unlike the compiled layer"
         return self._refused.get((self.kinds[index], self._layers[index].training))
 
     def _warn(self, index: int, why: str) -> None:
@@ -146,9 +146,9 @@ class CompiledLayers:
             drawn = not torch.equal(state, self._backend.rng_state())
             self._backend.set_rng_state(state)
         if drawn:
-            raise _NotCompiled("it draws random numbers, which another compilation might draw otherwise")
+            raise _NotCompiled("it draws random numbers, and a compiled layer might draw others")
         if self._runs == runs:
-            raise _NotCompiled("torch.compile left all of it as it is")
+            raise _NotCompiled("torch.compile did not compile any of it")
 
     def _run(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
         kind = self.kinds[index]

@@ -148,7 +148,7 @@ class Conversion:
         if rest and (copied := self._copied(groups, rest, model, dtype)) is not None:
             return copied
         if len(self.sources) > 1:
-            raise Misfit("scales are there, and no quantised weight")
+            raise Misfit("there are scales without a quantised weight")
         return {self.first: self.sources[0][1]}
 
     def _groups(self) -> Groups:
@@ -217,7 +217,7 @@ class Conversion:
             for source, move in trace.moves(tensor) or ():
                 moves[source // len(keys)].append((keys[source % len(keys)], move))
             if not moves:
-                raise Misfit("what is dequantised is not only copied then")
+                raise Misfit("a dequantised tensor is not only copied")
             used = tuple(replace(steps[number], moves=tuple(moves[number])) for number in sorted(moves))
             used = used if cast else tuple(_divided(step, run, records, dtype) for step in used)
             needed = [part for step in used for group in step.parts.values() for part in group]

@@ -263,7 +263,7 @@ class Suspended:
         """Note what the experts are given, and return zeros. `ValueError`: it is not what `transformers` gives them."""
         shapes = [one.shape for one in args if isinstance(one, Tensor) and one.dim() == 2]
         if self.given or kwargs or len(shapes) != 3 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
-            raise ValueError("a layer's experts are not called once, with hidden states, experts and their weights")
+            raise ValueError("a layer must call its experts once, with hidden states, experts and their weights")
         self.given, self.drawn = args, self._state()
         self.tape.steps.append([])
         zeros = torch.zeros_like(args[0], requires_grad=False)
@@ -278,7 +278,7 @@ class Suspended:
         if number is not None:
             self._steps, left = _needed(self.tape.steps[0], {number})
         if number is None or left != {self._result}:
-            raise ValueError("what a layer makes of its experts' result cannot be followed")
+            raise ValueError("the operations on the experts' result cannot be followed")
         self._output = number
         del self.tape
 

@@ -41,7 +41,7 @@ def add_noise(model: PreTrainedModel, alpha: float) -> None:
         assert isinstance(table.weight, Tensor)
         activate_neftune(model, alpha)
     except (NotImplementedError, AttributeError, AssertionError) as error:
-        what = f"a {type(model).__name__} has no table of embeddings that noise could be added to"
+        what = f"a {type(model).__name__} has no input embeddings for the noise"
         raise ConfigError(what, where="neftune_noise_alpha", how="leave it out") from error
 
 

@@ -148,7 +148,7 @@ def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
     """Find the layout of a module in what `layouts_of` returns. `ModelError`: the plan does not cover the module."""
     found = layouts.get(name) or layouts.get(_pattern(name))
     if found is None:
-        what = f"the model's tensor-parallel plan does not say how {name} lies over ranks"
+        what = f"the model's tensor-parallel plan does not define how {name} lies over ranks"
         how = "adapt only linear modules and embeddings that the plan covers, or train without tensor parallelism"
         raise ModelError(what, where=name, how=how)
     return found

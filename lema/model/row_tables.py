@@ -124,7 +124,7 @@ class RowTables:
         """What a plan tells of them."""
         told = []
         if self._whole_input:
-            told.append(f"embeddings: those of the input are whole on the device, because {self._whole_input}")
+            told.append(f"embeddings: the input embeddings are whole on the device, because {self._whole_input}")
         if self._tables:
             source = "host memory" if self._where == "host" else f"disk, {human_bytes(self.row_bytes)} a token"
             spared = f"{human_bytes(self.nbytes)} are not loaded to the device: {grouped(list(self._tables))}"
@@ -175,7 +175,7 @@ class RowTables:
         for name in names:
             table = self._tables[name]
             if self._where in ("host", "disk") and table.module is self._given:
-                raise _refusal("they are trained, or adapted")
+                raise _refusal("they train or have an adapter")
             del self._tables[name]
             table.take_out()
             if not table.in_layers:
@@ -195,7 +195,7 @@ class RowTables:
         """Find the embeddings to look up row by row."""
         asked = self._where != "auto"
         if asked and not isinstance(self._given, nn.Embedding):
-            raise _refusal("the model looks its tokens up in no plain table")
+            raise _refusal("the model does not look up its tokens in a plain table")
         for path, module in self._model.named_modules():
             name, is_input = f"{path}.weight", module is self._given
             if not isinstance(module, nn.Embedding) or name not in self._stored.records:
@@ -225,11 +225,11 @@ class RowTables:
         """Return why a table has to be whole; None: it need not be."""
         parameters = self._model.named_parameters(remove_duplicate=False)
         if module.weight is not self._head and sum(one is module.weight for _, one in parameters) > 1:
-            return "they are the head's weight as well, which is needed whole on the device"
+            return "they are also the head's weight, which must be whole on the device"
         if len(inspect.signature(type(module).forward).parameters) != 2:  # itself, and the ids
-            return "the model looks its tokens up in no plain table"
+            return "the model does not look up its tokens in a plain table"
         if self._where != "host" and self._stored.rows(name) is None:
-            return "their rows are stored quantised, or each in several places"
+            return "their rows are stored quantised or in several places"
         return None
 
     def _put_in(self) -> None:

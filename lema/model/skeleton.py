@@ -146,9 +146,9 @@ def meta_model(
             f"transformers cannot build this model as a {'text classifier' if scores else 'causal language model'}: "
             f"{_said(error)}",
             where=_place(config),
-            how="`lema models` lists what streams"
+            how="`lema models` lists the types that stream"
             if attn_implementation is None
-            else f"attn_implementation is {attn_implementation!r}: install what it needs, or leave the setting out",
+            else f"attn_implementation is {attn_implementation!r}: install its packages, or remove the setting",
         ) from error
     model.tie_weights()  # building on `meta` made a parameter of its own for every name
     model.config.use_cache = False  # a captured cache would grow again on recomputation
@@ -251,7 +251,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             break
     if len(found) != 1:
         raise ModelError(
-            "no stack of decoder layers was found" if not found else "its layers are in more than one stack",
+            "no stack of decoder layers was found" if not found else "its layers form more than one stack",
             where=f"{_place(config)}: {', '.join(found) or 'no list of modules'}",
             how="only models with one stack of decoder layers stream",
         )

@@ -79,7 +79,7 @@ class Split:
         self._to_compile, self._fast = compiled, fast
         if fast and (self.lazy or self.parallel.size > 1):
             what = "the device compiles what is run on it" if self.lazy else "several processes hold the model together"
-            raise ConfigError(f"fast is not for runs where {what}", where="arithmetic", how="set it to exact")
+            raise ConfigError(f"fast does not work if {what}", where="arithmetic", how="set it to exact")
         self._sharing: dict[int, SharedInputs] = {}
         self._names: dict[int, LayerNames] = {}
         self._compiled: CompiledLayers | None = None
@@ -139,7 +139,7 @@ class Split:
                     if index != len(tape.calls):
                         raise self._refusal(OUT_OF_ORDER)
                     if (hidden := tape.called(args, kwargs)) is None:
-                        raise self._refusal(f"the hidden state is worked on between layers {index - 1} and {index}")
+                        raise self._refusal(f"the hidden state changes between layers {index - 1} and {index}")
                     # A tensor stands for None too, because it may be one in another layer.
                     absent = torch.empty(0, dtype=torch.long) if self._mark_absent else None
                     items = [hidden, *(absent if item is None else item for item in self._rest or ())]
@@ -220,7 +220,7 @@ class Split:
                 out = self.call_layer(index, weights, args, kwargs)
             now, structure_now = tree_flatten(held)
             if structure != structure_now or any(one is not other for one, other in zip(items, now, strict=True)):
-                raise self._refusal(f"layer {index} leaves something for later layers in a list")
+                raise self._refusal(f"layer {index} passes something to later layers in a list")
             return out
 
         with self.autocast(call.autocast), capture.routed(call.routers):
@@ -302,7 +302,7 @@ class Split:
         tape = Tape(self._cut[self.model.training] if cut is None else cut, enter)
         with tables, self._unread():
             returned = self._followed(tape, run, Tensor.detach)
-        assert entered, "the head was not given what comes out of the layers"
+        assert entered, "the head did not get the output of the layers"
         return returned
 
     def _learn(self, few: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]) -> None:
@@ -328,7 +328,7 @@ class Split:
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):
                 raise
-            raise self._refusal(f"it does not run on a few token ids alone: {error}") from error
+            raise self._refusal(f"it does not run on only a few token ids: {error}") from error
         try:
             self._check(few)
         except PASSED_THROUGH_THE_MODEL as error:
@@ -350,17 +350,17 @@ class Split:
         made = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]
         for index, call in enumerate(tape.calls):
             if capture.depends_on(tensors_in((call.args, call.kwargs)), made):
-                raise self._refusal(f"layer {index} is given more of the layers below than can be followed")
+                raise self._refusal(f"layer {index} gets more from the layers below than LEMA can follow")
         for cut in tape.cuts(logits):
             tape.cut = cut
             if self._is_enough(cut, tape.values[cut].detach(), few, logits.shape):
                 steps = [step for call in tape.tied() for step in call.after]
                 if not all(step.differentiable for step in steps):
-                    raise self._refusal("between its layers it computes what autograd does not follow")
+                    raise self._refusal("between its layers it uses operations that autograd does not follow")
                 # Of a size that is known only when the layers run.
                 rest = {number for call in tape.calls for number in call.returns[1:]}
                 if any(step.uses & rest for step in steps):
-                    raise self._refusal("between its layers it computes with more than the hidden state")
+                    raise self._refusal("between its layers it uses more than the hidden state")
                 self._cut[self.model.training] = cut
                 return
         raise self._refusal("its head needs more than the last layer's output, token by token")

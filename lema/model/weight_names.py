@@ -101,11 +101,11 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
             "not used": [f"{record.name} in {record.file.name}" for record in names.unused],
             "stored twice under different names": twice,
             "of another shape": misshapen,
-            "of a type the model cannot be loaded from": mistyped,
+            "of a type that the model cannot use": mistyped,
         }
         wrong = {what: items for what, items in complaints.items() if items}
         told = "".join(f"\n{len(one)} {what}:{listed(one, 15 // len(wrong) - 2)}" for what, one in wrong.items())
-        how = "check that config.json and the weights are of the same model"
+        how = "check that config.json and the weights belong to the same model"
         raise WeightsError(f"the checkpoint does not fit the model{told}", where=str(index.path), how=how)
     return names
 
@@ -113,7 +113,7 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
 def warn_of_unused(names: NameMap, stacklevel: int) -> None:
     """Warn of tensors on disk that the model has no place for; `stacklevel` as in `warnings.warn`."""
     if unused := [record.name for record in names.unused]:
-        said = f"{len(unused)} tensors on disk are not used, for the model has no place for them: {grouped(unused)}"
+        said = f"{len(unused)} tensors on disk are not used, because the model does not have them: {grouped(unused)}"
         warnings.warn(said, stacklevel=stacklevel)
 
 
@@ -155,7 +155,7 @@ def _open_quantizer(settings: Any, path: Path) -> HfQuantizer:
     # Asked of the class, because some quantizers cannot be made without libraries and devices of their own.
     if kind is None or "dequantize" not in kind.get_load_operations(kind.__new__(kind)):
         what = f"the checkpoint is quantised by the method {method!r}, whose weights transformers cannot expand"
-        how = "use the unquantised model; `lema prepare --quantize` makes of it what streams"
+        how = "use the unquantised model; `lema prepare --quantize` writes a quantised one that streams"
         raise ModelError(what, where=f"{path}: quantization_config", how=how)
     try:
         config = AutoQuantizationConfig.from_dict(chosen)
@@ -209,7 +209,7 @@ def _assign(
         elif pattern is None:
             names.stored[target] = record
         elif not isinstance(record, TensorRecord):
-            what = f"{name} is quantised, and must be rearranged with others into {target}"
+            what = f"{name} is quantised, but must be combined with others into {target}"
             how = "prepare the unquantised model with --quantize"
             raise ModelError(what, where=str(record.file), how=how)
         else:

@@ -37,7 +37,7 @@ PARTS = {
     "working": "one micro-batch in one layer",
     "flight": "hidden states between layers",
     "expanded": "weights of one layer, expanded",
-    "gathered": "layers put together of parts",
+    "gathered": "layers assembled from parts",
     "boundaries": "inputs of layers, kept",
     "saved": "activations not recomputed",
 }

@@ -88,8 +88,7 @@ def _why_whole(planner: Planner) -> str:
         f"a {type(blueprint.model).__name__} has no stacked experts, once in a layer": not _most_experts(blueprint),
         "several processes hold the model together": blueprint.parallel.size > 1,
         "weights of the layers train": blueprint.trained is not None,
-        "this device compiles what it runs, for every size of it": backend is not None
-        and not has_addresses(backend.device),
+        "this device compiles every size of what it runs": backend is not None and not has_addresses(backend.device),
     }
     return next((what for what, found in others.items() if found), "")
 

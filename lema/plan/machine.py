@@ -61,7 +61,7 @@ class Machine:
 # Half precision, links and disks: what public benchmarks of fine-tuning reach on these. Single precision: three
 # quarters of the vendor's figure; memory: half of it. Launch: a decoder layer, forward, in eager mode.
 # Of trn1 the 384 GB/s of the links between chips are published; two cores of one exchange over their common memory.
-TRN1 = "one core of two; the speeds of its host link and of exchanges between cores are not published, and guesses here"
+TRN1 = "one of two cores; the speeds of its host link and between cores are guesses, not published"
 PROFILES = {
     machine.name: machine
     for machine in (

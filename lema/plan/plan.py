@@ -112,7 +112,7 @@ class Plan:
         taken = f"{human_bytes(self.step.device_peak)} of {human_bytes(self.memory.device_limit)} of device memory"
         if not self.fits:
             how = "lower max_length or batch_size, or set gradient_checkpointing and device_memory: auto"
-            return f"does not fit: it takes {taken} and {human_bytes(self.host_peak)} of host memory; {how}"
+            return f"does not fit: it needs {taken} and {human_bytes(self.host_peak)} of host memory; {how}"
         packed = None if self.epoch is None else self.epoch.packed_hours
         gain = None if self.epoch is None or not packed else self.epoch.hours / packed
         tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
@@ -142,7 +142,7 @@ def make_plan(
     if planner.config.tokens_per_step != "auto":
         return plan_with(planner, **options), planner
     plan = plan_with(planner := _with_tokens(planner), **options)
-    note = f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, for which reading hides behind computing"
+    note = f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, from which reading is hidden behind computing"
     return replace(plan, notes=(note, *plan.notes)), planner
 
 
@@ -161,8 +161,8 @@ def hiding_tokens(planner: Planner) -> int:
     if planner.workload is None:  # because nothing else asked for it
         planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
     if (planner := timed(planner)).timings is None and planner.backend is not None:
-        what = "a layer that several processes run together is not timed"
-        raise ConfigError(what, where="tokens_per_step: auto", how="give a number, such as 16k")
+        what = "LEMA does not time a layer that several processes run together"
+        raise ConfigError(what, where="tokens_per_step: auto", how="set a number, such as 16k")
     at_once, hidden = planner.shape.micro_batch.tokens, _crossover(planner.needs())
     found = at_once * (planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
     if planner.backend is None:

@@ -150,7 +150,7 @@ class Planner:
             return replace(found, experts=self.blueprint.experts)
         except MemoryLimitError as error:
             if self.blueprint.trained is not None:  # nothing of what the error advises can be set in such a phase
-                error.how = "allow that much, or train adapters: their base streams from the disk"
+                error.how = "allow that much, or train adapters, whose base model streams from disk"
             raise
 
     def smaller(self) -> Iterator[Planner]:
@@ -273,7 +273,7 @@ def planner_of(
         except ModelError as error:
             if strict:
                 raise
-            planner = _fitted(replace(planner, note=f"{error.what}: neither activations nor hours are counted"))
+            planner = _fitted(replace(planner, note=f"{error.what}: activations and hours are not counted"))
         if planner.workload is not None and backend is not None and planner.blueprint.parts is None:
             measured, timings = probe(planner.blueprint, planner.workload, planner.config, planner.shape, backend)
             # The process is looked at with what computing a layer has left behind in it, as it does in training.
@@ -315,7 +315,7 @@ def settled(planner: Planner, *, trains: bool) -> Planner:
         planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
     except ModelError as error:
         if limited or site.kept:
-            instead = "the memory limits are spent on weights alone" if limited else "no layer stays on the device"
+            instead = "the memory limits are spent only on weights" if limited else "no layer stays on the device"
             warnings.warn(f"{error.what}: {instead}", stacklevel=2)
         return _fitted(planner if limited else replace(unlimited, site=replace(site, kept=0.0)))
     planner = _fitted(planner)
@@ -324,7 +324,7 @@ def settled(planner: Planner, *, trains: bool) -> Planner:
 
 def timed(planner: Planner) -> Planner:
     """Return the planner of a model that is open with the seconds that it takes, if they can be told and are not known:
-    a layer that several processes run together is not timed alone, and small models are not worth it."""
+    LEMA does not time a layer that several processes run together alone, and small models are not worth it."""
     blueprint, backend, site = planner.blueprint, planner.backend, planner.site
     if blueprint.parallel.size > 1 or planner.workload is None or planner.timings is not None or backend is None:
         return planner

@@ -82,7 +82,7 @@ def trainable_bytes(weights: Iterable[tuple[str, int, torch.dtype]]) -> Trainabl
             raise ConfigError(
                 f"{name} is of type {str(dtype).removeprefix('torch.')}, which does not train",
                 where="dtype",
-                how="set it to bfloat16 or float32: gradients in float16 underflow, and are not scaled here",
+                how="set it to bfloat16 or float32: gradients in float16 underflow",
             )
     return TrainableBytes(
         count=sum(count for _, count, _ in weights),
@@ -173,9 +173,9 @@ def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: 
     for index, (layer, own_names) in enumerate(zip(layers, names, strict=True)):
         if own_names and layer.expansions:
             raise ConfigError(
-                f"layer {index} is stored quantised, and such weights do not train",
+                f"layer {index} is stored quantised, and quantised weights cannot train",
                 where="model_name_or_path",
-                how="train adapters, or open the model as it was before it was quantised",
+                how="train adapters, or use the model before quantisation",
             )
         trained = ((one.name, one.shape.numel(), one.dtype) for one in layer.tensors if one.name in own_names)
         inside.append(trainable_bytes(trained))

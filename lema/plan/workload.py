@@ -156,9 +156,9 @@ def measure(
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(
-                    "what this model computes depends on values, so its memory cannot be told from its config",
+                    "this model's computation depends on values, so its memory is not known from its config",
                     where=type(model).__name__,
-                    how="train a few steps and look at what they took; training needs no plan",
+                    how="train a few steps and watch their memory; training needs no plan",
                 ) from error
             raise
 

@@ -49,8 +49,8 @@ def commit(directory: Path, fill: Callable[[Path], object]) -> None:
         try:
             check_manifest(part)
         except AdapterError as error:
-            what = f"what was written does not read back as it was written: {error.what}"
-            how = "look after the disk; what was saved before is untouched"
+            what = f"the disk returns other bytes than were written: {error.what}"
+            how = "check the disk; earlier files are untouched"
             raise DiskError(what, where=error.where.replace(part.name, directory.name), how=how) from error
 
 
@@ -212,7 +212,7 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
         raise ConfigError(what, where="max_shard_size", how="give a size such as 5GB")
     out = Path(out_dir).resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError("the place for the model is taken", where=str(out), how="name a new or an empty directory")
+        raise ConfigError("the directory is not empty", where=str(out), how="choose a new or empty directory")
     return out
 
 

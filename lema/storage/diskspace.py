@@ -13,7 +13,7 @@ __all__ = ["check_room", "disk_errors", "is_full", "not_written", "say_passed_ov
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for what is beside the tensors: settings, generators' states, the log so far
-MORE_ROOM = "free some space, or choose an output_dir on another disk; what was saved before is untouched"
+MORE_ROOM = "free some space, or choose an output_dir on another disk; earlier files are untouched"
 
 
 def free_bytes(place: Path) -> int | None:
@@ -51,7 +51,7 @@ def is_full(error: BaseException) -> bool:
 
 def not_written(what: str, error: BaseException, where: Path) -> DiskError:
     """Return what to raise for a write's `error`, perhaps `DiskFull`. `what` failed, and why; `where` it was to be."""
-    kind, how = (DiskFull, MORE_ROOM) if is_full(error) else (DiskError, "see whether the place may be written to")
+    kind, how = (DiskFull, MORE_ROOM) if is_full(error) else (DiskError, "check that the directory is writable")
     return kind(what, where=str(where), how=how)
 
 
@@ -77,5 +77,5 @@ def disk_errors(file: Path) -> Iterator[None]:
     except OSError as error:
         full, name = error.errno in FULL, file.name
         what = f"the disk is full: {name} could not be written" if full else f"{name}: {error.strerror or error}"
-        how = "free space, or choose another place" if full else "check that the place exists and may be written"
+        how = "free space, or choose another directory" if full else "check that the directory exists and is writable"
         raise (DiskFull if full else DiskError)(what, where=str(file), how=how) from error

@@ -92,7 +92,7 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
                 what = f"{name!r} is not a local directory, is not in the hub cache, and {why}"
                 how = "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory"
             case errors.HfHubHTTPError():
-                what, how = f"the hub did not give the model: {error}", "try again later"
+                what, how = f"the hub did not return the model: {error}", "try again later"
             case OSError() if is_full(error):
                 what = f"the disk is full: {name} could not be downloaded"
                 how = "free space, or set HF_HOME to a larger disk; what was downloaded is kept"
@@ -138,8 +138,8 @@ def hub_data(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, s
     try:
         yield datasets, path, options, how
     except Exception as error:  # whatever the network, the builder or the files raise
-        mend = "check path, name and split; without a network it has to be in the cache of `datasets`"
-        raise DataError(f"the data set cannot be had: {error}", where=given, how=mend) from error
+        mend = "check path, name and split; without a network the data set must be in the cache of `datasets`"
+        raise DataError(f"the data set cannot be loaded: {error}", where=given, how=mend) from error
 
 
 def version_of(stream: Path) -> str:

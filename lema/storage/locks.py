@@ -36,7 +36,7 @@ def run_lock(output_dir: Path) -> Iterator[bool]:
         descriptor = _taken(file)
     except OSError as error:
         what = f"the output directory cannot be written to: {error.strerror}"
-        how = "see whether the place exists and may be written to, or choose another output_dir"
+        how = "check that the directory exists and is writable, or choose another output_dir"
         raise DiskError(what, where=str(error.filename or output_dir), how=how) from error
     try:
         yield descriptor is not None
@@ -64,7 +64,7 @@ def _taken(file: Path) -> int | None:
                     return descriptor
         except OSError as error:
             pid, _, host = os.pread(descriptor, 256, 0).decode(errors="replace").strip().partition(" ")
-            holder = f"process {pid} on {host}" if pid and host else "it has not said which process it is"
+            holder = f"process {pid} on {host}" if pid and host else "its process number is not known"
             os.close(descriptor)
             if error.errno == errno.EWOULDBLOCK:
                 what = f"another run writes to this directory: {holder}"
@@ -74,7 +74,7 @@ def _taken(file: Path) -> int | None:
                 file.unlink()
             if error.errno not in NO_LOCKS:
                 raise
-            warnings.warn(f"{file.parent}: no locks on this file system; nothing keeps a second run out", stacklevel=5)
+            warnings.warn(f"{file.parent}: this file system has no locks to keep a second run out", stacklevel=5)
             return None
         os.close(descriptor)
 

@@ -19,7 +19,7 @@ MANIFEST = "manifest.json"
 ALGORITHM = "sha256"
 FILES = "files"
 TENSORS = {".safetensors", ".bin"}  # of a file that is read wherever it lies, so that none may be beside the manifest
-ANOTHER = "name another checkpoint, or copy this one again from where it is whole"
+ANOTHER = "choose another checkpoint, or restore this one from a good copy"
 
 
 def write_manifest(directory: Path) -> None:
@@ -52,10 +52,10 @@ def check_manifest(directory: Path, spared: Collection[str] = ()) -> None:
         if size != facts["size"]:
             raise _damaged(f"a file has {size:,} bytes, and {facts['size']:,} were written", path)
         if found != facts:
-            raise _damaged("a file is not what was written: its SHA-256 is another", path)
+            raise _damaged("a file has changed: its SHA-256 differs", path)
     for name in _names(directory):
         if name not in said and Path(name).suffix in TENSORS:
-            raise _damaged("a file with tensors is there that was not written with the others", directory / name)
+            raise _damaged("there is a file with tensors that does not belong to the checkpoint", directory / name)
 
 
 def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
@@ -65,7 +65,7 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
         there = file.read_bytes()
         written = json.loads(there)
     except FileNotFoundError as error:
-        raise _damaged(f"there is no {MANIFEST}: it was never finished, or is of an earlier version", file) from error
+        raise _damaged(f"there is no {MANIFEST}: it is unfinished, or from an earlier version", file) from error
     except OSError as error:
         raise _damaged(f"the manifest cannot be read: {error.strerror}", file) from error
     except ValueError as error:
@@ -81,7 +81,7 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
         if not sound or type(facts["size"]) is not int or not isinstance(facts[ALGORITHM], str):
             raise _damaged(f"the manifest is damaged at {name!r}", file)
     if _text(written).encode() != there:  # a last byte may be missing that JSON does not miss
-        raise _damaged("the manifest is not as it was written", file)
+        raise _damaged("the manifest has changed since it was written", file)
     return files
 
 

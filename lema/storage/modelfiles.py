@@ -64,7 +64,7 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> "PreTrainedTo
 @contextmanager
 def library_errors(
     place: str | Path,
-    what: str = "the tokenizer cannot read a text",
+    what: str = "the tokenizer fails on a text",
     how: str = "use the tokenizer that was published with the model",
     kinds: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> Iterator[None]:
@@ -143,8 +143,8 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     for place, what in _absurd(config, "", MAX_DEPTH):
         raise ModelError(f"config.json is not that of a model: {what}", where=f"{file}: {place}", how="correct it")
     if "configuration_files" in config:
-        what = "config.json sends its readers to other files, which are not checked"
-        raise ModelError(what, where=f"{file}: configuration_files", how="copy the one you trust over config.json")
+        what = "config.json refers to other files, which LEMA does not check"
+        raise ModelError(what, where=f"{file}: configuration_files", how="replace config.json by one that you trust")
     return config
 
 
@@ -187,15 +187,15 @@ def check_code(directory: Path, *, trusted: bool) -> None:
     file = directory / "config.json"
     config = _read(file)
     for key, kernel in _kernels(config):
-        what = f"the model's config asks for a kernel of the hub, {kernel!r}, which is code that nothing pins"
-        how = "take it out of the file; attn_implementation in your own settings can choose one"
+        what = f"the model's config requests a kernel of the hub, {kernel!r}, which is code without a fixed version"
+        how = "remove it from the file; your setting attn_implementation can choose one"
         raise ModelError(what, where=f"{file}: {key}", how=how)
     if trusted:
         for source in (file, directory / "tokenizer_config.json"):
             _check_place(source)
     elif modules := _needed(config):
         raise ModelError(
-            f"the model is made of code of its own, for transformers has none of type {config.get('model_type')!r}",
+            f"the model needs its own code, because transformers has none for type {config.get('model_type')!r}",
             where=f"{file}: auto_map names {', '.join(modules)}",
             how="read that code; if you trust it, add --trust-remote-code (in Python: trust_remote_code=True), "
             "and for a hub id the commit you read as revision",
@@ -240,7 +240,7 @@ def _check_place(source: Path) -> None:
             how = 'write "file.Class" there; do not use this model unless you trust it'
         elif "--" in reference:
             other = reference.partition("--")[0]
-            what = f"the model's code lies in another repository, {other}, at whatever it is today"
+            what = f"the model's code is in another repository, {other}, at whatever it is today"
             how = "put that repository's .py files beside the weights, and take its name out of auto_map"
         elif not (source.parent / _file(reference)).is_file():
             what = f"the model's code is not there: {_file(reference)}"

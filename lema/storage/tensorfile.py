@@ -125,7 +125,7 @@ def read_into(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
                 buffer = buffer[count:]
     except OSError as error:
         what = f"tensor {record.name!r} could not be read: {error.strerror or error}"
-        how = "check that the file is there and its disk is sound"
+        how = "check that the file exists and its disk works"
         raise ReadError(what, where=str(record.file), how=how) from error
 
 

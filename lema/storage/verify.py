@@ -61,8 +61,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _differs(what: str, file: Path) -> DiskError:
-    what = f"what was written does not read back as it was written: {what}"
-    return DiskError(what, where=str(file), how="look after the disk; what was saved before is untouched")
+    what = f"the disk returns other bytes than were written: {what}"
+    return DiskError(what, where=str(file), how="check the disk; earlier files are untouched")
 
 
 SAMPLE_BYTES = 1024

@@ -300,7 +300,7 @@ def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
     for cast in layer.casts:
         record, placed = cast.record, cast.placed
         if cast.move is not None:
-            what = f"{record.name} is rearranged when it is read, and cannot be cut into parts of processes"
+            what = f"{record.name} is rearranged when it is read, so it cannot be divided among processes"
             how = "convert once with `lema prepare MODEL OUT` and use OUT, or set shard_weights to false"
             raise ConfigError(what, where="shard_weights", how=how)
         first, last = max(placed.offset, begin), min(placed.offset + placed.nbytes, end)

@@ -251,7 +251,7 @@ def _failing(path: Path, offset: int, nbytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"reading {nbytes:,} bytes at {offset:,} failed: {error.strerror or error}"
-        raise ReadError(what, where=str(path), how="check that the file is whole and the disk healthy") from error
+        raise ReadError(what, where=str(path), how="check that the file is complete and the disk works") from error
 
 
 def _segments(layer: LayerBytes) -> Iterator[ByteRun]:

@@ -101,7 +101,7 @@ def refusal(
     cast = "" if dtype is None else f", as {str(dtype).removeprefix('torch.')}"
     stored = "" if record.name == name else f" (stored as {record.name})"
     what = f"a weight of the model is NaN or infinite: {name}{cast}"
-    how = "fetch or prepare the model again; one meant to hold such weights opens with check_base_weights: false"
+    how = "download or prepare the model again; if the model has such weights on purpose, set check_base_weights: false"
     return NonFiniteError(what, where=f"{record.file}{stored}{at}", how=how)
 
 

@@ -77,7 +77,7 @@ def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
     edges = (ids[:, -width:], ids[:, : min(2, ids.shape[1])])  # one at the beginning may open a text
     if ids.shape[1] > 2 and any(bool((edge == pad).all(dim=1).any()) for edge in edges):
         how = "give the tokenizer's whole batch, train_step(batch), or attention_mask, or labels with -100 at padding"
-        raise DataError("rows are padded, and no attention_mask says where", where="train_step", how=how)
+        raise DataError("rows are padded, but there is no attention_mask", where="train_step", how=how)
 
 
 def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
@@ -86,7 +86,7 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
             f"{name} holds {int(tokens.min() if tokens.min() < 0 else tokens.max())}, "
             f"which is outside the vocabulary of {vocab_size} tokens",
             where="train_step",
-            how="use the tokenizer of the model being trained; label -100 is what is not trained on",
+            how="use the tokenizer of the model being trained; label -100 excludes a token from training",
         )
 
 
@@ -105,7 +105,7 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
         return data
     if files is None:
         how = "tokenise them with lema.data.prepare_data, or take the trainer from LemaModel.get_trainer"
-        raise DataError("the rows are no token ids, and this trainer knows no tokenizer", where="fit", how=how)
+        raise DataError("the rows are not token ids, and this trainer has no tokenizer", where="fit", how=how)
     if isinstance(data, Mapping) and data == config.train_data:  # data sets by name, which the config knows
         data = config.train_data
     read = read_data(config, files, data)

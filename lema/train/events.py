@@ -34,7 +34,7 @@ def report_callbacks(config: LemaConfig) -> list[Any]:
         return [kind() for kind in get_reporting_integration_callbacks(_names(config))]
     except (ValueError, ImportError, RuntimeError) as error:
         what = f"this report cannot be made: {error}"
-        how = "install what it needs, or leave it out of report_to"
+        how = "install its packages, or remove it from report_to"
         raise ConfigError(what, where=f"report_to: {', '.join(_names(config))}", how=how) from error
 
 

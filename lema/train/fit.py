@@ -66,8 +66,8 @@ class PlainRun:
         self._config, self._output = config, Path(config.output_dir)
         self._say: Say = say if self._replicas.first else lambda _: None
         if config.mixture is not None and getattr(dataset, "shares", None) != config.mixture:
-            what = "it gives shares to the data sets that train_data names, and fit is given other rows"
-            raise ConfigError(what, where="mixture", how="call fit(config.train_data), or leave mixture out")
+            what = "it gives shares to the data sets in train_data, but fit got other rows"
+            raise ConfigError(what, where="mixture", how="call fit(config.train_data), or remove mixture")
         rows = first_rows(dataset, config.max_train_samples)
         rows = packed(rows, steps.model, config, self._say)
         self._sampler = StepSampler(rows, config, self._replicas, steps.model.padding)
@@ -93,7 +93,7 @@ class PlainRun:
         """Begin, or go on from where `steps` is; `ConfigError` in another run's `output_dir` or without steps left."""
         if self.done == 0 and checkpoints(self._output):
             what = "the output directory holds checkpoints of an earlier run"
-            how = "go on from the newest with --resume (resume=True), or choose another output_dir"
+            how = "continue from the newest with --resume (resume=True), or choose another output_dir"
             raise ConfigError(what, where=str(self._output), how=how)
         if self.done >= self.num_steps:
             what = f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}"
@@ -101,10 +101,10 @@ class PlainRun:
             raise ConfigError(what, where="fit", how=how)
         self._check_evaluates()
         if weights_only:
-            what = "weights alone are taken of a checkpoint that is gone on from"
-            raise ConfigError(what, where="weights_only", how="set resume (--resume) too, or leave it out")
+            what = "weights_only needs a checkpoint to resume from"
+            raise ConfigError(what, where="weights_only", how="set resume (--resume), too, or remove it")
         if self.done == 0 and (self._output / CONFIG).is_file():
-            what = f"{self._output} holds the adapter of an earlier run, which this one replaces when it ends"
+            what = f"{self._output} has the adapter of an earlier run, and this run replaces it at its end"
             tell_warning(f"{what}; choose another output_dir to keep it", self._say)
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False) -> None:
@@ -114,7 +114,7 @@ class PlainRun:
         steps, found, say = self.steps, checkpoints(self._output), self._say
         if not found:
             what = "there is no checkpoint to resume from"
-            raise AdapterError(what, where=str(self._output), how="leave --resume out to begin a new run")
+            raise AdapterError(what, where=str(self._output), how="remove --resume to begin a new run")
         path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
         changed = check_same_run(path, self._config, adapter, self._sampler.about)
@@ -131,7 +131,7 @@ class PlainRun:
         if self.done >= self.num_steps:
             say("nothing was left to train: the run had taken its last step")
         if weights_only:
-            say("of this checkpoint the weights are taken, and not the optimizer: its moments begin empty")
+            say("LEMA takes the weights of this checkpoint but not its optimizer, whose moments begin empty")
         say_changed(changed, say)
 
     def _check_evaluates(self) -> None:

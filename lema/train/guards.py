@@ -54,7 +54,7 @@ def non_finite_loss(
     """Return the error of a loss that is not finite; runs forward once more to name the part at fault."""
     place = first_non_finite(model, micro_batches) or "the loss itself"
     what = f"the loss is {value}"
-    how = "check the base weights and the data; lower learning_rate, or set max_grad_norm, if it grew before"
+    how = "check the base weights and the data; if the loss grew before, lower learning_rate or set max_grad_norm"
     return NonFiniteError(what, where=f"{where}; first non-finite output: {place}", how=how)
 
 
@@ -170,11 +170,11 @@ class Passes:
         backend.set_rng_state(after)
         told = backend.replicas.exchange(began)
         if began is None and not any(told):
-            what = "the gradients are finite, their norm is not; the optimizer was not stepped"
+            what = "the gradients are finite, but their norm is not; the optimizer made no step"
             return NonFiniteError(what, where=place, how="lower learning_rate")
         where = f"{place}; first non-finite gradient: {began or 'in another process'}"
         how = "lower learning_rate, set max_grad_norm, or check the base weights of this layer"
-        return NonFiniteError("a gradient is not finite; the optimizer was not stepped", where=where, how=how)
+        return NonFiniteError("a gradient is not finite; the optimizer made no step", where=where, how=how)
 
 
 @contextmanager

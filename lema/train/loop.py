@@ -97,7 +97,7 @@ class RunLoop:
 
     def run(self) -> None:
         """Take the steps; raise `Stopped`, with a checkpoint of the last step there, where somebody who was asked said
-        so, or in a phase a callback; `DiskFull` where there is no room for the checkpoint that the stage ends with."""
+        so, or in a phase a callback; `DiskFull` where there is no space for the checkpoint that the stage ends with."""
         stage, log = self._stage, self._events.state.log_history
         self._tell_best()
         last = next((row for row in reversed(log) if "eval_loss" in row), {})
@@ -119,7 +119,7 @@ class RunLoop:
 
     def _cut_short(self, why: str) -> Stopped:
         """Go back to the end of the last step, save that unless it is saved, and return what ends the run."""
-        assert self._go_back is not None, "nothing was begun that could be stopped"
+        assert self._go_back is not None, "there is no run to stop"
         stage, pending, stopped = self._stage, self._go_back(), self._stopped(why)
         if pending is not None or stage.saved != stage.done:
             try:
@@ -145,7 +145,7 @@ class RunLoop:
         self._go_back = go_back
 
     def _stopped(self, why: str) -> Stopped:
-        at, how = self._stage.position(self._stage.done), "go on from there with --resume (resume=True)"
+        at, how = self._stage.position(self._stage.done), "continue with --resume (resume=True)"
         return Stopped(f"stopped by {why} after {at.name}", where=str(at.checkpoint), how=how)
 
     def _loop(self) -> None:
@@ -212,7 +212,7 @@ class RunLoop:
             if self._is_phase:
                 return True
             if events.control.should_epoch_stop:
-                what = "a callback set should_epoch_stop: the place in the data follows from the step alone"
+                what = "a callback set should_epoch_stop, but the position in the data follows only from the step"
                 how = "set should_training_stop, or lower num_train_epochs"
                 raise ConfigError(what, where=f"step {stage.done}", how=how)
             events.agree()  # because evaluating or saving may have been the last

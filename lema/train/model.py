@@ -100,7 +100,7 @@ class LemaModel:
         if config.model_type is not None and config.model_type != hf_config.model_type:
             what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
             where = str(self.directory / "config.json")
-            raise ConfigError(what, where=where, how="correct model_type, or leave it out")
+            raise ConfigError(what, where=where, how="correct model_type, or remove it")
         self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
@@ -170,7 +170,7 @@ class LemaModel:
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         if self._divided and self.backend.parallel.size > 1:
-            what = "the layers have been divided among processes already"
+            what = "the layers are already divided among processes"
             raise ConfigError(what, how="call initialize_lora() before anything else")
         if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
             self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
@@ -208,7 +208,7 @@ class LemaModel:
         """Return a trainer of this model; `optimizer` is over `get_trainable_parameters()`, `options` are
         `LemaTrainer`'s. `ConfigError`: the model scores texts, and has no loss of tokens."""
         if self._task != "CAUSAL_LM":
-            what = "the model scores texts, and LemaTrainer knows losses of tokens"
+            what = "the model scores texts, but LemaTrainer has only losses of tokens"
             raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
         from lema.train.trainer import LemaTrainer
 
@@ -266,7 +266,7 @@ class LemaModel:
         """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names. So is
         the head, or for the reason that is given. Raises `ConfigError` where the settings ask for rows or pieces."""
         if head is None and any(map(chosen, self._head.names)):
-            head = "its weight is adapted, or trains"
+            head = "its weight has an adapter, or trains"
         if head is not None:
             self.outside_bytes += self._head.keep_whole(self._tables, head)
         if names := [name for name in self._tables.names if chosen(name)]:

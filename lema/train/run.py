@@ -69,7 +69,7 @@ def train(
         model.initialize_lora()
         if model.settle_tokens():
             tokens = model.config.tokens_per_step
-            out(f"tokens_per_step: auto is {tokens:,}, for which reading hides behind computing")
+            out(f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind computing")
         model.allocation  # noqa: B018 - now, because what does not fit should be known before any data is read
         train_data, eval_data = load_data(model)
         out("\n".join((f"training data: {train_data.counts}", *train_data.notes)))
@@ -96,7 +96,7 @@ def _left_out(model: LemaModel) -> Iterator[str]:
     """Yield that the loss leaves out what the routers add to it elsewhere, where nobody has said anything of it."""
     known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
     if known and model.config.router_aux_loss_coef is None and model.adapter.engine.routers is None:
-        what = "the routers' auxiliary loss is left out of the training loss, where TRL adds it by default"
+        what = "the training loss leaves out the routers' auxiliary loss, which TRL adds by default"
         yield f"{what}; router_aux_loss_coef: {known} adds it here"
 
 
@@ -107,7 +107,7 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
         rate, time = human_count(result["train_tokens_per_second"]), human_duration(result["train_runtime"])
         yield f"ended at step {steps} after {time}: mean loss {result['train_loss']:.4f}, {rate} tokens/s"
         if (step := result.get("best_step")) is not None:
-            kept = "whose adapter is kept" if config.load_best_model_at_end else "the adapter is that of the last step"
+            kept = "whose adapter is kept" if config.load_best_model_at_end else "the adapter is from the last step"
             yield f"best evaluation: {name} {result[f'best_{name}']:.4f} at step {step}, {kept}"
     yield f"adapter: {config.output_dir}"
     yield f"next: lema generate {(place := shlex.quote(config.output_dir))} --prompt TEXT, or lema report {place}"

@@ -111,8 +111,8 @@ def batches_of(dataset: Any, config: LemaConfig, padding: Padding | None = None,
     """Return the batches of a data set as the settings have them, where the model's rows are padded so; `options` are
     those of `Batches`. Raises `ConfigError` where `tokens_per_step` is no number yet, or as `tokens_at_once`."""
     if config.tokens_per_step == "auto":
-        how = "take the trainer from LemaModel.get_trainer, or give a number"
-        raise ConfigError("tokens_per_step: auto is a number by the plan", where="tokens_per_step", how=how)
+        how = "use the trainer of LemaModel.get_trainer, or set a number"
+        raise ConfigError("tokens_per_step: auto needs the plan of a run", where="tokens_per_step", how=how)
     padding = padding or Padding()
     if at_once := tokens_at_once(config, padding.longest(config)):
         options |= {"tokens": config.tokens_per_step, "micro_batch_tokens": at_once, "multiple": padding.multiple}

@@ -157,13 +157,13 @@ class LemaTrainer:
             norm = None
             if self.accumulation_step == num_passes:  # the step's tokens were not known when its first batch ran
                 factor = self._denominator / self._trained_tokens if trained else 1.0
-                with self.model.retry.once("where the step's gradients are put together"):
+                with self.model.retry.once("while the gradients of the step are summed"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
             mine, length = read_numbers(loss, norm)
             mine = worst(replicas, mine)
             value: float = sum(replicas.exchange(mine)) * (self._denominator / trained)
             if not math.isfinite(value):
-                untaken = f"{place}; the optimizer was not stepped"
+                untaken = f"{place}; the optimizer made no step"
                 self._refuse(partial(self._passes.non_finite_loss, value, mine, untaken))
             if norm is not None and length is not None:
                 dropped = self._step_or_drop(optimizer, norm, length, place, on_event)
@@ -222,7 +222,7 @@ class LemaTrainer:
         Returns what was logged last: `train_loss`, ..., where measured `eval_loss`, and the best of it, `best_step`.
 
         Raises `Stopped` where `stop` said so; `ConfigError` where another run writes to `output_dir`; `DiskFull` where
-        there is no room for two checkpoints, or, when the run ends, for the last.
+        there is no space for two checkpoints, or, when the run ends, for the last.
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
             read = partial(as_rows, config=self.config, files=self.files, say=say)

@@ -8,6 +8,8 @@ import torch
 from offloadmodels import ids, tiny_model
 from transformers import TrainingArguments
 
+from lema.activations import get_lora_act_offloading_ctx_manager
+
 PAGE = (Path(__file__).parents[2] / "docs" / "activations.md").read_text(encoding="utf-8")
 
 
@@ -24,6 +26,17 @@ def test_the_loop_runs() -> None:
     exec(block("activations example"), names)
     counters = names["offloading"].counters  # type: ignore[attr-defined]
     assert counters.moved == counters.restored > 0
+
+
+def test_operations_are_moved_instead_of_recomputed() -> None:
+    model = tiny_model()
+    model.enable_input_require_grads()  # type: ignore[operator] # the method of transformers' class
+    offloading = get_lora_act_offloading_ctx_manager(model)
+    exec(block("operations example"), {"model": model, "offloading": offloading})
+    with offloading:
+        model(input_ids=ids(), labels=ids()).loss.backward()
+    assert offloading.counters.moved == offloading.counters.restored > 0
+    offloading.close()
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "preadv", spoilt)
     for layer in range(9):
         step.keep(layer, 0, state + layer)
-    with pytest.raises(ReadError, match="of activations were read otherwise than they were written"):
+    with pytest.raises(ReadError, match="bytes of activations differ from what was written"):
         for layer in reversed(range(9)):
             with step.kept(layer, 0) as kept:
                 assert torch.equal(kept, state + layer)

@@ -514,7 +514,7 @@ def test_a_bit_that_changed_on_the_disk_is_noticed(directory: Path, ahead: bool)
         kept[2].place.drop()
         kept[0].place.expect()
     for _ in range(2):
-        with pytest.raises(ReadError, match="8,185 bytes of activations were read otherwise than") as caught:
+        with pytest.raises(ReadError, match="8,185 bytes of activations differ from what was written") as caught:
             kept[0].place.memory()
         assert caught.value.where == str(directory)
     flip(store, kept[0].place)

@@ -509,7 +509,7 @@ def test_a17_buffers_are_used_again_and_a_limit_holds(offloading: Callable[..., 
     step(model, context)
     assert pool.allocated == allocated and pool.reused > 0
     limited = offloading(model, host_memory=100_000)
-    with pytest.warns(UserWarning, match="no room for"):
+    with pytest.warns(UserWarning, match="no space for"):
         found = step(model, limited)
     assert_same(found, step(model))
     assert limited.offload._store.pool.peak_bytes <= 100_000  # type: ignore[attr-defined]
@@ -637,7 +637,7 @@ def test_b9_a_byte_that_comes_back_wrong_is_found(offloading: Callable[..., Offl
         context.offload.let_go()
         (piece,) = next(iter(context.offload._pieces.values()))
         piece._place.memory()[5] += 1
-        with pytest.raises(LemaError, match="came back otherwise"):
+        with pytest.raises(LemaError, match="changed while they were moved"):
             total.backward()
 
 

@@ -212,12 +212,12 @@ def test_every_tensor_of_a_tuple_is_packed() -> None:
 @pytest.mark.parametrize(
     ("op", "why"),
     [
-        ("aten::view", "aten.view.*a view of what it is given"),
-        ("aten::split", "aten.split.*a view of what it is given"),
-        ("aten::relu_", "aten.relu_.*writes into what it is given"),
-        ("aten::linear", "aten.linear.*made of other operators"),
-        ("aten::scaled_dot_product_attention", "made of other operators"),
-        ("aten::rand", "aten.rand.*given no tensor"),
+        ("aten::view", "aten.view.*it returns a view of its input"),
+        ("aten::split", "aten.split.*it returns a view of its input"),
+        ("aten::relu_", "aten.relu_.*it writes into its input"),
+        ("aten::linear", "aten.linear.*consists of other operators"),
+        ("aten::scaled_dot_product_attention", "consists of other operators"),
+        ("aten::rand", "aten.rand.*no tensor as input"),
         ("aten::atention", "no operator 'aten::atention'"),
         ("attention", "no operator 'attention'"),
     ],
@@ -349,6 +349,6 @@ def test_a_model_trains_the_same(name: str, mode: Any) -> None:
         assert same(step(), expected)
     num_layers = len(model.get_submodule(ARCHITECTURES[name].layers))
     on_attention = ran.counts[ATTENTION]
-    assert on_attention in (0, num_layers)  # with dropout attention is made of other operators here
+    assert on_attention in (0, num_layers)  # with dropout attention is consists of other operators here
     assert on_attention == 0 or context.counters.moved >= 2 * num_layers
     context.close()

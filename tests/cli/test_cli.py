@@ -242,7 +242,7 @@ def test_a_wrong_set_option_is_named(
 
 def test_merge_refuses_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["merge", str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "huge"]) == 2
-    assert "no amount of memory" in capsys.readouterr().err
+    assert "not an amount of memory" in capsys.readouterr().err
 
 
 def test_prepare_refuses_an_unknown_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

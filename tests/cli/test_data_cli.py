@@ -36,7 +36,7 @@ def test_what_is_shown_is_what_the_data_set_holds(
     assert found["held_back"] == 2 and found["sources"] == {str(file): 9}
     assert found["lengths"]["longest"] == 64 and sum(number for _, number in found["lengths"]["histogram"]) == 9
     whys = [(one["line"], one["why"]) for one in found["skipped"]]
-    assert whys == [(9, "truncated"), (10, "left out, as it says")]
+    assert whys == [(9, "truncated"), (10, "left out because of train: false")]
     assert len(found["first"]) == 2
     for index, row in enumerate(found["first"]):
         assert [token["id"] for token in row["tokens"]] == expected[index]["input_ids"]
@@ -50,7 +50,7 @@ def test_a_reader_sees_words_and_brackets(write_config: Any, tmp_path: Path, cap
     file = write_rows(tmp_path / "chats.jsonl", [CHATS[0] | {"id": 7}, *CHATS[1:]])
     out = shown(capfd, write_config(train_data=str(file)))
     assert "8 rows, " in out and f"{file}  8" in out
-    assert "nothing is read from the column 'id' (1 row" in out
+    assert "LEMA does not use the column 'id' (1 row" in out
     last = out.split(f"{file}:1: ")[1]
     answer = "".join(part[1:-1] for part in last.split("|") if part.startswith("[") and part.endswith("]"))
     assert answer.endswith("the one[end]") and "miller" not in answer

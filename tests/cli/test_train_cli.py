@@ -239,4 +239,4 @@ def test_a_routers_loss_that_is_left_out_is_said(
     config = write_config(model_name_or_path=str(model), train_data=str(file), max_steps=1, report_to=[])
     capfd.readouterr()
     assert lema("train", config) == 0
-    assert ("routers' auxiliary loss is left out" in capfd.readouterr().out) is said
+    assert ("leaves out the routers' auxiliary loss" in capfd.readouterr().out) is said

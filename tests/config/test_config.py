@@ -165,21 +165,21 @@ def test_names_of_other_trainers_lead_to_ours(theirs: str, ours: str) -> None:
         ("chat_template_jinja", "chat_template:"),
         ("field_messages", "columns: {messages: NAME}"),
         ("message_property_mappings", "columns: {role: NAME, content: NAME}"),
-        ("message_field_training", "is obeyed as it is"),
+        ("message_field_training", "of a message already works"),
         ("excess_length_strategy", "overlong:"),
         ("adapter", "--quantize nf4"),
-        ("use_peft", "nothing needs saying"),
+        ("use_peft", "not needed"),
         ("peft_config", "lora_rank, lora_alpha, lora_target_modules"),
         ("dataset_name", "train_data: {path: org/name"),
         ("dataset_config", "name: subset"),
         ("dataset_train_split", "split: train"),
-        ("dataset_num_proc", "nothing needs saying"),
+        ("dataset_num_proc", "not needed"),
         ("dataset_prepared_path", "data_cache: "),
-        ("dataloader_num_workers", "nothing needs saying"),
+        ("dataloader_num_workers", "not needed"),
         ("wandb_project", "WANDB_PROJECT"),
         ("logging_dir", "TENSORBOARD_LOGGING_DIR"),
         ("eos_token", "the tokenizer's own"),
-        ("strict", "nothing needs saying"),
+        ("strict", "not needed"),
         ("eval_strategy", "eval_steps"),
         ("save_strategy", "save_steps: "),
         ("do_train", "`lema train`"),
@@ -226,7 +226,7 @@ def test_columns_are_ours_to_theirs() -> None:
     }
     with pytest.raises(ConfigError, match=r"not 'question'; write \{prompt: question\}"):
         LemaConfig("m", columns={"question": "prompt"})
-    with pytest.raises(ConfigError, match="each column of the data once"):
+    with pytest.raises(ConfigError, match="must name each of your columns once"):
         LemaConfig("m", columns={"prompt": "a", "completion": "a"})
 
 
@@ -605,7 +605,7 @@ def test_a_fraction_is_at_least_a_byte_and_at_most_the_whole(fraction: float, to
     "value", ["4G", "GB", "-1GB", "0", "1e400GB", "9" * 30, math.nan, math.inf, 2.5, 0, -3, False, "٤GB"]
 )
 def test_what_is_no_amount_of_memory(value: Any) -> None:
-    with pytest.raises(ConfigError, match="no amount of memory"):
+    with pytest.raises(ConfigError, match="not an amount of memory"):
         parse_memory(value, 1000)
 
 

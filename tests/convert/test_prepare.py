@@ -188,7 +188,9 @@ def test_a_buffer_the_checkpoint_need_not_store_gets_the_value_the_model_gives_i
     save_file(without, source / SINGLE_NAME, metadata={"format": "pt"})
     prepared = prepare(source, tmp_path / "one.safetensors", dtype="bfloat16")
     assert_equal(prepared.path, AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").state_dict())
-    assert prepared.notes()[-1].startswith("2 tensors not stored, and written as the model makes them: model.layers.*.")
+    assert prepared.notes()[-1].startswith(
+        "2 tensors not stored, so written with the model's own values: model.layers.*."
+    )
 
 
 def assembled_by_prepare(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path) -> tuple[int, int]:
@@ -321,8 +323,8 @@ def test_what_was_left_out_or_added_is_said_in_a_line_each(tmp_path: Path) -> No
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)}
     save_file(tensors | masks | {"score.weight": torch.ones(2)}, source / SINGLE_NAME, metadata={"format": "pt"})
     assert prepare(source, tmp_path / "out").notes() == [
-        "3 tensors left out, for transformers loads them into no model of this type: transformer.h.*.attn.bias (3)",
-        "1 tensors left out, for the model has no place for them: score.weight",
+        "3 tensors left out, because transformers does not load them into this type: transformer.h.*.attn.bias (3)",
+        "1 tensors left out, because the model does not have them: score.weight",
     ]
     assert prepare(AutoModelForCausalLM.from_pretrained(source), tmp_path / "more").notes() == []
 

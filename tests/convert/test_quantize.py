@@ -285,7 +285,7 @@ def test_the_command_prints_a_table_and_notes(source: Path, tmp_path: Path, capf
 def test_shapes_that_do_not_fit_are_left_and_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = published(tmp_path / "published", intermediate_size=96)
     assert run(app, ["prepare", str(source), str(tmp_path / "out"), "--quantize", "nf4"]) == 0
-    told = f"{NUM_LAYERS} tensors not quantised, for the format does not take their shape: model.layers.*.mlp.down_proj"
+    told = f"{NUM_LAYERS} tensors not quantised, because of their shape: model.layers.*.mlp.down_proj"
     assert told in capfd.readouterr().out
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # which leaves the same modules as they are
     expected = AutoModelForCausalLM.from_pretrained(source)
@@ -330,7 +330,7 @@ def test_a_model_without_linear_modules_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_none_of_whose_shapes_fits_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint("llama", tmp_path).published
-    with pytest.raises(ModelError, match="none of their shapes is one nf4 takes"):
+    with pytest.raises(ModelError, match="none of their shapes is supported by nf4 takes"):
         prepare(source, tmp_path / "out", quantize="nf4")
 
 
@@ -407,7 +407,7 @@ def test_a_part_that_is_too_short_is_not_read_past_its_end(quantized: Any, tmp_p
     def shorten(tensors: dict[str, Tensor], _: Any) -> None:
         tensors[f"{UP}.weight{part}"] = tensors[f"{UP}.weight{part}"][:-1].clone()
 
-    with pytest.raises(WeightsError, match="does not say how to expand"):
+    with pytest.raises(WeightsError, match="does not define how to expand it"):
         fold(damage(quantized("nf4").path, tmp_path, shorten))
 
 
@@ -432,7 +432,7 @@ def test_a_state_that_makes_no_sense_is_refused(quantized: Any, tmp_path: Path, 
         state = json.loads(bytes(tensors[name].tolist())) | change
         tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
-    with pytest.raises(WeightsError, match="does not say how to expand"):
+    with pytest.raises(WeightsError, match="does not define how to expand it"):
         fold(damage(quantized("nf4").path, tmp_path, rewrite_state))
 
 
@@ -440,7 +440,7 @@ def test_a_state_that_makes_no_sense_is_refused(quantized: Any, tmp_path: Path, 
 def test_metadata_that_makes_no_sense_is_refused(quantized: Any, tmp_path: Path, text: str) -> None:
     marked = text if "_tensor_data_names" in text else f'{text} "_tensor_data_names"'
     index = damage(quantized("int8").path, tmp_path, lambda _, metadata: metadata.update({f"{UP}.weight": marked}))
-    with pytest.raises(WeightsError, match="does not say how to expand"):
+    with pytest.raises(WeightsError, match="does not define how to expand it"):
         fold(index)
 
 

@@ -1,4 +1,4 @@
-"""Kept tokens are those that would be made anew, row by row; they are made once, and again where they are damaged."""
+"""Kept tokens are those that would be made again, row by row; they are made once, and again where they are damaged."""
 
 import json
 import multiprocessing
@@ -193,7 +193,7 @@ def test_damaged_tokens_are_made_anew_and_it_is_said(write, make, tmp_path, name
     assert file.read_bytes() != before
     mended = make(data)
     assert all_of(mended) == known and file.read_bytes() == before
-    assert name in mended.notes[0] and "made anew" in mended.notes[0]
+    assert name in mended.notes[0] and "makes them again" in mended.notes[0]
     assert make(data).notes == first.notes[1:]
 
 
@@ -227,7 +227,7 @@ def test_a_killed_worker_is_an_error(write, make, monkeypatch):
 
     data = write("chats.jsonl", list(chats(90)))
     monkeypatch.setattr(read, "tokenize_rows", die)
-    with pytest.raises(DataError, match="has ended by itself"):
+    with pytest.raises(DataError, match="a process that tokenised rows ended unexpectedly"):
         make(data)
     assert multiprocessing.active_children() == []
 
@@ -241,7 +241,7 @@ def test_data_that_change_while_they_are_read_are_not_kept(write, make, tmp_path
         data.write_text(data.read_text() + "\n")
 
     monkeypatch.setattr(cache, "_write", change)
-    with pytest.raises(DataError, match="have changed while they were read"):
+    with pytest.raises(DataError, match="the data or the tokenizer's files changed while LEMA read them"):
         make(data)
     assert list(entries(tmp_path)[0].iterdir()) == []
 

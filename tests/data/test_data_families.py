@@ -137,7 +137,7 @@ def test_a_tool_call_is_learnt_as_the_template_writes_it_or_refused(name, learnt
     family = FAMILIES[name]
     chat = [ASKED[0], CALL, OUTPUT, ANSWERED[0]]
     if family.call is None:
-        with pytest.raises(DataError, match=r"leaves out the tool call|does not take this chat"):
+        with pytest.raises(DataError, match=r"leaves out the tool call|the chat template rejects this chat"):
             learnt(family, chat[:2], [TOOL])
         return
     assert learnt(family, chat[:2], [TOOL]) == [family.call_last or family.call]
@@ -179,6 +179,6 @@ def test_what_a_template_leaves_out_is_said_once(make_tokenizer):
     data = prepare_data([row, row], tokenizer, max_length=256)
     assert data.notes == (
         "the chat template does not show the tools (2 rows, the first is rows:1)",
-        "the chat template leaves out reasoning, or words beside a tool call, in some messages "
+        "the chat template leaves out reasoning, or text next to a tool call, in some messages "
         "(2 rows, the first is rows:1)",
     )

@@ -274,7 +274,7 @@ def test_a_tokenizer_that_panics_is_an_error_that_names_it(tmp_path):
         "special_tokens": {},
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="the tokenizer cannot read a text") as caught:
+    with pytest.raises(DataError, match="the tokenizer fails on a text") as caught:
         prepare_data([{"text": "a b"}], PreTrainedTokenizerFast.from_pretrained(tmp_path), max_length=8)
     assert caught.value.where == str(tmp_path)
 

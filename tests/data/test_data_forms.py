@@ -39,7 +39,7 @@ def test_columns_are_read_by_the_names_that_are_given(learn, write, suffix):
     texts, data = learn(str(file), columns={"prompt": "question", "completion": "answer"})
     assert texts == [["Long.</s>"]]
     line = 1 if suffix == ".jsonl" else 2
-    assert data.notes == (f"nothing is read from the column 'id' (1 row, the first is {file}:{line})",)
+    assert data.notes == (f"LEMA does not use the column 'id' (1 row, the first is {file}:{line})",)
 
 
 def test_columns_that_are_named_come_before_those_that_are_known(learn):
@@ -80,7 +80,7 @@ def test_a_message_that_says_not_to_be_learnt_is_read_and_not_learnt(learn, flag
 @pytest.mark.parametrize("row", [{"text": "a"}, {"messages": CHAT}, {"prompt": "a", "completion": "b"}])
 def test_a_row_that_says_not_to_be_learnt_is_left_out_and_counted(learn, row, flag):
     texts, data = learn([row | flag, row | {"train": True, "weight": 1}])
-    assert len(texts) == 1 and data.counts.left_out == 1 and "1 left out, as they say" in str(data.counts)
+    assert len(texts) == 1 and data.counts.left_out == 1 and "1 left out because of train: false" in str(data.counts)
 
 
 def test_a_chat_of_which_nothing_is_to_be_learnt_is_left_out(learn):
@@ -97,7 +97,7 @@ def test_a_chat_of_which_nothing_is_to_be_learnt_is_left_out(learn):
         ({"role": "assistant", "content": "a", "train": "no"}, "not 'no'"),
         ({"role": "user", "content": "a", "train": True}, "is not the assistant's"),
         ({"role": "assistant", "content": "a", "train_detail": [{"begin_offset": 0}]}, "parts of a message"),
-        ({"role": "assistant", "content": " "}, "its end alone would be trained on"),
+        ({"role": "assistant", "content": " "}, "the answer is empty, so only its end token would be trained on"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused(learn, message, what):
@@ -122,7 +122,7 @@ def test_what_is_trained_on_is_chosen(learn):
     split = {"prompt": row["messages"][:2], "completion": [CHAT[3], CHAT[2], row["messages"][4]]}
     assert learn([split])[0] == [answers[1:]]  # the user's words in a completion are not learnt
     quiet = [CHAT[0], CHAT[1] | {"train": False}, *CHAT[2:]]
-    with pytest.raises(DataError, match="train on all words, and this message not to"):
+    with pytest.raises(DataError, match="the settings train on all words, but this message must not be trained on"):
         learn([{"messages": quiet}], train_on="all")
 
 
@@ -166,7 +166,7 @@ def test_a_template_that_asks_for_words_is_refused_and_not_guessed_at(make_token
     template = (
         "{% for m in messages %}{{ m.role + (m.content if m.content.startswith('L') else m.content[:2]) }}{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"asks for words of a message|changes the assistant's words|cannot be told"):
+    with pytest.raises(DataError, match=r"reads the text of a message|changes the assistant's words|cannot be found"):
         prepare_data([{"messages": CHAT}], make_tokenizer(template), max_length=256)
 
 
@@ -203,5 +203,6 @@ def test_an_answer_that_nothing_ends_is_said(make_tokenizer):
     )
     data = prepare_data([{"messages": CHAT}], make_tokenizer(template), max_length=256)
     assert data.notes == (
-        "the chat template ends an answer with nothing that a model could stop at (1 row, the first is rows:1)",
+        "the chat template does not end an answer with a token at which a model could stop "
+        "(1 row, the first is rows:1)",
     )

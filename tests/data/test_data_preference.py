@@ -142,10 +142,10 @@ def test_held_back_examples_and_fingerprints(tokenizer: PreTrainedTokenizerFast)
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "The river"}, "no example of a preference"),
+        ({"text": "The river"}, "the columns do not form a preference example"),
         ({"prompt": "a", "completion": "b", "label": True}, "objective: kto"),
         (PAIR | {"rejected": PAIR["chosen"]}, "are the same"),
-        (PAIR | {"chosen": CHAT["chosen"]}, "is text and another is not"),
+        (PAIR | {"chosen": CHAT["chosen"]}, "only some parts of the example are text"),
         (PAIR | {"chosen": ""}, "'chosen'|'text' is empty"),
         ({"chosen": CHAT["chosen"], "rejected": CHAT["rejected"]}, "begin differently"),
         (CHAT, "no chat template"),

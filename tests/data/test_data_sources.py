@@ -117,7 +117,7 @@ def test_streams_have_shares_and_stand_beside_files(hub, make_tokenizer, write):
 
 def test_a_stream_that_moves_while_it_is_read_or_that_breaks_off_is_named(hub, make_tokenizer, tmp_path, monkeypatch):
     moving = find_files("hub:org/moves?streaming=true", 20)
-    with pytest.raises(DataError, match="have changed while they were read"):
+    with pytest.raises(DataError, match="the data or the tokenizer's files changed while LEMA read them"):
         prepare_data(moving, make_tokenizer(), max_length=64, cache=tmp_path / "tokens")
     assert not list((tmp_path / "tokens").glob("*/tokens"))
     with pytest.raises(DataError, match="streaming is 'maybe'"):

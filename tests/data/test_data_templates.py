@@ -27,7 +27,7 @@ HOSTILE = {
     "multiplies again": ("{{ ('a' * 999999 * 999999)|length }}", "more than 768 MiB"),
     "multiplies what it is given": ("{{ (messages[0].role * 999999 * 999999)|length }}", "more than 768 MiB"),
     "pads far": ("{{ '%99999999999d' % 1 }}", "more than 768 MiB"),
-    "is cut off": ("{% for m in messages %}", "chat template does not take this chat"),
+    "is cut off": ("{% for m in messages %}", "the chat template rejects this chat"),
     "loops for ever": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.2 seconds"),
     "lists for ever": ("{% for a in range(99999) %}{{ range(9999)|list|length }}{% endfor %}", "0.2 seconds"),
 }

@@ -126,7 +126,7 @@ def test_layers_that_draw_at_random_are_refused(tmp_path: Path) -> None:
     base = write_model(tmp_path / "model", "gpt2", resid_pdrop=0.1)
     changes = {"lora_target_modules": ["c_attn"], "lora_layers_to_transform": [7]}
     config = upper(base, tmp_path / "out", cache_frozen_prefix=True, **changes)
-    with pytest.raises(ConfigError, match="draw at random") as caught:
+    with pytest.raises(ConfigError, match="use random numbers") as caught:
         run_fit(config, token_rows(8))
     assert caught.value.where == "cache_frozen_prefix"
 
@@ -136,7 +136,7 @@ def test_a_model_that_trains_from_the_bottom_has_nothing_to_spare(
     llama: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     config = upper(llama, tmp_path / "out", cache_frozen_prefix=True, **changes)
-    with pytest.raises(ConfigError, match="there is none below it to be spared"):
+    with pytest.raises(ConfigError, match="gradients reach the lowest layer, so there is no layer below it to skip"):
         run_fit(config, token_rows(8))
 
 
@@ -202,6 +202,6 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_more_than_a_hidden_state_cannot_be_kept(tmp_path: Path) -> None:
     kept = cache(tmp_path)
-    with pytest.raises(ConfigError, match="hand on more than the hidden state"):
+    with pytest.raises(ConfigError, match="the layers below the adapters pass on more than the hidden state"):
         kept.keep([batch(5)], [torch.zeros(2, 5, 8)], lowest=3, drawn=False, handed_on=True)
     kept.close()

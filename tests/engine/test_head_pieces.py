@@ -294,7 +294,7 @@ def test_a_head_that_trains_is_whole(
 ) -> None:
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
     stored, batches = write_checkpoint("llama", tmp_path, tied=tied), micro_batches(1)
-    with pytest.raises(ConfigError, match="cannot pass through in pieces"), opened(stored, head="stream", **adapter):
+    with pytest.raises(ConfigError, match="the head cannot stream in pieces"), opened(stored, head="stream", **adapter):
         pass
     with opened(stored, **adapter) as model:
         expected = streamed_step(model, batches)
@@ -318,7 +318,7 @@ def opened(stored: Checkpoint, **settings: Any) -> Iterator[LemaModel]:
 WHOLE = {
     "chameleon": "index_put_ to all logits",  # codes of images are no words
     "gemma4": "does not run on part of its vocabulary",  # it computes with a row of its table
-    "nemotron_h_omni": "no plain linear module",
+    "nemotron_h_omni": "the model's head is not a plain linear module",
     "rwkv": "does not run on part of its vocabulary",
 }
 SOME = ("gemma3_text", "inkling2", "mamba", "gpt_neox", *WHOLE)

@@ -223,7 +223,7 @@ def whole_reference(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def test_rows_of_which_nothing_is_said_are_refused(checkpoint_of: CheckpointOf) -> None:
     with streamed_model(checkpoint_of("llama"), objective="dpo") as model:
-        with pytest.raises(DataError, match="does not say of its rows"):
+        with pytest.raises(DataError, match="a batch lacks what the objective needs of its rows"):
             model.adapter.loss(micro_batches(1))
         model.adapter.objective = grpo()
         with pytest.raises(DataError, match="advantages"):

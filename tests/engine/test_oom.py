@@ -603,7 +603,7 @@ def test_where_processes_share_weights_nothing_is_begun_again(
         for point in ("forward", "backward"):
             failing.short = at(point, model, slots=1)
             failing.failures.clear()
-            with pytest.raises(MemoryLimitError, match="no process can begin again alone"):
+            with pytest.raises(MemoryLimitError, match="with shard_weights a process cannot try again alone"):
                 trainer.train_step(wide_batch())
             assert len(failing.failures) == 1
             assert model.memory.num_slots == SLOTS

@@ -38,12 +38,15 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 # What PEFT is told, beside rank and alpha; ours is told the same by the names of the settings.
 CASES: dict[str, Case] = {
-    "an expression": ("llama", {"target_modules": r".*\.(q_proj|down_proj)"}),
+    "a regular expression must match whole names": ("llama", {"target_modules": r".*\.(q_proj|down_proj)"}),
     "ends of names": ("llama", {"target_modules": ["self_attn.o_proj", "model.layers.3.mlp.up_proj"]}),
     "all-linear": ("llama", {"target_modules": "all-linear"}),
     "all-linear, transposed": ("gpt2", {"target_modules": "all-linear"}),
     "modules excluded": ("llama", {"target_modules": "all-linear", "exclude_modules": ["mlp.up_proj", "k_proj"]}),
-    "an expression excluded": ("llama", {"target_modules": ATTENTION, "exclude_modules": r".*layers\.[2-5]\..*"}),
+    "a regular expression must match whole names excluded": (
+        "llama",
+        {"target_modules": ATTENTION, "exclude_modules": r".*layers\.[2-5]\..*"},
+    ),
     "ranks and alphas": (
         "llama",
         {

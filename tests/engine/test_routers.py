@@ -182,7 +182,7 @@ def test_what_it_cannot_be_had_with(
     written = checkpoint("mixtral", tmp_path, monkeypatch)
     with (
         streamed_model(written, router_aux_loss_coef=COEFFICIENT, **settings) as model,
-        pytest.raises(ConfigError, match=f"cannot be had with {why}") as caught,
+        pytest.raises(ConfigError, match=f"the loss of routers cannot be combined with {why}") as caught,
     ):
         model.get_trainer()
     assert caught.value.where == "router_aux_loss_coef"

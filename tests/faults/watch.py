@@ -186,7 +186,7 @@ def refused(config: Path, settings: list[str]) -> bool:
 
 def _judged(code: int, said: str, named: Sequence[str]) -> str:
     told = f"error: {said.partition('error: ')[2]}" if code and "error: " in said else said
-    if code not in CODES or "this is no error lema knows" in said or "Traceback" in said:
+    if code not in CODES or "LEMA does not know this error" in said or "Traceback" in said:
         return f"exit {code}: {told[:600]}"
     if code and named and not any(name in told for name in named):
         return f"names nothing, exit {code}: {told[:600]}"

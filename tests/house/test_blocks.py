@@ -1,8 +1,8 @@
 """Every code block of the README and of docs/: which are run by a test, and what is checked of those that are not.
 
-A block between `<!-- NAME -->` and `<!-- end -->` is run by the test that names it. Of the others: settings are checked
-by test_docs.py; of each `lema` command the verb and its options exist, and of scripts the file; Python compiles. Those
-in Python are listed here, because they are not run: they show calls with data sets, loops or trainers of one's own.
+A block between `<!-- NAME -->` and `<!-- end -->` is run by the test that names it. All blocks in Python are, except
+those that need a GPU, which compile. For the other blocks, test_docs.py checks the settings, and the tests here check
+that each `lema` command has a verb and options that exist, and that each script exists.
 """
 
 import re
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- ([\w ]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined] # a group has commands
-NOT_RUN = {"activations.md": 1, "coming-from-trl.md": 1, "python.md": 1, "trainers.md": 5}  # Python, of each page
+NEED_A_DEVICE = {"trainers.md": 1}  # Python blocks of each page that name `device="cuda"`
 RUN = {  # name of a block, and the tests that run it
     "demo command": "tests/cli/test_demo.py",
     "test command": "tests/house/test_readme.py",
@@ -29,6 +29,13 @@ RUN = {  # name of a block, and the tests that run it
     "axolotl yaml": "tests/cli/test_import.py",
     "trl yaml": "tests/cli/test_import.py",
     "phases example": "tests/train/phases/test_phases_page.py",
+    "data example": "tests/house/test_readme.py",
+    "settings example": "tests/house/test_readme.py",
+    "operations example": "tests/activations/test_activations_page.py",
+    "sft example": "tests/peers_trl/test_trl_page.py",
+    "reward example": "tests/peers_trl/test_trl_page.py",
+    "grpo example": "tests/peers_trl/test_trl_page.py",
+    "mixin example": "tests/peers_trl/test_trl_page.py",
 }
 
 
@@ -43,12 +50,13 @@ def test_every_named_block_is_run_by_the_test_that_is_listed() -> None:
     assert not [name for name, text in texts.items() if not re.search(rf"\b{name.split()[0]}\b", text)]
 
 
-def test_python_that_is_not_run_is_listed_and_compiles() -> None:
+def test_python_that_is_not_run_needs_a_device_and_compiles() -> None:
     kept = {page: [text for name, kind, text in blocks(page) if kind == "python" and not name] for page in PAGES}
     found = {str(page.relative_to(ROOT)).removeprefix("docs/"): texts for page, texts in kept.items()}
-    assert {page: len(texts) for page, texts in found.items() if texts} == NOT_RUN
+    assert {page: len(texts) for page, texts in found.items() if texts} == NEED_A_DEVICE
     for page, texts in found.items():
         for text in texts:
+            assert 'device="cuda"' in text
             compile(text, page, "exec")
 
 

@@ -1,11 +1,14 @@
 """What the README shows works as it stands."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import newcomer
 import pytest
+from hubcache import files_of, write_cache
 from typer.main import get_command
 
 from lema.cli.app import app
@@ -14,7 +17,16 @@ from lema_tools.demo import run_demo
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+PYTHON, TRL = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("python.md", "coming-from-trl.md"))
+OPENED = """
+model = LemaModel(LemaConfig("lema-demo/model", output_dir="output/fit", max_steps=1, columns=COLUMNS))
+model.initialize_lora()
+trainer, tokenizer = model.get_trainer(), model.tokenizer
+"""
+ROWS = """
+COLUMNS = {"prompt": "question", "completion": "answer"}
+rows = [{"question": "What does the miller bring?", "answer": "Flour."}] * 4
+"""
 
 
 def block(name: str, page: str = README) -> str:
@@ -35,10 +47,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_python_examples_run(place: Path) -> None:
-    """That of the page on Python, then the README's, in one process: what it imports takes most of its time."""
+    """All run in one process, because imports take long. The model of the TRL page is in the hub's cache."""
+    write_cache(place / "hub", files_of(place / "lema-demo/model"), name="Qwen/Qwen2.5-0.5B")
+    (place / "data").mkdir()
+    rows = (place / "lema-demo/data/chat.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (place / "data/chats.jsonl").write_text("".join(rows[:8]), encoding="utf-8")
+    examples = [block("python example", PYTHON), block("python example"), ROWS + OPENED]
+    examples += [block("data example", PYTHON), block("settings example", TRL)]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", block("python example", PYTHON) + block("python example")],
+        [sys.executable, "-W", "error", "-c", "\n".join(examples)],
         cwd=place,
+        env={**os.environ, "HF_HUB_CACHE": str(place / "hub"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -49,6 +68,7 @@ def test_the_python_examples_run(place: Path) -> None:
     assert (place / "output/from-python/checkpoint-10/adapter_model.safetensors").is_file()
     assert (place / "output/from-python/adapter/adapter_config.json").is_file()
     assert (place / "output/first/adapter_config.json").is_file()
+    assert (place / "output/adapter_config.json").is_file()
 
 
 @pytest.mark.slow
@@ -82,6 +102,15 @@ def test_ci_runs_its_test_command_verbatim() -> None:
     assert found.stdout == block("test command")
     assert "\n" not in found.stdout.strip()
     assert 'bash -euo pipefail -c "$command"' in script
+    assert script.endswith(".tox/py/bin/python tests/support/newcomer.py\n")
+
+
+def test_a_newcomer_needs_two_commands_after_the_install() -> None:
+    """CI runs them, prints their time, and limits the time of the processors."""
+    demo, run_of_settings = newcomer.commands()
+    assert [Path(demo[0]).name, *demo[1:]] == ["lema", "demo"]
+    assert [Path(run_of_settings[0]).name, *run_of_settings[1:]] == ["lema", "train", "my.yaml"]
+    assert newcomer.MOST_CPU_SECONDS <= 120
 
 
 def test_every_file_it_links_to_is_there() -> None:

@@ -328,7 +328,7 @@ def test_no_setting_of_an_adapter_can_be_overridden_but_its_dropout(llama: Path,
     config = settings(llama, tmp_path, **{"lora_target_modules": ["q_proj", "v_proj"], name: value})
     with opened(config) as model:
         model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=re.escape(f"{name} is {other!r}, and the adapter was made with")):
+    with pytest.raises(ConfigError, match=re.escape(f"{name} is {other!r}, but the adapter was made with")):
         LemaModel.from_pretrained(tmp_path / "adapter", **{name: other})
     again = LemaModel.from_pretrained(tmp_path / "adapter", **{name: value}, lora_dropout=0.5)
     assert again.config == config.model_copy(update={"lora_dropout": 0.5})
@@ -346,7 +346,7 @@ def test_a_run_does_not_go_on_with_another_adapter(llama: Path, name: str, tmp_p
         trainer.save_checkpoint(tmp_path / "saved")
     with opened(settings(llama, tmp_path, **{**base, name: other})) as model:
         with pytest.raises(
-            ConfigError, match=re.escape(f"{name} is {other!r}, and the adapter was made with")
+            ConfigError, match=re.escape(f"{name} is {other!r}, but the adapter was made with")
         ) as caught:
             model.get_trainer().load_checkpoint(tmp_path / "saved")
         assert name in caught.value.how

@@ -288,11 +288,15 @@ def test_the_verbs(
     assert lema("shard", adapter, tmp_path / "by config", "--tp", 2, "--model", tmp_path / "config") == 0
     refusals: list[tuple[int, list[str], tuple[Any, ...]]] = [
         (2, ["taken"], ("consolidate", foreign, tmp_path / "whole")),
-        (3, ["whole already"], ("consolidate", adapter, tmp_path / "new")),
+        (3, ["this adapter is already whole"], ("consolidate", adapter, tmp_path / "new")),
         (3, ["no shards of an adapter"], ("consolidate", model, tmp_path / "new")),
         (2, ["use a tp of 1, 2, 4, 8", "q_proj"], ("shard", adapter, tmp_path / "new", "--tp", 3)),
-        (3, ["config is not here", "--model"], ("shard", adapter, tmp_path / "new", "--tp", 2, "--model", "no/such")),
-        (2, ["no order of replicas"], ("shard", adapter, tmp_path / "new", "--tp", 2, "--kv-layout", "pile")),
+        (
+            3,
+            ["no config of the base model", "--model"],
+            ("shard", adapter, tmp_path / "new", "--tp", 2, "--model", "no/such"),
+        ),
+        (2, ["is not an order of replicas"], ("shard", adapter, tmp_path / "new", "--tp", 2, "--kv-layout", "pile")),
         (2, ["say how they lie"], ("consolidate", tmp_path / "shards", tmp_path / "new", "--kv-layout", "tile")),
         (3, ["adapter_config.json"], ("shard", model, tmp_path / "new", "--tp", 2)),
     ]

@@ -114,7 +114,7 @@ def test_the_other_order_of_replicas_is_read_if_it_is_said(
     metadata.write_text(json.dumps({**json.loads(metadata.read_text()), "kv_layout": "interleave"}))
     consolidate_adapter(given, tmp_path / "again")
     assert_same(tmp_path / "again", tensors)
-    with pytest.raises(ConfigError, match="no order of replicas"):
+    with pytest.raises(ConfigError, match="is not an order of replicas"):
         consolidate_adapter(given, tmp_path / "other", kv_layout="pile")
 
 
@@ -228,7 +228,7 @@ MISFITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         r"it is \[8, 3\], and in .* it would be \[4, 3\]",
     ),
     "another width": (lambda c: c.update(intermediate_size=32), r"would be \[3, 32\]|would be \[32, 3\]"),
-    "fewer layers": (lambda c: c.update(num_hidden_layers=4), "has no module that this tensor could be of"),
+    "fewer layers": (lambda c: c.update(num_hidden_layers=4), "has no module for this tensor"),
 }
 
 
@@ -249,7 +249,7 @@ def test_what_does_not_fit_its_base_model_is_refused(
 def test_a_base_model_that_is_not_here_is_said_and_one_that_is_named_must_be(foreign: Path, tmp_path: Path) -> None:
     without_base(foreign)
     assert consolidate_adapter(foreign, tmp_path / "out").base is None
-    with pytest.raises(WeightsError, match="config is not here"):
+    with pytest.raises(WeightsError, match="no config of the base model"):
         consolidate_adapter(foreign, tmp_path / "other", model="nobody/nothing")
 
 
@@ -317,7 +317,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda d: (d / "adapter_config.json").unlink(), "there is no adapter_config.json"),
     "another adapter": (
         lambda d: (d / "adapter_config.json").write_text('{"peft_type": "IA3"}'),
-        "no config of a LoRA adapter",
+        "not the config of a LoRA adapter",
     ),
     "metadata that is none": (
         lambda d: (d / "adapter_shards/mp_metadata_pp_rank_0.json").write_text("{"),

@@ -173,10 +173,10 @@ def test_what_trains_outside_the_layers_is_in_the_budget(checkpoint_of: Checkpoi
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"modules_to_save": ["layers"]}, "model.layers holds whole decoder layers"),
-        ({"modules_to_save": ["layers.3"]}, "model.layers.3 holds whole decoder layers"),
-        ({"modules_to_save": ["model"]}, "model holds whole decoder layers"),
-        ({"modules_to_save": ["lp"]}, "mlp is to be trained whole, and a part of it is adapted"),
+        ({"modules_to_save": ["layers"]}, "model.layers contains whole decoder layers"),
+        ({"modules_to_save": ["layers.3"]}, "model.layers.3 contains whole decoder layers"),
+        ({"modules_to_save": ["model"]}, "model contains whole decoder layers"),
+        ({"modules_to_save": ["lp"]}, "mlp trains whole, but a part of it is adapted"),
         ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, "cannot be tied to each other"),
         ({"trainable_token_indices": [1, 10**6]}, "token 1000000 is to train, and there are"),
         ({"trainable_token_indices": {"embed_tokens": [10**6]}}, "token 1000000 is to train, and there are"),

@@ -75,4 +75,4 @@ def test_an_attention_whose_package_is_missing_is_refused_in_one_error(checkpoin
     with pytest.raises(ModelError) as caught, streamed_model(checkpoint_of("llama"), **wanted):
         pass
     assert "package for FlashAttention2 doesn't seem to be installed" in caught.value.what
-    assert caught.value.how.startswith("attn_implementation is 'flash_attention_2': install what it needs")
+    assert caught.value.how.startswith("attn_implementation is 'flash_attention_2': install its packages")

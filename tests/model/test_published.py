@@ -237,7 +237,7 @@ def test_a_layer_that_transformers_knows_of_is_left_out_without_a_warning(
     assert_same(load_file(prepared.weights), from_pretrained(source).state_dict())
     assert [note.split(":")[0] for note in prepared.notes()] == [
         "6 tensors rearranged",
-        "22 tensors left out, for transformers loads them into no model of this type",
+        "22 tensors left out, because transformers does not load them into this type",
     ]
 
 

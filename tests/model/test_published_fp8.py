@@ -135,7 +135,7 @@ Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
             "gate_up_proj: .*w3.*number 2 is missing",
         ),
         (as_it_was, r"w1.weight_scale_inv is \[6, 4\], and blocks of \[16, 16\] have \[3, 2\] scales"),
-        (of_nothing, r"input_layernorm.weight: .*scales are there, and no quantised weight"),
+        (of_nothing, r"input_layernorm.weight: .*there are scales without a quantised weight"),
     ],
     ids=["no scales", "no weight", "an expert without", "an expert less", "other blocks", "scales of nothing"],
 )

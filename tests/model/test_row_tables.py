@@ -232,7 +232,7 @@ def test_weights_that_train_themselves_are_whole(tmp_path: Path, of_any_size: No
 def test_tied_to_the_head_it_is_whole_and_the_plan_says_why(tmp_path: Path, of_any_size: None) -> None:
     blueprint = draw_up(settings(write_model(tmp_path / "model", tie_word_embeddings=True), tmp_path))
     assert not blueprint.tables.names
-    assert any("the head's weight as well" in note for note in blueprint.tables.notes)
+    assert any("also the head's weight" in note for note in blueprint.tables.notes)
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
@@ -275,9 +275,9 @@ def test_the_host_asks_no_device_for_tokens(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize(
     ("model", "changes", "why"),
     [
-        ({"tie_word_embeddings": True}, {}, "they are the head's weight as well"),
-        ({}, {"lora_target_modules": ["embed_tokens", "q_proj"]}, "they are trained, or adapted"),
-        ({}, {"lora_modules_to_save": ["embed_tokens"]}, "they are trained, or adapted"),
+        ({"tie_word_embeddings": True}, {}, "they are also the head's weight"),
+        ({}, {"lora_target_modules": ["embed_tokens", "q_proj"]}, "they train or have an adapter"),
+        ({}, {"lora_modules_to_save": ["embed_tokens"]}, "they train or have an adapter"),
         ({}, {"lora_trainable_token_indices": [1, 2]}, "trains rows of the embeddings"),
     ],
     ids=str,

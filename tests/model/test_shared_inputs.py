@@ -344,7 +344,9 @@ class Two(SingleProcess):
 
 
 def test_where_it_would_not_be_true_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="torch_compile makes its own of what arithmetic: fast"):
+    with pytest.raises(
+        ConfigError, match="torch_compile compiles the code that arithmetic: fast replaces; leave one of them out"
+    ):
         LemaConfig("model", arithmetic="fast", torch_compile=True)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     with pytest.raises(ConfigError, match="several processes hold the model together"):

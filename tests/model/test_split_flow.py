@@ -223,11 +223,11 @@ def test_layer_by_layer_gives_the_models_own_logits(walk: Walk) -> None:
 
 
 REFUSED = {
-    a_list_to_write: "layer 1 leaves something for later layers in a list",
+    a_list_to_write: "layer 1 passes something to later layers in a list",
     every_layer_twice: "does not run its layers once each",
     one_layer_left_out: "does not run its layers once each",
-    indices_handed_on_changed: "computes with more than the hidden state",
-    unknown_to_torch: "computes what autograd does not follow",
+    indices_handed_on_changed: "between its layers it uses more than the hidden state",
+    unknown_to_torch: "between its layers it uses operations that autograd does not follow",
 }
 
 

@@ -234,7 +234,7 @@ def test_whole_numbers_are_no_weights_and_halves_are_of_one_kind(tmp_path: Path)
     bare, name = skeleton(tmp_path), "model.norm.weight"
     for dtype in (torch.int32, torch.bool):
         save_file({**tensors, name: tensors[name].to(dtype)}, file)
-        with pytest.raises(WeightsError, match=f"of a type the model cannot be loaded from:\n.*{name}"):
+        with pytest.raises(WeightsError, match=f"of a type that the model cannot use:\n.*{name}"):
             map_names(bare, GlobalBinaryIndex(tmp_path))
     for dtype in (torch.float64, torch.bfloat16):  # floating types are cast, as from_pretrained does
         save_file({**tensors, name: tensors[name].to(dtype)}, file)

@@ -72,8 +72,8 @@ def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> Non
 @pytest.mark.parametrize(
     ("settings", "embeddings", "head", "why"),
     [
-        ({"lora_target_modules": ["q_proj", "lm_head"]}, 17, 67, "it is adapted, or trained"),
-        ({"lora_modules_to_save": ["embed_tokens"]}, 67, 67, "trains, which is outside the layers"),
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, 17, 67, "it has an adapter, or trains"),
+        ({"lora_modules_to_save": ["embed_tokens"]}, 67, 67, "trains, and is outside the layers"),
         ({"head": "device"}, 17, 67, ""),
         ({"embeddings": "device"}, 67, 17, ""),
         ({"embeddings": "disk"}, 0, 17, ""),

@@ -89,7 +89,7 @@ def test_a_rank_that_has_ended_is_told_in_a_sentence() -> None:
 
     with pytest.raises(LemaError, match="another process of this run has ended"):
         watch.waited("all_reduce", closed)
-    with pytest.raises(LemaError, match="not heard of in time"):
+    with pytest.raises(LemaError, match="did not answer in time"):
         watch.waited("all_reduce", late)
     with pytest.raises(RuntimeError, match="out of memory"):  # which has ways out of its own
         watch.waited("all_reduce", full)
@@ -125,7 +125,7 @@ def test_hosts_wait_for_each_other_as_long_as_was_said(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
     done = run_program([str(tmp_path / "late.py"), str(tmp_path / "told")], 2, tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "not heard of in time" in (tmp_path / "told").read_text()
+    assert "did not answer in time" in (tmp_path / "told").read_text()
 
 
 SCRIPT = """

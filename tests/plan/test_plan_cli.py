@@ -239,7 +239,7 @@ def test_a_plan_that_does_not_fit_says_so_first_and_ends_with_the_code_of_memory
     config.write_text(f"model_name_or_path: {eight}\ndevice: cpu\nmax_length: 1024\n")
     unlimited = ("--set", "device_memory=null", "--gradient-checkpointing", "false")
     assert lema("plan", config, "--profile", "4090", *unlimited) == 4
-    assert capsys.readouterr().out.startswith("does not fit: it takes ")
+    assert capsys.readouterr().out.startswith("does not fit: it needs ")
     assert lema("plan", config, "--profile", "4090") == 0
     assert capsys.readouterr().out.startswith("fits, with ")
 

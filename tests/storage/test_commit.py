@@ -143,7 +143,7 @@ def test_what_does_not_read_back_never_gets_the_name(tmp_path: Path, monkeypatch
         (directory / "b").write_text("neW")
 
     monkeypatch.setattr(module, "write_manifest", on_a_bad_disk)
-    with pytest.raises(DiskError, match="does not read back as it was written") as caught:
+    with pytest.raises(DiskError, match="the disk returns other bytes than were written") as caught:
         commit(tmp_path / "one", filled("new"))
     assert caught.value.where == str(tmp_path / "one" / "b")
     assert names(tmp_path) == ["one"] and words(tmp_path / "one") == {"old"}

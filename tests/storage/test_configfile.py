@@ -45,7 +45,10 @@ def change(directory: Path, **changes: Any) -> Path:
         ({"num_blocks": 1e300}, "is the most that is built"),
         ({"vocab_size": 2**63}, "a number of more than 64 bits"),
         ({"sizes": [1, -(2**64)]}, "a number of more than 64 bits"),
-        ({"configuration_files": ["config.1.0.0.json"]}, "sends its readers to other files"),
+        (
+            {"configuration_files": ["config.1.0.0.json"]},
+            "config.json refers to other files, which LEMA does not check",
+        ),
         ({"attn_implementation": {"": "someone/kernel"}}, "a kernel of the hub, 'someone/kernel'"),
         ({"parts": [{"_attn_implementation": "someone/kernel"}]}, "a kernel of the hub"),
         ({"model_type": ["llama"]}, "cannot read this config"),

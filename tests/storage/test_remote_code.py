@@ -70,7 +70,7 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
 
 
 def test_without_a_word_nothing_of_it_is_imported(model: Path, imports: Imports, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="code of its own") as refused:
+    with pytest.raises(ModelError, match="its own code") as refused:
         LemaModel(settings(model, tmp_path / "out"))
     assert "mill" in refused.value.what
     assert refused.value.where.startswith(str(model / "config.json"))
@@ -88,7 +88,7 @@ def test_with_it_the_model_streams_as_the_whole_one(model: Path, imports: Import
 def test_from_the_cache_it_streams_by_its_commit(model: Path, cache: Path, imports: Imports, tmp_path: Path) -> None:
     write_cache(cache, files_of(model))
     config = settings(Path("org/tiny"), tmp_path / "out", revision=COMMIT)
-    with pytest.raises(ModelError, match="code of its own"):
+    with pytest.raises(ModelError, match="its own code"):
         LemaModel(config)
     assert imports.modules == set()
     assert_same_gradients(gradients_streamed(config), gradients_of_the_whole(model))
@@ -208,7 +208,7 @@ def test_every_verb_takes_the_flag_and_refuses_without_it(
         ["models", model],
     ):
         imports.forget()
-        assert_refused(capfd, 2, ["code of its own", "--trust-remote-code"], *words)
+        assert_refused(capfd, 2, ["its own code", "--trust-remote-code"], *words)
         assert imports.modules == set()
         assert lema(*words, "--trust-remote-code") == 0, capfd.readouterr().err
         assert imports.modules == CODE

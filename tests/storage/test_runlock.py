@@ -98,7 +98,7 @@ def test_a_file_system_without_locks_is_said_and_gone_on_with(tmp_path: Path, mo
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.warns(UserWarning, match="no locks on this file system; nothing keeps a second run out"):
+    with pytest.warns(UserWarning, match="this file system has no locks to keep a second run out"):
         lock = run_lock(tmp_path)
         assert lock.__enter__() is False
     lock.__exit__(None, None, None)

@@ -19,7 +19,7 @@ from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 from lema_tools.survey.attempt import model_types
 
-SEVERAL_STACKS = "its layers are in more than one stack"
+SEVERAL_STACKS = "its layers form more than one stack"
 HEAD = "its head needs more than the last layer's output"
 
 # Refused: the sentence the user reads.

@@ -8,9 +8,11 @@ from pathlib import Path
 COMMIT = "1" * 40
 
 
-def write_cache(cache: Path, files: Mapping[str, bytes], *, commit: str = COMMIT, ref: str = "main") -> Path:
-    """Lay out the model `org/tiny` in `cache`, and return the snapshot."""
-    repository = cache / "models--org--tiny"
+def write_cache(
+    cache: Path, files: Mapping[str, bytes], *, commit: str = COMMIT, ref: str = "main", name: str = "org/tiny"
+) -> Path:
+    """Lay out a model in `cache` under its name on the hub, and return the snapshot."""
+    repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
     for folder in (snapshot, repository / "blobs", repository / "refs"):
         folder.mkdir(parents=True, exist_ok=True)

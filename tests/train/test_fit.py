@@ -292,7 +292,7 @@ def test_rows_that_are_no_tokens_are_tokenised_as_files_are(
     result, found = run_fit(other, chats, iter(chats))
     assert result["train_loss"] == expected["train_loss"] and result["eval_loss"] == expected["eval_loss"]
     assert all(torch.equal(found[name], value) for name, value in adapter.items())
-    assert "nothing is read from the column 'id' (6 rows, the first is rows:1)" in capsys.readouterr().out
+    assert "LEMA does not use the column 'id' (6 rows, the first is rows:1)" in capsys.readouterr().out
     with opened(other) as model:
         assert model.get_trainer().evaluate(chats)["eval_tokens"] == tokens.counts.trained_tokens
         with pytest.raises(DataError, match="say nothing to train on"):

@@ -99,7 +99,7 @@ def test_several_damaged_ones_are_each_said(
 def test_a_run_none_of_whose_checkpoints_is_sound_does_not_begin_afresh(llama: Path, copied: Path) -> None:
     for step in (2, 4, 6):
         flip(copied / f"checkpoint-{step}" / "state.json")
-    for resume, kind, words in ((True, AdapterError, "no checkpoint is sound"), (False, ConfigError, "earlier run")):
+    for resume, kind, words in ((True, AdapterError, "no checkpoint is valid"), (False, ConfigError, "earlier run")):
         with pytest.raises(kind, match=words):
             run_fit(config_of(llama, copied), ROWS, resume=resume)
 
@@ -120,9 +120,9 @@ def test_without_its_optimizer_a_checkpoint_is_gone_on_from_only_where_that_is_a
     assert steps == {1}  # of the one that was taken since
     assert said[:2] == [
         f"resuming from {copied / 'checkpoint-6'} (step 6 of 7)",
-        "of this checkpoint the weights are taken, and not the optimizer: its moments begin empty",
+        "LEMA takes the weights of this checkpoint but not its optimizer, whose moments begin empty",
     ]
-    with pytest.raises(ConfigError, match="weights alone"):
+    with pytest.raises(ConfigError, match="weights_only needs a checkpoint"):
         run_fit(config_of(llama, copied / "new"), ROWS, weights_only=True)
 
 
@@ -201,7 +201,7 @@ def test_all_processes_go_on_from_what_the_first_has_found(copied: Path) -> None
         except AdapterError as error:
             found[one.rank] = error.what.splitlines()[0]
 
-    for expected in (copied / "checkpoint-4", "no checkpoint is sound:"):
+    for expected in (copied / "checkpoint-4", "no checkpoint is valid:"):
         with processes(2) as all_of_them:
             threads = [threading.Thread(target=look, args=(one, seen[one.rank])) for one in all_of_them]
             for thread in threads:

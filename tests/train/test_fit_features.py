@@ -167,7 +167,7 @@ def test_a_run_begins_with_a_saved_adapter_as_it_is(llama: Path, adapter: Path, 
     gone.close()
     assert losses[0] != losses[-1]
     for change, error, words in [
-        ({"lora_rank": 5}, ConfigError, "lora_rank is 5, and the adapter was made with 3"),
+        ({"lora_rank": 5}, ConfigError, "lora_rank is 5, but the adapter was made with 3"),
         ({"adapter_name_or_path": str(llama)}, AdapterError, "no adapter in PEFT's format"),
     ]:
         with pytest.raises(error, match=words):
@@ -267,7 +267,7 @@ def test_a_hub_that_takes_nothing_is_known_before_the_first_step(
 ) -> None:
     config = settings(llama, tmp_path / "out", push_to_hub=True, hub_model_id="me/it", max_steps=1)
     monkeypatch.setattr(cards, "HfApi", Hub(why))
-    with pytest.raises(ConfigError, match="the hub takes no adapter: offline"):
+    with pytest.raises(ConfigError, match="the hub refused the adapter: offline"):
         run_fit(config, token_rows(4))
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
     monkeypatch.setattr(cards, "HfApi", Hub("upload"))

@@ -118,7 +118,10 @@ def test_an_adapter_that_a_new_run_replaces_is_said_before_it_is(llama: Path, tm
     assert not [line for line in said if "replaces" in line]
     run_fit(config, token_rows(4), say=said.append)
     (line,) = [line for line in said if "replaces" in line]
-    assert line.startswith(f"{tmp_path / 'out'} holds the adapter of an earlier run") and "output_dir" in line
+    assert (
+        line.startswith(f"{tmp_path / 'out'} has the adapter of an earlier run, and this run replaces it at its end")
+        and "output_dir" in line
+    )
 
 
 @pytest.mark.slow
@@ -184,7 +187,7 @@ def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
     assert logged(config, "learning_rate") == {1: 0.01, 2: 0.005, 3: 0.005, 4: 0.0025}  # from there as of four
     assert said == [
         f"resuming from {tmp_path / 'out' / 'checkpoint-2'} (step 2 of 4)",
-        "other settings from here on (then -> now): max_steps: 2 -> 4",
+        "settings changed from here on (then -> now): max_steps: 2 -> 4",
     ]
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 

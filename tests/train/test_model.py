@@ -180,7 +180,7 @@ def test_targets_that_match_nothing_are_refused_with_those_there_are(
         with pytest.raises(ModelError, match="not found") as caught:
             model.initialize_lora()
         assert "k_proj" in caught.value.how
-        assert ("a list is for their ends" in caught.value.how) is isinstance(targets, str)
+        assert ("a list has endings of names" in caught.value.how) is isinstance(targets, str)
         model.config.lora_target_modules = ["q_proj"]
         model.initialize_lora()
         assert len(model.get_trainable_parameters()) == 2 * NUM_LAYERS

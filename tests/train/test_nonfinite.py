@@ -65,7 +65,7 @@ def test_a_weight_that_is_not_finite_is_named_by_its_layer(
         with pytest.raises(NonFiniteError) as caught:
             trainer.train_step(batch(1))
         assert caught.value.where.endswith(f"first non-finite output: model.layers.{layer}")
-        assert "step 1; the optimizer was not stepped" in caught.value.where
+        assert "step 1; the optimizer made no step" in caught.value.where
         assert (trainer.global_step, trainer.accumulation_step, len(trainer.ready().state)) == (0, 0, 0)
         assert all(torch.equal(tensor, before[key]) for key, tensor in adapter_of(model.skeleton).items())
         assert all(parameter.grad is None for parameter in model.get_trainable_parameters())
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_layer(
         place = f"model.layers.{layer}.self_attn.v_proj.{matrix}.default"
         hook = model.skeleton.get_submodule(place).register_forward_hook(infinite_gradient)
         before = adapter_of(model.skeleton)
-        with pytest.raises(NonFiniteError, match="a gradient is not finite; the optimizer was not stepped") as caught:
+        with pytest.raises(NonFiniteError, match="a gradient is not finite; the optimizer made no step") as caught:
             trainer.train_step(batch(1))
         assert caught.value.where.startswith(
             f"step 1; first non-finite gradient: model.layers.{layer}.self_attn.v_proj.lora_"

@@ -132,9 +132,15 @@ def test_a_row_longer_than_a_pack_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("mamba", "reach into each other"),
-        ("lfm2", "reach into each other"),  # short convolutions beside attention
-        ("bloom", "reach into each other"),  # it counts positions itself
+        ("mamba", "rows of a pack influence each other in this model: their logits differ by"),
+        (
+            "lfm2",
+            "rows of a pack influence each other in this model: their logits differ by",
+        ),  # short convolutions beside attention
+        (
+            "bloom",
+            "rows of a pack influence each other in this model: their logits differ by",
+        ),  # it counts positions itself
         ("llama", None),
     ],
 )
@@ -177,7 +183,7 @@ def test_evaluation_of_packs_is_that_of_the_rows(models: dict[str, Path], tmp_pa
 def test_settings_that_contradict_packing_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="packing must be true, false or wrapped, not 'tight'"):
         LemaConfig("model", packing="tight")
-    with pytest.raises(ConfigError, match="dpo is a loss of rows, which are not joined"):
+    with pytest.raises(ConfigError, match="dpo compares rows, which cannot be packed"):
         LemaConfig("model", packing=True, objective="dpo")
     with pytest.raises(ConfigError, match="cuts rows of any length"):
         LemaConfig("model", packing="wrapped", overlong="drop")

@@ -139,7 +139,7 @@ def test_a_share_of_a_batch_is_too_little_for_the_kl_term(model: Path, tmp_path:
     config = written(tmp_path, model, LABELLED, objective="kto")
     done = run_program(["-m", "lema", "train", str(config)], 2, tmp_path)
     assert done.returncode != 0
-    assert "kto estimates its KL term from a whole batch" in done.stderr
+    assert "kto's KL term and aot need a whole batch, but each process has only a share of it" in done.stderr
 
 
 def test_epochs_over_frozen_layers_leave_them_out_for_the_reference_too(model: Path, tmp_path: Path) -> None:
@@ -170,14 +170,17 @@ def test_a_loss_that_is_not_finite_is_named(model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"beta": 0.1}, "beta says nothing with objective: sft"),
-        ({"objective": "dpo", "simpo_gamma": 1.0}, "simpo_gamma says nothing with objective: dpo"),
+        ({"beta": 0.1}, "beta has no effect with objective: sft"),
+        ({"objective": "dpo", "simpo_gamma": 1.0}, "simpo_gamma has no effect with objective: dpo"),
         ({"objective": "dpo", "loss_type": "sigmod"}, "did you mean sigmoid"),
-        ({"objective": "orpo", "loss_type": "sigmoid"}, "loss_type says nothing with objective: orpo"),
+        ({"objective": "orpo", "loss_type": "sigmoid"}, "loss_type has no effect with objective: orpo"),
         ({"objective": "dpo", "label_smoothing": 0.1}, "set loss_type to robust or exo_pair"),
         ({"objective": "dpo", "loss_type": "exo_pair"}, "takes the logarithm of label_smoothing"),
         ({"objective": "dpo", "lora_dropout": 0.1}, "trains without dropout"),
-        ({"objective": "kto", "lora_bias": "all"}, "biases would be gone"),
+        (
+            {"objective": "kto", "lora_bias": "all"},
+            "compares with the base model, but trained biases cannot be undone",
+        ),
         ({"objective": "kto", "batch_size": 1}, "set it to 2 or more"),
         ({"objective": "kto", "cache_frozen_prefix": True, "shuffle": False}, "not kept"),
         ({"loss_type": "dpo"}, "loss_type must be one of nll, dft"),
@@ -198,7 +201,7 @@ def test_a_file_of_phases_learns_tokens_alone(model: Path, tmp_path: Path, capfd
     phases = [{"name": "only", "trains": "lora", "tokens": 512}]
     config = written(tmp_path, model, PAIRS, objective="dpo", phases=phases, eval_split=None)
     assert lema("train", config) == 2
-    assert "give a preference objective a run of its own" in capfd.readouterr().err
+    assert "phases train on the tokens of rows; use a separate run for a preference objective" in capfd.readouterr().err
 
 
 def test_dft_weighs_the_loss_of_each_token_with_its_probability(model: Path, tmp_path: Path) -> None:

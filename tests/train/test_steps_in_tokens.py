@@ -248,7 +248,7 @@ def test_auto_is_a_number_by_the_plan_and_stays_it(
         assert tokens >= plan.room.crossover * 0.9 or not plan.measured
     with opened(config, adapter=False) as model:
         model.initialize_lora()
-        with pytest.raises(ConfigError, match="is a number by the plan"):
+        with pytest.raises(ConfigError, match="tokens_per_step: auto needs the plan of a run"):
             batches_of(ROWS, config)
         trainer = model.get_trainer()
         chosen = trainer.config.tokens_per_step

@@ -94,7 +94,7 @@ def assert_survives(
 def test_a_full_disk_costs_no_checkpoint(
     small_disk: Path, write_config: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["the disk is too full for a checkpoint", "what was saved before is untouched"]
+    words = ["the disk is too full for a checkpoint", "earlier files are untouched"]
     assert_survives(full_disk, words, small_disk / "out", write_config, capfd)
 
 

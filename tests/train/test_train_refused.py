@@ -203,7 +203,7 @@ def test_data_that_cannot_be_trained_on_is_refused_by_line(
         ({"train_data": None}, 2, ["names no training data"]),
         ({"max_length": 4096}, 2, ["128 positions"]),
         ({"lora_target_modules": ["c_attn"]}, 2, ["c_attn", "q_proj"]),
-        ({"lora_modules_to_save": ["layers"]}, 2, ["model.layers holds whole decoder layers"]),
+        ({"lora_modules_to_save": ["layers"]}, 2, ["model.layers contains whole decoder layers"]),
         ({"model_type": "gpt2"}, 2, ["'llama', not 'gpt2'"]),
         ({"attn_implementation": "no_such"}, 2, ["no_such"]),
         ({"lr_scheduler_type": "greedy"}, 2, ["greedy"]),
@@ -230,7 +230,7 @@ def test_resuming_what_never_began_is_refused(write_config: Any, capfd: pytest.C
 
 
 def test_weights_alone_are_taken_of_a_checkpoint(write_config: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert_refused(capfd, 2, ["weights alone", "--resume"], "train", write_config(), "--weights-only")
+    assert_refused(capfd, 2, ["only a resumed run can do this", "--resume"], "train", write_config(), "--weights-only")
 
 
 @pytest.mark.slow
@@ -248,9 +248,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_without_an_optimizer_none_is_go
     assert "passed over" not in told.err  # it is said once
     for step in (1, 2):
         (out / f"checkpoint-{step}" / "optimizer.safetensors").unlink()
-    assert_refused(capfd, 3, ["no checkpoint is sound", "--weights-only"], "train", config, "--resume")
+    assert_refused(capfd, 3, ["no checkpoint is valid", "--weights-only"], "train", config, "--resume")
     assert lema("train", config, "--resume", "--weights-only") == 0
-    assert "the weights are taken, and not the optimizer" in capfd.readouterr().out
+    assert (
+        "LEMA takes the weights of this checkpoint but not its optimizer, whose moments begin empty"
+        in capfd.readouterr().out
+    )
 
 
 def test_evaluating_without_data_is_refused(
@@ -265,7 +268,7 @@ def test_an_adapter_made_with_other_settings_is_not_overlooked(
 ) -> None:
     assert lema("train", write_config(max_steps=1)) == 0
     config = write_config(lora_rank=8)
-    assert_refused(capfd, 2, ["lora_rank is 8, and the adapter was made with 4"], "generate", config, "-p", "corn")
+    assert_refused(capfd, 2, ["lora_rank is 8, but the adapter was made with 4"], "generate", config, "-p", "corn")
 
 
 def test_weights_that_are_not_finite_stop_the_run_before_its_first_step(

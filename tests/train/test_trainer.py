@@ -141,7 +141,9 @@ def test_an_optimizer_of_the_user_s_is_the_one_that_steps(model: LemaModel) -> N
 
 def test_an_optimizer_over_something_else_is_refused(model: LemaModel) -> None:
     stranger = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1.0)
-    with pytest.raises(ConfigError, match="holds none of the adapter's parameters") as caught:
+    with pytest.raises(
+        ConfigError, match="the optimizer has none of the adapter's parameters, so it would train nothing"
+    ) as caught:
         model.get_trainer(stranger)
     assert "get_trainable_parameters" in caught.value.how
 
@@ -168,8 +170,8 @@ IDS = torch.arange(2, 14).reshape(2, 6)
         ({"inputs": {"input_ids": IDS.tolist(), "labels": IDS.tolist()}}, "input_ids, labels should be torch tensors"),
         ({"inputs": IDS + VOCABULARY}, f"input_ids holds {VOCABULARY + 13}, which is outside the vocabulary"),
         ({"inputs": IDS, "labels": IDS - 7}, "labels holds -5, which is outside the vocabulary"),
-        ({"inputs": IDS, "labels": torch.full_like(IDS, -100)}, "no token of this step is trained"),
-        ({"inputs": IDS[:, :1]}, "no token of this step is trained"),
+        ({"inputs": IDS, "labels": torch.full_like(IDS, -100)}, "this step trains on no token: every label is -100"),
+        ({"inputs": IDS[:, :1]}, "this step trains on no token: every label is -100"),
     ],
 )
 def test_what_is_no_batch_is_refused_and_changes_nothing(

@@ -44,15 +44,15 @@ LABELS = {
     "working": "one micro-batch in one layer",
     "flight": "hidden states between layers",
     "expanded": "weights of one layer, expanded",
-    "gathered": "layers put together of parts",
+    "gathered": "layers assembled from parts",
     "boundaries": "inputs of layers, kept",
     "saved": "activations not recomputed",
     "ring": "buffers that layers are read into",
-    "cached": "layers kept from the disk",
+    "cached": "layers kept in host memory",
     "masters": "weights in fp32",
     "moments": "optimizer state",
     "waiting": "gradients that wait",
-    "stepping": "the optimizer at work",
+    "stepping": "optimizer working memory",
     "process": "interpreter and libraries",
 }
 

@@ -100,8 +100,8 @@ def _content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) 
 def _flag(row: Row, message: dict[str, Any], at: str) -> bool | None:
     """Take out of a message what says whether to train on it; None: nothing does."""
     if detail := next((name for name in _DETAILS if message.get(name)), None):
-        how = "split the message where training should begin and end, with train: true or false on each part"
-        raise row.broken(f"{detail!r} asks to train on parts of a message, which is not there", at=at, how=how)
+        how = "split the message into parts, each with train: true or false"
+        raise row.broken(f"{detail!r} asks to train on parts of a message, which LEMA does not support", at=at, how=how)
     said = [flag_of(row, message.pop(name), f"'{name}'", at) for name in FLAGS if name in message]
     for name in _DETAILS:
         message.pop(name, None)
@@ -116,7 +116,7 @@ def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
     for call in calls:
         function = call.get("function") or call if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise row.broken("a tool call names no function", at=at, how=how)
+            raise row.broken("a tool call has no function name", at=at, how=how)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -124,7 +124,7 @@ def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
             except (ValueError, RecursionError) as error:
                 raise row.broken(f"the arguments of a tool call are text that is not JSON: {error}", at=at) from error
         if not isinstance(arguments if arguments is not None else {}, Mapping):
-            raise row.broken("the arguments of a tool call are no object", at=at, how=how)
+            raise row.broken("the arguments of a tool call are not an object", at=at, how=how)
         named = {"name": text_of(row, function["name"], "the name of a tool", at), "arguments": dict(arguments or {})}
         left = call.keys() - {"function", "name", "arguments"}
         rest = {key: value for key, value in call.items() if key in left and value is not None}

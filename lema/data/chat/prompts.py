@@ -45,7 +45,7 @@ def _piped(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             values = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"no JSON: {error.msg}", where=f"{STDIN}:{number}", how="write an object a line") from error
+            raise DataError(f"no JSON: {error.msg}", where=f"{STDIN}:{number}", how="one object per line") from error
         if not isinstance(values, dict):
             raise DataError("a row should be a JSON object", where=f"{STDIN}:{number}", how='{"prompt": "..."}')
         yield number, values
@@ -75,7 +75,7 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
         given = [{"role": "user", "content": text}]
     said = read_messages(Row({**values, column: given}, row.source, row.line), column, {})
     if said.messages[-1]["role"] == "assistant":
-        how = "end with the user's; of a chat to learn from, take the answer out"
+        how = "end with the user's message; remove the answer from a chat that has one"
         raise row.broken("the last message is the assistant's, so there is nothing to answer", how=how)
     template = open_template(tokenizer, said.tools, row)
     check_roles(said, template, row)
@@ -90,4 +90,4 @@ def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, pos
             raise row.broken("the prompt has no tokens", how="give a prompt of at least one character")
         if positions is not None and len(prompt) + new > positions:
             what = f"{len(prompt):,} tokens and {new:,} new ones are more than the {positions:,} that the model takes"
-            raise row.broken(what, how="shorten it, or ask for fewer new tokens")
+            raise row.broken(what, how="shorten the prompt, or request fewer new tokens")

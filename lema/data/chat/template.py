@@ -134,7 +134,7 @@ def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None,
     if not isinstance(text, str):  # several by name, one of them for tools
         text = guarded(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
     if refused := check_template(text):
-        raise row.broken(f"{refused}, which no chat needs", how="do not use this template unless you trust it")
+        raise row.broken(f"{refused}, which no chat template needs", how="do not use this template unless you trust it")
     return Template(text, tokenizer, tools)
 
 
@@ -145,7 +145,7 @@ def guarded(row: Row, function: Callable[[], Any]) -> Any:
         with timelimit.limited(MAX_SECONDS, lambda: slow, file="<template>"):
             return function()
     except Exception as error:
-        said = "it asks for more than 768 MiB" if isinstance(error, MemoryError) else str(error)
-        what = f"the chat template does not take this chat: {said or type(error).__name__}"
+        said = "it allocates more than 768 MiB" if isinstance(error, MemoryError) else str(error)
+        what = f"the chat template rejects this chat: {said or type(error).__name__}"
         how = "compare the roles and their order with what the model's template expects"
         raise row.broken(what, how=how) from error

@@ -37,7 +37,7 @@ class Chats:
         """The rendered chat, with all its special tokens, and which stretches of it are learnt; None: the data say so
         of none. `DataError`: no template, it refuses the chat, no assistant message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
-            raise row.broken("no message is the assistant's, so there is nothing to learn")
+            raise row.broken("no message is the assistant's, so there is nothing to train on")
         template = open_template(self.tokenizer, chat.tools, row)
         check_roles(chat, template, row)
         trained = self._trained(chat, row)
@@ -70,11 +70,11 @@ class Chats:
         for number, flag in enumerate(chat.flags):
             assistant = chat.messages[number]["role"] == "assistant"
             if flag is False and self.train_on == "all":
-                what = "the settings say to train on all words, and this message not to"
-                raise row.broken(what, at=f"message {number + 1}", how="set train_on: assistant, or take the flag out")
+                what = "the settings train on all words, but this message must not be trained on"
+                raise row.broken(what, at=f"message {number + 1}", how="set train_on: assistant, or remove the flag")
             if flag and not assistant and self.train_on != "all":
-                what = "the message says to train on it, and is not the assistant's"
-                raise row.broken(what, at=f"message {number + 1}", how="take the flag out, or set train_on: all")
+                what = "the message asks to be trained on, but it is not the assistant's"
+                raise row.broken(what, at=f"message {number + 1}", how="remove the flag, or set train_on: all")
         answers, roles = chat.answers(), [message["role"] for message in chat.messages]
         if self.train_on == "last":
             return [number for number in answers if "assistant" not in roles[number + 1 :]]
@@ -90,7 +90,7 @@ def _remarks(rendered: Rendered, chat: Chat) -> list[str]:
         found.append("the chat template does not show the tools")
     hidden = [message["role"] for number, message in enumerate(rendered.messages) if rendered.hidden(number)]
     for role in dict.fromkeys(hidden):
-        what = "reasoning, or words beside a tool call," if role == "assistant" else f"words of the role {role}"
+        what = "reasoning, or text next to a tool call," if role == "assistant" else f"words of the role {role}"
         found.append(f"the chat template leaves out {what} in some messages")
     return found
 
@@ -102,7 +102,7 @@ def _ended(rendered: Rendered, span: Span, remarks: list[str]) -> tuple[Span, st
         return span, ""
     token = rendered.next_token()
     if not token and not rendered.tail[2].strip():
-        remarks.append("the chat template ends an answer with nothing that a model could stop at")
+        remarks.append("the chat template does not end an answer with a token at which a model could stop")
     return (start, end + len(token)), token
 
 

@@ -24,7 +24,7 @@ MARK_IT = (
     "mark the assistant's words in the chat template with {% generation %} ... {% endgeneration %}, "
     "or give each answer its own row as prompt + completion"
 )
-REWRITTEN = "the chat template rewrites earlier messages, so the assistant's words cannot be told from the rest"
+REWRITTEN = "the chat template rewrites earlier messages, so the assistant's words cannot be found"
 _MOST_KNOWN = 4096
 T = TypeVar("T")
 _PLAIN_KEYS = {"role", "content", "reasoning_content", "thinking", "reasoning", "tool_calls", "tool_call_id", "name"}
@@ -125,10 +125,10 @@ class Rendered:
         shown = [one for one in self.marked.of[number] if 2 * one in self.places and 2 * one + 1 in self.places]
         if missing := self._missing(number):
             what = f"the chat template leaves out {missing}, so that something else would be trained on as the answer"
-            raise self.row.broken(what, at=at, how="give a chat_template that writes it, or say train: false")
+            raise self.row.broken(what, at=at, how="use a chat_template that writes it, or set train: false")
         if not shown:
-            how = "remove the message, or say that it is not to be trained on: train: false"
-            raise self.row.broken("the answer is empty: its end alone would be trained on", at=at, how=how)
+            how = "remove the message, or set train: false on it"
+            raise self.row.broken("the answer is empty, so only its end token would be trained on", at=at, how=how)
         words = {one: self.text[self.places[2 * one][0] : self.places[2 * one + 1][0]] for one in shown}
         if any(pieces[one].part == "content" and words[one] != pieces[one].words for one in shown):
             raise self.row.broken("the chat template changes the assistant's words", at=at, how=MARK_IT)
@@ -153,7 +153,7 @@ class Rendered:
             if end > first and start < until and not any(start < place < end for place in others)
         ]
         if not spans:
-            what = "the chat template marks the assistant's words, and not these"
+            what = "the chat template marks the assistant's words, but not these"
             raise self.row.broken(what, at=f"message {number + 1}", how="correct the {% generation %} of the template")
         return min(one[0] for one in spans), max(one[1] for one in spans)
 
@@ -272,7 +272,7 @@ def _render(template: Template, known: Known, messages: list[dict[str, Any]], ro
     else:
         text = template.render(messages, row)
     if has_marks(text):
-        what = "a message holds characters of the last private plane of Unicode, which mark words here"
+        what = "a message has characters of the last private plane of Unicode, which LEMA uses as marks"
         raise row.broken(what, how=f"remove the characters from U+{FIRST:X} on")
     try:
         marked = mark_messages(messages)
@@ -281,6 +281,6 @@ def _render(template: Template, known: Known, messages: list[dict[str, Any]], ro
     with_marks = template.render(marked.messages, row)
     again, places = without_marks(with_marks)
     if again != text:
-        how = "give a chat_template that writes messages as they are, or give each answer as prompt + completion"
-        raise row.broken("the chat template asks for words of a message, and changes with them", how=how)
+        how = "use a chat_template that writes messages unchanged, or give each answer as prompt + completion"
+        raise row.broken("the chat template reads the text of a message and writes something else", how=how)
     return Rendered(template, known, row, messages, marked, text, places, last_mark(with_marks), said)

@@ -123,7 +123,7 @@ def _asked(
         settings.pad_token_id = padding or 0  # masked, so any token will do
     strings = [settings.stop_strings] if isinstance(settings.stop_strings, str) else settings.stop_strings or []
     if "" in strings:
-        raise ConfigError("every text has an empty string", where="stop_strings", how="name one that ends a text")
+        raise ConfigError("every text contains the empty string", where="stop_strings", how="leave it out")
     settings.stop_strings = None  # because `transformers` would look for them in prompts, too
     return settings, dict(rest), list(strings)
 

@@ -79,9 +79,9 @@ class HeadCut:
         if self._divided and self.asked:
             self._refuse("several processes hold the model together")
         elif not self._divided and not has_addresses(stored.backend.device):
-            self._refuse("this device compiles what it runs, for every size of it")
+            self._refuse("this device compiles every size of what it runs")
         elif found is None:
-            self._refuse("the model's head is no plain linear module")
+            self._refuse("the model's head is not a plain linear module")
         elif not self.asked and not self._divided and found.weight.nbytes < LEAST_BYTES:
             return
         elif (why := self._why_whole(found)) is not None:
@@ -113,7 +113,7 @@ class HeadCut:
         """Leave the head whole where a table of the same weight has to be."""
         if self.module is not None and not tables.names.issuperset(self._others):
             self.module = None
-            self._refuse("its weight is that of the input embeddings, which are whole there")
+            self._refuse("its weight is that of the input embeddings, which are whole on the device")
 
     def handed_over(self) -> frozenset[str]:
         """Return the names of a weight that is divided among processes, which is looked after here until then."""
@@ -151,13 +151,13 @@ class HeadCut:
         if self.module is None:
             return None
         if _head_of(self._model) is not self.module:
-            return "it is adapted, or trained"
+            return "it has an adapter, or trains"
         inside = f"{find_layers(self._model)[0]}."
         # Of any of them, because the head's gradients are formed for all logits of a token at once.
         trained = [
             name for name, one in self._model.named_parameters() if one.requires_grad and not name.startswith(inside)
         ]
-        return f"{trained[0]} trains, which is outside the layers" if trained else None
+        return f"{trained[0]} trains, and is outside the layers" if trained else None
 
     def keep_whole(self, tables: RowTables, why: str = "") -> int:
         """Have the head whole on the device after all; return what that takes of it. `ConfigError`: the settings ask
@@ -179,7 +179,7 @@ class HeadCut:
 
     def _refuse(self, why: str) -> None:
         if self.asked:
-            raise ConfigError(f"the head cannot pass through in pieces: {why}", where=SETTING, how="set it to auto")
+            raise ConfigError(f"the head cannot stream in pieces: {why}", where=SETTING, how="set it to auto")
         self.why = why
 
     def _why_whole(self, module: nn.Linear) -> str | None:
@@ -190,10 +190,10 @@ class HeadCut:
         others = tuple(name for name in names if name != own)
         stored = next((name for name in (own, *others) if name in self._stored.records), None)
         if stored is None or not isinstance(self._stored.records[stored], TensorRecord):
-            return "its weight is stored quantised, or in several places"
+            return "its weight is stored quantised or in several places"
         embeddings = {f"{name}.weight" for name, one in self._model.named_modules() if isinstance(one, nn.Embedding)}
         if len(others) > 1 or not embeddings.issuperset(others):
-            return "others than the input embeddings share its weight"
+            return "other modules than the input embeddings share its weight"
         self.name, self._others = stored, others
         return _needs_all_logits(self._model, module)
 
@@ -257,7 +257,7 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
     return next((what for one in found for what in one or ()), None)
 
 
-ELSEWHERE = "the model's logits are not what its head returns"
+ELSEWHERE = "the model changes the logits that its head returns"
 
 
 class _Follow(TorchDispatchMode):

@@ -37,7 +37,7 @@ def likelihoods(
     Other than in training, a label is the token *after* its position, because the last one is no input; -100 is not
     asked about. If `on_host`, hidden states wait in host memory between layers. `ConfigError`: the head is cut."""
     if model.head is not None:
-        what = "likelihoods are of whole logits, and the head's weight is streamed in pieces"
+        what = "likelihoods need whole logits, but the head streams in pieces"
         raise ConfigError(what, where="head", how="set head: device, or raise device_memory")
 
     def run(parts: Sequence[Mapping[str, Tensor]]) -> list[Likelihood]:

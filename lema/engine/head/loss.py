@@ -110,7 +110,7 @@ class LossChunks:
         self.scale = scale
         self.trained_tokens = sum(map(_count, self._known))
         if not self.trained_tokens and not num_tokens:
-            what = "no token of this step is trained: every label is -100"
+            what = "this step trains on no token: every label is -100"
             raise DataError(what, how="check the labels, or max_length if truncation cut the trained part off")
         self.num_tokens = num_tokens or self.trained_tokens
 

@@ -108,7 +108,7 @@ def pursue(model: StreamedModel, config: LemaConfig) -> None:
     model.objective, model.dft = objective_of(config), config.loss_type == "dft"
     model.smoothing = config.label_smoothing_factor
     if model.objective is not None and model.objective.of_batch and model.backend.replicas.size > 1:
-        what = "kto estimates its KL term from a whole batch, aot sorts one, and each process has a share of it"
+        what = "kto's KL term and aot need a whole batch, but each process has only a share of it"
         how = "start one process, or set loss_type: apo_zero_unpaired for kto, or another for dpo"
         raise ConfigError(what, where="objective", how=how)
     if model.objective is not None:
@@ -177,7 +177,7 @@ def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> T
             return (1 - torch.sigmoid(beta * chosen)) + torch.sigmoid(beta * rejected)
         case "apo_down":
             return torch.sigmoid(beta * chosen) + (1 - torch.sigmoid(beta * delta))
-    raise AssertionError(f"{loss_type!r} is no loss of pairs")
+    raise AssertionError(f"{loss_type!r} is not a loss of pairs")
 
 
 def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesirable: float) -> tuple[Tensor, Measured]:

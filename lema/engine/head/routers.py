@@ -126,6 +126,6 @@ def add_router_loss(model: StreamedModel, config: LemaConfig, directory: Path, u
         f"device: {config.device}": model.split.lazy,
     }
     if found := [name for name, value in others.items() if value]:
-        what = f"the loss of routers, which is asked for, cannot be had with {found[0]}"
-        raise ConfigError(what, where=SETTING, how="set it to 0, or leave that out")
+        what = f"the loss of routers cannot be combined with {found[0]}"
+        raise ConfigError(what, where=SETTING, how="set it to 0, or remove the other setting")
     model.engine.routers, model.retry.cuts = RouterLoss(model.split, coefficient), False

@@ -74,8 +74,8 @@ class RowLoss:
         self._known = [one.cpu().numpy() for one in known]
         wanted = ADVANTAGES if objective.advantages else EXAMPLE
         if not all(wanted in batch for batch in batches):
-            how = "read the data with the run's objective, or give what `lema.data.preference` says of rows"
-            raise DataError(f"a batch does not say of its rows what the objective needs: {wanted}", how=how)
+            how = "read the data with the run's objective, or add what `lema.data.preference` requires"
+            raise DataError(f"a batch lacks what the objective needs of its rows: {wanted}", how=how)
         said = [batch[EXAMPLE].cpu() for batch in batches if EXAMPLE in batch]
         self._about = torch.cat(said).numpy() if len(said) == len(batches) else self._one_batch()
         self._coefficients: list[Tensor] = []

@@ -67,9 +67,9 @@ def text_bytes(
             except (*VALUES_NEEDED, *PASSED_THROUGH_THE_MODEL, LemaError) as error:
                 failure = error
     raise ModelError(
-        "what this model computes depends on values, so the memory of its texts cannot be told from its config",
+        "this model's computation depends on values, so the memory of its texts is not known",
         where=type(model).__name__,
-        how="begin with few prompts at once, and look at what they take",
+        how="start with few prompts at once, and watch the memory",
     ) from failure
 
 

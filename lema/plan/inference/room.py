@@ -70,7 +70,7 @@ def plan_texts(
     if rows is None and isinstance(widest := plan(max(fitting, 1)), TextPlan):
         return widest
     need = sized.of(rows or 1)
-    how = ["ask for fewer new tokens, or a shorter prompt"]
+    how = ["request fewer new tokens, or use a shorter prompt"]
     if fitting:
         how = [f"generate {fitting} at once (--batch-size {fitting})"]
     if not host and not shared:

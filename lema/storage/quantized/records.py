@@ -151,7 +151,7 @@ def _bitsandbytes_int8(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
             with layout.file.open("rb") as stream:
                 stream.seek(layout.offset)
                 if layout.nbytes != 1 or stream.read(1) != b"\0":
-                    what = "the parameter is laid out in tiles, as bitsandbytes did for older devices"
+                    what = "the parameter is stored in tiles, as bitsandbytes does for older devices"
                     how = "save the model again with a newer bitsandbytes, or use the unquantised one"
                     raise ModelError(what, where=f"{index.path}: {weight.name}", how=how)
             parts["weight_format"] = layout
@@ -193,7 +193,7 @@ def _parsed(text: str | bytes, name: str, where: Path) -> dict[str, Any]:
 
 
 def _nonsense(name: str, where: Path) -> WeightsError:
-    what = f"what is stored beside the quantised parameter {name!r} does not say how to expand it"
+    what = f"the metadata of the quantised parameter {name!r} does not define how to expand it"
     return WeightsError(what, where=str(where), how="download or prepare the model again")
 
 

@@ -88,7 +88,7 @@ def make_repository(config: LemaConfig) -> None:
         HfApi().create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True)
     except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         how = "log in with `hf auth login` or set HF_TOKEN, and check hub_model_id; or leave push_to_hub out"
-        raise ConfigError(f"the hub takes no adapter: {error}", where="push_to_hub", how=how) from error
+        raise ConfigError(f"the hub refused the adapter: {error}", where="push_to_hub", how=how) from error
 
 
 def upload(config: LemaConfig) -> str:
@@ -98,7 +98,7 @@ def upload(config: LemaConfig) -> str:
         name = api.create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True).repo_id
         api.upload_folder(repo_id=name, folder_path=directory, allow_patterns=list(PUBLISHED), commit_message="Adapter")
     except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
-        how = f"the adapter is in {directory}: `hf upload {_repository(config)} {directory}` sends it"
+        how = f"the adapter is in {directory}: `hf upload {_repository(config)} {directory}` uploads it"
         raise ConfigError(f"the adapter was not uploaded: {error}", where="push_to_hub", how=how) from error
     return f"{api.endpoint}/{name}"
 

@@ -166,7 +166,7 @@ def read_state(directory: Path) -> dict[str, Any]:
     expected = {"global_step", "schedule", "scaler", "generators", "extra", "optimizer"}
     if not isinstance(state, dict) or not expected <= state.keys():
         what = "this is not the state of a checkpoint"
-        how = "name a directory that save_checkpoint or `lema train` wrote"
+        how = "choose a directory that save_checkpoint or `lema train` wrote"
         raise AdapterError(what, where=str(directory / STATE), how=how)
     return state
 
@@ -182,7 +182,7 @@ def restore_optimizer(
     the places of the parameters that this process updates; None: all."""
     if plain.get("class") != (name := type(optimizer).__qualname__):
         what = f"the state is of the optimizer {plain.get('class')}, not of {name}"
-        raise AdapterError(what, where=str(directory / STATE), how="resume with the optimizer the run began with")
+        raise AdapterError(what, where=str(directory / STATE), how="resume with the optimizer with which the run began")
     try:
         tensors = load_file(directory / OPTIMIZER)
         state: dict[int, dict[str, Any]] = {}
@@ -207,7 +207,7 @@ def restore_optimizer(
         optimizer.load_state_dict({"state": state, "param_groups": groups})
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         what = f"the optimizer cannot be restored: {error}"
-        how = "resume with the settings the run began with, or name another checkpoint"
+        how = "resume with the settings with which the run began, or choose another checkpoint"
         raise AdapterError(what, where=str(directory / OPTIMIZER), how=how) from error
 
 
@@ -233,7 +233,7 @@ def check_savable(optimizer: Optimizer, parts: int = 1) -> None:
         how = "use an optimizer whose state is tensors and numbers, such as adamw_8bit"
         raise ConfigError(what, where=f"optimizer {tried.plain['class']}", how=how)
     if parts > 1 and tried.plain.get("wrapped"):
-        what = "its moments are quantised in parts that do not lie as the parameters' parts do over processes"
+        what = "its quantised moments cannot be divided among processes like the parameters"
         raise ConfigError(what, where=f"optimizer {tried.plain['class']}", how="set optim: adamw_torch")
 
 

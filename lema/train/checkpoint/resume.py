@@ -81,10 +81,10 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
             tell_warning(f"{directory} is damaged and passed over: {fault}", say)
         else:
             return directory
-    how = "copy one back from where it is whole, or begin a new run in another output_dir"
-    how += "" if weights_only else "; where the optimizer alone is damaged, --weights-only goes on without it"
+    how = "restore one from a good copy, or begin a new run in another output_dir"
+    how += "" if weights_only else "; if only the optimizer is damaged, --weights-only continues without it"
     where = str(found[-1].parent) if found else ""
-    raise AdapterError(f"no checkpoint is sound:{listed(faults)}", where=where, how=how)
+    raise AdapterError(f"no checkpoint is valid:{listed(faults)}", where=where, how=how)
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any
     step, extra = directory.name.removeprefix(PREFIX), state["extra"]
     in_phase = isinstance(extra, dict) and {"plan", "phase", "step"} <= extra.keys()  # named by the phase's own step
     if step.isdigit() and int(step) != (said := int(extra["step"] if in_phase else state["global_step"])):
-        what = f"it is of step {said}, and its name says {step}: it was renamed, or another copied over it"
+        what = f"it is of step {said}, and its name says {step}: it was renamed, or another was copied over it"
         raise AdapterError(what, where=str(directory / STATE))
     return state
 
@@ -163,7 +163,7 @@ def check_same_run(
         refused += changed_settings(then, now, Change.DATA)
     if refused:
         what = f"the run began with other settings or data (then -> now):{listed([*map(str, refused)])}"
-        how = "resume with those it began with, or begin a new run in another output_dir"
+        how = "resume with the original settings and data, or begin a new run in another output_dir"
         raise ConfigError(what, where=str(checkpoint), how=how)
     return changed_settings(then, now, Change.SAID)
 
@@ -171,7 +171,7 @@ def check_same_run(
 def say_changed(changed: Sequence[Changed], say: Say) -> None:
     """Say which settings are others from here on, if any are."""
     if changed:
-        say(f"other settings from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+        say(f"settings changed from here on (then -> now): {'; '.join(str(one) for one in changed)}")
 
 
 def settings_then(checkpoint: Path) -> dict[str, Any]:

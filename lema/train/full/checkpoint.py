@@ -83,8 +83,8 @@ def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None)
     """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is this one's fingerprint."""
     then = read_state(directory).get("base")
     if gbi is not None and then not in (None, base):
-        what = f"the model has changed since it was trained: its fingerprint is {base}, and it was {then}"
-        how = "give the model as it was, or begin a new run in another output_dir"
+        what = f"the model has changed since the training: its fingerprint is {base}, and it was {then}"
+        how = "use the unchanged model, or begin a new run in another output_dir"
         raise AdapterError(what, where=f"{directory}, on {gbi.path}", how=how)
 
 
@@ -95,7 +95,7 @@ def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Op
     found = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
     if found != expected:
         other = next(iter(sorted(found.keys() ^ expected.keys())), f"{MASTER}.of other shapes").partition(".")[2]
-        what = f"other weights were trained there: {other}"
+        what = f"the checkpoint trained other weights: {other}"
         raise AdapterError(what, where=str(directory), how="train the same selection")
     settings = settings_of(optimizer)
     restore_optimizer(settings, directory, state["optimizer"])
@@ -124,7 +124,7 @@ def _state(directory: Path) -> dict[str, Any]:
     state = read_state(directory)
     if (kind := state.get("kind", "adapters")) != KIND:
         what = f"this is a checkpoint of {kind}, not of weights"
-        raise AdapterError(what, where=str(directory), how="name one of this kind of training")
+        raise AdapterError(what, where=str(directory), how="choose a checkpoint of this kind of training")
     return state
 
 

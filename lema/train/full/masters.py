@@ -169,11 +169,11 @@ class Masters:
         if not chosen:
             raise ConfigError("no weight is chosen to be trained")
         if self._model.backend.parallel.size > 1:
-            what = "weights of layers that processes hold together do not train"
-            how = "train adapters, or have each process hold the whole"
+            what = "weights of layers that several processes hold together cannot train"
+            how = "train adapters, or let each process hold whole layers"
             raise ConfigError(what, where="tensor_parallel_size", how=how)
         if stream.sharded:
-            what = "weights of which each process has a part do not train"
+            what = "weights that are divided among processes cannot train"
             raise ConfigError(what, where="shard_weights", how="set it to false")
         if missing := in_layers - stream.host_cached:
             what = f"layer {min(missing)} trains, and its weights are not kept in host memory"
@@ -182,8 +182,8 @@ class Masters:
             what = f"{absent[0]} trains, and is not on the device"
             raise ConfigError(what, where="embeddings", how="set it to device")
         if quantised := {layer for layer in in_layers if stream.layers[layer].expansions}:
-            what = f"layer {min(quantised)} is stored quantised, and such weights do not train"
-            how = "train adapters, or open the model as it was before it was quantised"
+            what = f"layer {min(quantised)} is stored quantised, and quantised weights cannot train"
+            how = "train adapters, or use the model before quantisation"
             raise ConfigError(what, where="model_name_or_path", how=how)
 
 

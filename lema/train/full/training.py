@@ -56,8 +56,8 @@ class FullTraining:
         self.places = Masters(model, config, chosen)
         self.masters = self.places.by_name
         if config.optim != "adamw_torch":
-            what = "weights that train themselves are stepped by AdamW, a layer at a time"
-            raise ConfigError(what, where=f"optim: {config.optim}", how="leave optim out, or train adapters")
+            what = "weights of the model train only with AdamW, layer by layer"
+            raise ConfigError(what, where=f"optim: {config.optim}", how="remove optim, or train adapters")
         self.optimizer = make_optimizer(self.masters.values(), config, model.split.model, self.masters)
         self.places.attach(self.optimizer)
         own = {layer: list(names.values()) for layer, names in self.places.by_layer.items()}
@@ -106,7 +106,7 @@ class FullTraining:
                 self._finish()
         except BaseException as error:
             if (other := self._forget()) is not None:
-                error.add_note(f"besides, in the optimizer's thread: {other}")
+                error.add_note(f"also, in the optimizer's thread: {other}")
             if not self._drops(error):
                 raise
             loss = math.nan
@@ -169,7 +169,7 @@ class FullTraining:
             mine = 0.0 if loss is None else float(loss.detach())
         value = sum(replicas.exchange(mine))
         if not math.isfinite(value):  # asked first, because the backward steps layers already
-            raise self._faulty(self._passes.non_finite_loss(value, mine, f"{self._place}; no weight was stepped"))
+            raise self._faulty(self._passes.non_finite_loss(value, mine, f"{self._place}; no weight was updated"))
         if loss is not None and replicas.size == 1:
             with model.stop.opened():  # until a layer is stepped
                 loss.backward()
@@ -199,7 +199,7 @@ class FullTraining:
         for one in downloads:
             one.landed()
         place = f"in the backward of layer {layer}"
-        begun = None if self._clipped else "the layers above it were stepped already"
+        begun = None if self._clipped else "the layers above it are already updated"
         for name, gradient in gradients.items():
             self._measure(name, gradient.float(), place, begun)
         if not self._clipped:
@@ -212,8 +212,8 @@ class FullTraining:
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
             where = f"{self._place}, {place}; {begun or 'no weight was stepped'}"
-            how = "lower learning_rate, or look at the rows of this step"
-            after = f"resume from the last checkpoint; {how}; with max_grad_norm nothing is stepped before all are seen"
+            how = "lower learning_rate, or check the rows of this step"
+            after = f"resume from the last checkpoint; {how}; max_grad_norm checks all first"
             what = f"the norm of the gradient of {name} is {float(norm)}"
             raise self._faulty(NonFiniteError(what, where=where, how=after if begun else how), name)
         self._norms[name] = norm
@@ -262,7 +262,7 @@ class FullTraining:
         stream, outside = self.model.stream, self.places.outside
         parameters = {name: self.model.split.model.get_parameter(name) for name in outside}
         sum_gradients(self.model.backend.replicas, list(parameters.values()))
-        begun = None if self._clipped or not self.places.by_layer else "the layers were stepped already"
+        begun = None if self._clipped or not self.places.by_layer else "the layers are already updated"
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 gradient, parameter.grad = parameter.grad.to("cpu", torch.float32), None
@@ -272,8 +272,8 @@ class FullTraining:
         norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
         length = float(norm)
         if not math.isfinite(length) and self._clipped:
-            how = "lower learning_rate, or look at the rows of this step"
-            where = f"{self._place}; no weight was stepped"
+            how = "lower learning_rate, or check the rows of this step"
+            where = f"{self._place}; no weight was updated"
             raise self._faulty(NonFiniteError(f"the norm of the gradients is {length}", where=where, how=how))
         self._stepped = True
         if self.config.max_grad_norm is not None:

@@ -63,15 +63,15 @@ class StreamingMixin(Below):
             device = {} if given is None else {"device": given.device.type}
             model = streamed(model, peft_config, **{**device, **(streaming or {})})
         elif peft_config is not None or streaming is not None:
-            what = "peft_config and streaming are for a model that is given by its name"
+            what = "peft_config and streaming need the name of a model"
             raise ConfigError(what, where=type(self).__name__, how="give them to lema.streamed")
         if not isinstance(model, StreamedPeftModel):
-            what = f"the model is a {type(model).__name__}, whose layers do not stream"
-            raise ConfigError(what, where=type(self).__name__, how="give its name, or what lema.streamed returns")
+            what = f"the model is a {type(model).__name__}, and its layers do not stream"
+            raise ConfigError(what, where=type(self).__name__, how="give its name, or the result of lema.streamed")
         if model.opened.backend.replicas.size > 1:
             # Because DistributedDataParallel counts the calls of the model, and a step calls it more than once.
-            what = "the batches of an optimizer step go through the layers together in one process"
-            how = "start one, or leave the mixin out and have one wide batch"
+            what = "StreamingMixin needs a single process, because all batches of a step share it"
+            how = "start one process, or use one wide batch instead of the mixin"
             raise ConfigError(what, where=type(self).__name__, how=how)
         self._batches: Sequence[Any] = ()
         self._joint: _JointStep | None = None
@@ -167,8 +167,8 @@ class _JointStep:
         def supply(call: StackCall) -> Tensor:
             nonlocal waiting
             if call.routed:
-                how = "set router_aux_loss_coef to 0.0 in the trainer's arguments, or have one wide batch"
-                raise ConfigError("batches that are joined have no loss of routers", where="StreamingMixin", how=how)
+                how = "set router_aux_loss_coef to 0.0 in the trainer's arguments, or use one wide batch"
+                raise ConfigError("the mixin does not support the loss of routers", where="StreamingMixin", how=how)
             if batch.at == len(batch.states):
                 batch.call = call
                 if not waiting:

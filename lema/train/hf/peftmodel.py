@@ -87,11 +87,11 @@ def streamed(
     )
     if num_labels is not None and task != SCORES:
         how = f'leave it out, or set task_type="{SCORES}" in the LoraConfig'
-        raise ConfigError("a causal language model has no labels to score", where="num_labels", how=how)
+        raise ConfigError("a causal language model has no labels for scores", where="num_labels", how=how)
     labels = (num_labels or 1) if task == SCORES else None
     opened = LemaModel(config, trust_remote_code=trust_remote_code, num_labels=labels)
     try:
-        opened.keep_whole(lambda _: False, "it is run by the trainer's own code")
+        opened.keep_whole(lambda _: False, "the trainer's own code runs it")
         _attach(opened, peft_config, task)
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
         _have_routers_asked(opened)
@@ -115,16 +115,16 @@ def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: 
     """Attach a fresh adapter, or a saved one; of several processes each has its own, and reads and computes alone."""
     config, replicas = opened.config, opened.backend.replicas
     if opened.backend.parallel.size > 1:
-        what = "for a foreign trainer each process has a model of its own, and several are to hold one together"
-        raise ConfigError(what, where="lema.streamed", how="leave tensor_parallel_size out, or train with `lema train`")
+        what = "with another trainer each process opens its own model, but tensor_parallel_size makes several hold one"
+        raise ConfigError(what, where="lema.streamed", how="remove tensor_parallel_size, or train with `lema train`")
     if replicas.size > 1:
         # Because processes that divide weights wait for each other at every layer, and trainers do not evaluate so; and
         # because the leaves that stand for adapters are others in the backward of compiled layers.
         refused = {"shard_weights": config.shard_weights, "shard_optimizer": config.shard_optimizer}
         refused |= {"torch_compile": config.torch_compile or opened.split.lazy}
         if asked := [name for name, value in refused.items() if value]:
-            what = "several processes of a foreign trainer cannot do this"
-            raise ConfigError(what, where=f"{asked[0]} on {config.device}", how="leave it out, or start one process")
+            what = "several processes of another trainer cannot do this"
+            raise ConfigError(what, where=f"{asked[0]} on {config.device}", how="remove it, or start one process")
         check_alike(replicas, config.to_dict())
     if isinstance(adapter, LoraConfig):
         fresh = deepcopy(adapter)
@@ -205,7 +205,7 @@ class StreamedPeftModel(PeftModel):
         """Set the mode, as every module does; refuse a trainer that is about to divide the model."""
         kind = AcceleratorState._shared_state.get("distributed_type")
         if kind is not None and any(name in str(kind) for name in WRAPPERS):
-            self._refuse(f"{str(kind).rpartition('.')[2]} divides a model's weights, and this one has none to divide")
+            self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but those of a streamed model are in files")
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002 - as torch has it
@@ -214,14 +214,14 @@ class StreamedPeftModel(PeftModel):
         for device, dtype in here:
             like = fn(torch.empty(0, dtype=dtype, device=device))
             if (like.device, like.dtype) != (device, dtype):
-                what = f"the model is to go from {dtype} on {device} to {like.dtype} on {like.device}"
-                self._refuse(f"{what}, and its layers come from files", "open it so: lema.streamed(device=, dtype=)")
+                what = f"the model cannot move from {dtype} on {device} to {like.dtype} on {like.device}"
+                self._refuse(f"{what}: its layers come from files", "open it with lema.streamed(device=, dtype=)")
         return self
 
     def merge_adapter(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
-        what = "an adapter is to be merged into weights that are in files"
-        self._refuse(what, "hand PEFT's files of the adapter over (save_pretrained), or let `lema merge` merge it")
+        what = "it cannot merge an adapter into weights that are in files"
+        self._refuse(what, "use the adapter's files (save_pretrained), or run `lema merge`")
 
     def merge_and_unload(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
@@ -229,16 +229,16 @@ class StreamedPeftModel(PeftModel):
 
     def unload(self) -> NoReturn:
         """Refuse: a model without adapters has nothing that trains."""
-        self._refuse("the adapters are to be taken off", "use disable_adapter()")
+        self._refuse("its adapters cannot be removed", "use disable_adapter()")
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        self._refuse("it is to run on several devices at once (DataParallel)", "let one be visible")
+        self._refuse("it cannot run on several devices at once (DataParallel)", "make only one device visible")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its layers are in files that a copy would have to open."""
-        self._refuse("it is to be copied or pickled", "call save_pretrained, and lema.streamed on what it wrote")
+        self._refuse("it cannot be copied or pickled", "call save_pretrained, then lema.streamed on the result")
 
-    def _refuse(self, what: str, how: str = "train it in one process, with no wrapper around it") -> NoReturn:
+    def _refuse(self, what: str, how: str = "train it in one process without a wrapper") -> NoReturn:
         raise ConfigError(f"a streamed model cannot do this: {what}", where=type(self).__name__, how=how)
 
 

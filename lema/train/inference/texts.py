@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["SAMPLES", "Completion", "Samples", "batches_of", "completions", "plan_of", "planned", "texts_of"]
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
-WRONG_SETTINGS = "text cannot be made with these settings of generation", "correct the file, or the options given"
+WRONG_SETTINGS = "these settings of generation do not work", "correct the file or the options"
 WRONG_VALUES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # of settings taken on trust
 MOST_AT_ONCE = 64  # texts of a batch that nobody has asked for a size of: results come as batches end
 
@@ -62,7 +62,7 @@ def plan_of(
     these texts, and not on a step of training. Raises `MemoryLimitError`, which names a batch that fits."""
     host = keys_values == "host"
     if host and model.backend.memory().shared:
-        warnings.warn("keys and values on the host save nothing on a device that computes in its memory", stacklevel=3)
+        warnings.warn("--kv host saves nothing on a device that computes in host memory", stacklevel=3)
     longest, most = max(map(len, prompts)), min(len(prompts), MOST_AT_ONCE)
     rows = None if batch_size is None else min(batch_size, len(prompts))
 
@@ -79,7 +79,7 @@ def planned(model: LemaModel, plan: Callable[[Allocation | None], Planned], of: 
     try:
         made = plan(None if choose else model.allocation)
     except ModelError as error:
-        warnings.warn(f"{error.what}: no memory is set aside for {of}", stacklevel=4)
+        warnings.warn(f"{error.what}: no memory is reserved for {of}", stacklevel=4)
         return None
     if choose:
         model.allocation = made.allocation
@@ -166,8 +166,8 @@ def _same_generators(model: LemaModel) -> None:
     if parallel.size == 1:
         return
     if model.config.sequence_parallel:
-        what = f"text is made one token at a time, and {parallel.size} processes cannot have equal parts of one"
-        how = "generate with --set sequence_parallel=false: the adapter and the numbers are the same"
+        what = f"generation makes one token at a time, and {parallel.size} processes cannot have equal parts of one"
+        how = "use --set sequence_parallel=false, which changes no number"
         raise ConfigError(what, where="sequence_parallel", how=how)
     state = backend.rng_state()  # the same for all: each draws every token
     backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))

@@ -41,18 +41,18 @@ STAGES = frozenset(
 
 # What a phase says by its tokens and its mixture: beside them these would be read and do nothing.
 IDLE = {
-    "eval_split": "name files to validate on with `eval_data`",
+    "eval_split": "name files for validation with `eval_data`",
     "num_train_epochs": "each phase has its `tokens`",
     "max_steps": "each phase has its `tokens`",
-    "packing": "give a mixture tokens that are packed already, with `style: PMD`",
+    "packing": "use packed tokens in a mixture, with `style: PMD`",
     "shuffle": "each phase has its `mixture`",
     "mixture": "each phase has its own",
-    "gradient_accumulation_steps": "`batch_size` is the rows of an optimizer step, `micro_batch_size` those at once",
+    "gradient_accumulation_steps": "`batch_size` is the rows of a step, `micro_batch_size` the rows computed at once",
     "cache_frozen_prefix": "leave it out",
-    **dict.fromkeys(BatchSettings.model_fields, "rows of phases are all of one length, and `batch_size` says how many"),
-    **dict.fromkeys(OF_PLAIN_RUNS, "a run without phases has it; of phases the best checkpoint is kept in any case"),
-    "adapter_name_or_path": "begin with it by --from",
-    **dict.fromkeys(OF_OBJECTIVES, "phases learn the tokens of rows; give a preference objective a run of its own"),
+    **dict.fromkeys(BatchSettings.model_fields, "rows of phases have one length, and `batch_size` is their number"),
+    **dict.fromkeys(OF_PLAIN_RUNS, "only runs without phases have it; phases always keep the best checkpoint"),
+    "adapter_name_or_path": "start from it with --from",
+    **dict.fromkeys(OF_OBJECTIVES, "phases train on the tokens of rows; use a separate run for a preference objective"),
 }
 
 # Settings of the run that a phase has, too, and takes from the run where it does not say otherwise.
@@ -129,7 +129,7 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
         problems.append(Problem(EVAL_ROWS, f"{EVAL_ROWS} is a number of rows, 1 or more, not {rows!r}", "correct it"))
     for key, one in ((EVAL_ROWS, rows), ("eval_steps", config.eval_steps)):
         if one is not None and not eval_data:
-            what = f"{key} is of validation, and there is nothing to validate on"
+            what = f"{key} is for validation, but there is nothing to validate on"
             problems.append(Problem(key, what, "add `eval_data:` with files of each data set, or leave it out"))
     used = {one.full_name for phase in plan.phases for one in phase.mixture}
     for name in sorted(used - train_data.keys()) if train_data else ():
@@ -150,17 +150,17 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
 def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
     """Yield the settings that say nothing in a file of phases, or what another one there says."""
     if not staged and (both := STAGES & values.keys()):
-        yield Problem(min(both), f"{PHASES} and {min(both)} both say what the phases are", "keep one")
+        yield Problem(min(both), f"{PHASES} and {min(both)} both define the phases", "keep one")
     for key in values.keys() & IDLE.keys():
-        yield Problem(key, f"{key} says nothing in a file of phases", IDLE[key])
+        yield Problem(key, f"{key} has no effect in a file of phases", IDLE[key])
     if not staged:
         return
     same = {"learning_rate": "lr", "max_length": "block_size", "micro_batch_size": "per_device_batch_size"}
     same |= {"lr_scheduler_type": "schedule", "warmup_ratio": "warmup_pct", "warmup_steps": "warmup_pct"}
     same |= dict.fromkeys(OF_ADAPTERS, "lora")
     for key in values.keys() & same.keys():
-        how = f"use {same[key]}, which is the name beside them"
-        yield Problem(key, f"{key} says nothing beside the stages of pre_lora_tokens and post_lora_tokens", how)
+        how = f"use {same[key]}, the name of the same setting here"
+        yield Problem(key, f"{key} has no effect together with pre_lora_tokens and post_lora_tokens", how)
 
 
 def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
@@ -263,7 +263,7 @@ def read_sources(
         paths: Any = given[name]
         if used[name] is Style.PMD:
             if isinstance(paths, list):
-                what = "packed tokens are one directory, and this is a list"
+                what = "packed tokens are one directory, but this is a list"
                 raise ConfigError(what, where=name, how="name the directory")
             vocabulary = getattr(opened.config.get_text_config(), "vocab_size", None)
             found[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)

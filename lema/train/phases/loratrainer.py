@@ -103,7 +103,7 @@ class LoRATrainer:
         wanted = stages.evaluations if stages is not None and stages.evaluate else []
         if missing := [name for name in wanted if name not in (eval_data or {})]:
             what = f"there is no data set {missing[0]!r} to evaluate on"
-            raise ConfigError(what, where="evaluations", how="give it in eval_data")
+            raise ConfigError(what, where="evaluations", how="add it to eval_data")
         found = read_sources(model, self.plan, eval_data or {}, "val", also=wanted, trust_remote_code=trust_remote_code)
         self._measured = {name: found[name] for name in wanted}
         self.evaluated: dict[str, dict[str, float]] = {}
@@ -156,11 +156,11 @@ class LoRATrainer:
         first, state = self._first_lora(), self.state
         boundary = self.plan.boundaries()[first]
         if state.stage > first or (state.stage == first and state.step > boundary.first_step):
-            what = f"the run is past that: it is at step {state.step}, in stage {state.phase}"
-            raise ConfigError(what, how="go on with train()")
+            what = f"the run is already past it: it is at step {state.step}, in stage {state.phase}"
+            raise ConfigError(what, how="continue with train()")
         if left := boundary.first_step - state.step:
             what = f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left"
-            how = "call train(until='lora') first, or restore_from_path with a checkpoint of the boundary or a model"
+            how = "call train(until='lora') first, or restore_from_path with a later checkpoint or a model"
             raise ConfigError(what, where=f"step {state.step}, in stage {state.phase}", how=how)
         self._here = replace(self._state(first, None), checkpoint=state.checkpoint)
         return self._here
@@ -172,11 +172,11 @@ class LoRATrainer:
         Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged."""
         given = Path(path).absolute()
         if is_delta(given):
-            what = "this is a delta: what training has changed of a model, alone"
+            what = "this is a delta, which has only the weights that trained"
             raise ConfigError(what, where=str(given), how="make a model of it first: `lema merge DELTA OUT`")
         if (given / "adapter_config.json").is_file() and not (given / STATE).is_file():
-            what = "this is an adapter without the state of a run: no optimizer, no step"
-            how = "name a checkpoint-<step> directory, or merge it (`lema merge`) and name the model"
+            what = "this is an adapter without the state of a run (optimizer and step)"
+            how = "choose a checkpoint-<step> directory, or merge the adapter (`lema merge`) and name the model"
             raise ConfigError(what, where=str(given), how=how)
         if not (given / STATE).is_file() and (given / "config.json").is_file() and self._first_lora() == 0:
             self.model = with_model(self.model, given)
@@ -198,7 +198,7 @@ class LoRATrainer:
         for index, phase in enumerate(self.plan.phases):
             if phase.trains == "lora":
                 return index
-        raise ConfigError("no stage trains adapters", where="post_lora_tokens", how="give the tokens of one")
+        raise ConfigError("no stage trains adapters", where="post_lora_tokens", how="set the tokens of one")
 
     def _state(self, index: int, checkpoint: Path | None) -> LoRATrainState:
         """Return the state at a checkpoint of a phase; None: at its beginning."""
@@ -227,8 +227,8 @@ class LoRATrainer:
             return False
         later = any(places.is_begun(number) for number in range(index + 1, len(self.plan.phases)))
         if later or checkpoint.name != places.saved(index)[-1].name:
-            what = "the run in that directory has gone on since this checkpoint"
-            how = "go on from it in another output_dir, or name the last one"
+            what = "the run in that directory has continued since this checkpoint"
+            how = "continue in another output_dir, or choose the last checkpoint"
             raise ConfigError(what, where=str(checkpoint), how=how)
         return True
 

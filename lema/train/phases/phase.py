@@ -73,7 +73,7 @@ def _mixture(value: Any) -> Any:
 
 def _must_name(value: Any) -> Any:
     if value in ([], (), ""):
-        raise ValueError("must name something that trains, and is empty; name modules, or leave it out")
+        raise ValueError("must not be empty; name modules, or leave it out")
     return value
 
 
@@ -86,84 +86,84 @@ def _lower(value: Any) -> Any:
 
 
 class FadeConfig(Settings):
-    """Over its first so many steps or tokens, the mixture of a phase comes in for that of the phase before."""
+    """During its first steps or tokens, the mixture of a phase gradually replaces that of the phase before."""
 
     model_config = ConfigDict(frozen=True)
 
     steps: Count | None = None
-    """Optimizer steps that it takes."""
+    """Optimizer steps of the fade."""
     tokens: Tokens | None = None
-    """Or tokens, padding included; what is less than a row at the end is left out."""
+    """Instead: tokens, padding included. A rest of less than a row is left out."""
     shape: Annotated[Literal["linear", "cosine", "sigmoid"], BeforeValidator(_lower)] = "linear"
-    """How the weight of the mixture before falls from 1 to 0; `lema.data.interleave` has the formulas."""
+    """How the weight of the earlier mixture falls from 1 to 0; `lema.data.interleave` has the formulas."""
 
     def disagreements(self) -> Iterator[Problem]:
-        """Yield that both lengths are given, or neither."""
+        """Yield a problem if both lengths are given, or neither."""
         if (self.steps is None) == (self.tokens is None):
             both = self.steps is not None
-            what = "steps and tokens both say how long it is" if both else "steps is not given, nor is tokens"
+            what = "steps and tokens both give the length" if both else "neither steps nor tokens is given"
             yield Problem("steps", what, "keep one" if both else "add one of them")
 
     def samples(self, batch_size: int, max_length: int) -> int:
-        """Return over how many samples it goes."""
+        """Return the number of samples of the fade."""
         return self.tokens // max_length if self.steps is None and self.tokens else (self.steps or 0) * batch_size
 
 
 class Phase(AdapterSettings):
-    """What trains, on how many tokens of what, and how fast: settings of adapters, those in `OVERRIDES`, and these."""
+    """What a phase trains, on which tokens, and how: settings of adapters, those in `OVERRIDES`, and these."""
 
     model_config = ConfigDict(frozen=True)
 
     name: Label | None = None
     """Name of the phase in reports and directories; None: `phase-1`, `phase-2`, ..."""
     trains: Literal["full", "lora", "selection"]
-    """`full`: every parameter. `lora`: adapters, with the model frozen. `selection`: what `trainable` and `layers` say,
-    and need not be written where they are."""
+    """`full`: every parameter. `lora`: adapters, with the model frozen. `selection`: the weights that `trainable` and
+    `layers` select; it is the default if one of these is given."""
     tokens: Tokens
-    """Tokens to train on, padding included; what is less than an optimizer step at the end is left out."""
+    """Tokens to train on, padding included. A rest of less than an optimizer step is left out."""
     mixture: Mixture
     """Data sets with their rates, which sum to 1."""
     learning_rate: Positive = 1e-4
     """Peak learning rate."""
     lr_scheduler_type: PhaseScheduler = "linear"
-    """How the learning rate moves; `lema.engine.schedules` has the formulas. It counts the steps of this phase."""
+    """Schedule of the learning rate; `lema.engine.schedules` has the formulas. It counts the steps of this phase."""
     warmup_steps: NotNegative | None = None
-    """Steps over which it rises; None: as `warmup_ratio` says."""
+    """Steps in which the learning rate rises; None: `warmup_ratio` decides."""
     warmup_ratio: Beta | None = None
     """The same as a fraction of the schedule; None: 0.01 for wsd, wsds and cosine_rewarm, and 0 for the others."""
     decay_steps: NotNegative | None = None
-    """Steps over which wsd and wsds fall; None: as `decay_ratio` says."""
+    """Steps in which wsd and wsds fall; None: `decay_ratio` decides."""
     decay_ratio: Beta | None = None
     """The same as a fraction of the schedule; None: 0.1."""
     tail_steps: NotNegative | None = None
-    """Steps at the end over which wsds stays low; None: as `tail_ratio` says."""
+    """Steps at the end in which wsds stays low; None: `tail_ratio` decides."""
     tail_ratio: Beta | None = None
     """The same as a fraction of the schedule; None: 0.5."""
     schedule_steps: Count | None = None
-    """Steps the schedule is made for, where the phase is one part of it; None: it ends with the phase."""
+    """Length of the schedule if the phase is only a part of it; None: the schedule ends with the phase."""
     schedule_start: NotNegative = 0
-    """Step of the schedule that the phase begins with, where it goes on with one."""
+    """The step of the schedule with which the phase begins, if it continues a schedule."""
     optimizer: Literal["reset", "carry"] = "reset"
-    """`reset`: begin with empty moments. `carry`: what trained in the phase before keeps its own."""
+    """`reset`: begin with empty moments. `carry`: parameters that trained in the phase before keep their moments."""
     trainable: Annotated[NameList | None, BeforeValidator(_must_name)] = None
-    """Modules to train, by the ends of their names; None: all of those in `layers`."""
+    """Modules to train, by the ends of their names; None: all modules in `layers`."""
     layers: Annotated[list[int | str] | None, BeforeValidator(_items)] = None
-    """Layers to train: numbers from 0, "first:N", "last:N", "embeddings", "head"; None: all that have a `trainable`."""
+    """Layers to train: numbers from 0, "first:N", "last:N", "embeddings", "head"; None: all that `trainable` has."""
     merge: bool = False
-    """Merge the adapters of the phases before into the weights, before this phase begins."""
+    """Merge the adapters of earlier phases into the weights before this phase begins."""
     rounding: Literal["nearest", "stochastic"] | None = None
-    """How merged weights are rounded to their type, with `merge`; None: nearest. What is small beside a weight in half
-    precision is lost to the nearest, and kept on average by stochastic."""
+    """How `merge` rounds the weights to their type; None: nearest. In half precision, `nearest` loses changes that are
+    small compared with the weight. `stochastic` keeps them on average."""
     fade: Annotated[FadeConfig | None, part(FadeConfig, optional=True)] = None
-    """How the mixture comes in for that of the phase before: `{steps: 100, shape: cosine}`; None: at once."""
+    """How the mixture gradually replaces that of the phase before: `{steps: 100, shape: cosine}`; None: at once."""
     data: Literal["continue", "restart"] = "continue"
-    """`continue`: go on with each data set where the phases before left it, so that no row comes again before all have
-    come. `restart`: begin with each in an order of its own."""
+    """`continue`: continue each data set where earlier phases stopped, so that no row is repeated before all rows have
+    occurred. `restart`: begin each data set in a new order."""
     save: Literal["model", "delta"] | None = None
-    """What the last phase leaves, where it trains weights: a whole model, or what it trained alone; None: the model."""
+    """What a last phase of weights writes: a whole model, or only the weights that trained; None: the model."""
 
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Other settings of the run that are different in this phase. They may be given as any other setting."""
+    """Other settings of the run that this phase changes. They may also be given like any other setting."""
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -196,8 +196,8 @@ class Phase(AdapterSettings):
         """Yield what is wrong between the settings of the phase."""
         selected = [key for key in ("trainable", "layers") if getattr(self, key) is not None]
         if self.trains == "selection" and not selected:
-            what = "trains: selection, and nothing is selected, so that nothing would train"
-            yield Problem("trains", what, "name modules with `trainable`, or layers with `layers`")
+            what = "trains: selection needs a selection"
+            yield Problem("trains", what, "select modules with `trainable` or layers with `layers`")
         if self.trains != "selection":
             for key in selected:
                 how = f"set trains: selection, or leave {key} out (trains is {self.trains})"
@@ -208,16 +208,16 @@ class Phase(AdapterSettings):
             defaults = AdapterSettings.defaults()
             for key in (one for one, value in self.adapter_settings().items() if value != defaults[one]):
                 how = f"set trains: lora, or leave {key} out (trains is {self.trains})"
-                yield Problem(key, f"{key} describes adapters, and none train", how)
+                yield Problem(key, f"{key} describes adapters, but this phase trains none", how)
         if self.rounding is not None and not self.merge:
             how = "set merge: true, or leave it out"
-            yield Problem("rounding", "rounding is of what is merged, and nothing is", how)
+            yield Problem("rounding", "rounding needs merge: true", how)
         if self.trains == "lora" and self.save is not None:
-            what = "save is of weights that train, and this phase ends with an adapter"
+            what = "save is for phases of weights, and this phase trains adapters"
             yield Problem("save", what, "leave save out")
         for steps, ratio in LENGTHS.values():
             if getattr(self, steps) is not None and getattr(self, ratio) is not None:
-                yield Problem(ratio, f"{ratio} and {steps} both say how long that is", "keep one")
+                yield Problem(ratio, f"{ratio} and {steps} both set this length", "keep one")
         try:
             check_rates(self.mixture)
         except ConfigError as error:
@@ -267,29 +267,29 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
         if phase.merge and attached is None:
             yield problem_at(f"{path}.merge", "there are no adapters to merge before this phase", "leave merge out")
         elif attached is not None and not phase.merge and phase.trains != "lora":
-            what = "the weights would train below adapters that were made for them as they were"
+            what = "this phase would change the weights for which earlier adapters were trained"
             yield problem_at(f"{path}.merge", what, "set merge: true")
         if phase.merge:
             attached = None
         if attached is not None and phase.adapters not in (None, attached):
-            what = f"the phase goes on with adapters of rank {attached.lora_rank}, and describes others"
-            yield problem_at(f"{path}.lora_rank", what, "make it like theirs, or set merge: true for new adapters")
+            what = f"the phase continues adapters of rank {attached.lora_rank}, and describes others"
+            yield problem_at(f"{path}.lora_rank", what, "use the same settings, or set merge: true for new adapters")
         if phase.optimizer == "carry" and (why := _nothing_carried(before, phase)):
             yield problem_at(f"{path}.optimizer", f"carry, and {why}", "set optimizer: reset")
         if phase.fade is not None:
             yield from _fading(before, phase, f"{path}.fade")
         if phase.save is not None and place + 1 < len(phases):
-            what = "only the last phase is saved so; those before leave what the next one begins with"
+            what = "only the last phase has this setting; earlier phases write what the next one needs"
             yield problem_at(f"{path}.save", what, "leave it out, or set it in the last phase")
         before, attached = phase, attached or phase.adapters
 
 
 def _fading(before: Phase | None, phase: Phase, path: str) -> Iterator[Problem]:
     if before is None:
-        yield problem_at(path, "there is no phase before this one whose mixture could fade", "leave fade out")
+        yield problem_at(path, "the first phase has no earlier mixture to fade from", "leave fade out")
         return
     if rates_of(before.mixture) == rates_of(phase.mixture):
-        yield problem_at(path, "the mixture is that of the phase before, so that nothing fades", "leave fade out")
+        yield problem_at(path, "the mixture equals that of the phase before, so nothing fades", "leave fade out")
     styles = {sampling.full_name: sampling.style for sampling in before.mixture}
     for sampling in phase.mixture:
         if (was := styles.get(sampling.full_name, sampling.style)) is not sampling.style:
@@ -304,10 +304,10 @@ def _nothing_carried(before: Phase | None, phase: Phase) -> str:
     if phase.trains == "lora" and phase.merge:
         return "the adapters of this phase are new"
     if "lora" in (before.trains, phase.trains) and before.trains != phase.trains:
-        return f"the phase before trains {before.trains}, so that nothing of this one has moments"
+        return f"the phase before trains {before.trains}, so no parameter of this phase has moments"
     selections = (before.layers, before.trainable), (phase.layers, phase.trainable)
     if not {"full", "lora"} & {before.trains, phase.trains} and not may_overlap(*selections):
-        return f"the phase before trains {_selected(before)}, so that nothing of this one has moments"
+        return f"the phase before trains {_selected(before)}, so no parameter of this phase has moments"
     return ""
 
 

@@ -74,11 +74,11 @@ class Places:
         return self.has_model(index) and (self._has_ended(index) or not self.carries_moments(index + 1))
 
     def has_model(self, index: int) -> bool:
-        """Whether the model that a phase leaves is there; `AdapterError` if it is not as it was written."""
+        """Whether the model that a phase leaves is there; `AdapterError` if it has changed since it was written."""
         model, name = self.model_of(index), self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
-            what = f"the model that phase {name} was said to have left is gone"
-            how = "put it back, or begin again in another output_dir"
+            what = f"the model that phase {name} wrote is missing"
+            how = "restore it, or begin again in another output_dir"
             raise ConfigError(what, where=f"{model} -> {model.readlink()}", how=how)
         if not model.is_dir():
             return False
@@ -87,9 +87,9 @@ class Places:
         try:
             check_manifest(model)
         except AdapterError as error:
-            how = "copy it back from where it is whole, or begin again in another output_dir"
+            how = "restore it from a good copy, or begin again in another output_dir"
             if (end := self.end_of(index)).is_dir():
-                how = f"delete {model}, and resume: it is written again from {end.name}, bit for bit"
+                how = f"delete {model}, and resume: LEMA writes it again from {end.name}, bit for bit"
             what = f"the model that phase {name} left is damaged: {error.what}"
             raise AdapterError(what, where=error.where, how=how) from error
         return True
@@ -102,7 +102,7 @@ class Places:
         """Refuse, with `ConfigError`, a directory in which a phase has been begun."""
         for index in range(len(self.plan.phases)):
             if self.is_begun(index):
-                what = f"phase {self.plan.phases[index].name} has been begun there"
+                what = f"phase {self.plan.phases[index].name} has already begun there"
                 raise ConfigError(what, where=str(self.place(index)), how="resume, or choose another output_dir")
 
     def begins_anew(self, index: int) -> bool:
@@ -163,7 +163,7 @@ class Places:
             return
         _write(self.place(index) / BEST, {"checkpoint": name, **{key: best[key] for key in ("eval_loss", "only")}})
         if before is not None and before["only"] and (old := self.place(index) / str(before["checkpoint"])).is_dir():
-            delete_checkpoint(old, "a checkpoint that is not the best any more")
+            delete_checkpoint(old, "a checkpoint that is no longer the best")
 
     def best(self, index: int) -> dict[str, Any] | None:
         """What `note_best` has written of a phase, None where it has nothing; or `AdapterError`."""
@@ -174,7 +174,7 @@ class Places:
             note = json.loads(file.read_text(encoding="utf-8"))
             return {key: note[key] for key in ("checkpoint", "eval_loss", "only")}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            how = "delete it: the next evaluation that is best writes it again"
+            how = "delete it; the next best evaluation writes it again"
             raise AdapterError(f"this does not name a checkpoint: {error!r}", where=str(file), how=how) from error
 
     def forget_old(self, index: int, step: int, keep: int | None) -> None:
@@ -211,7 +211,7 @@ def find_start(path: str | Path, places: Places) -> Start:
     how = "name a directory with state.json (a checkpoint), or with config.json (a model)"
     if given.is_dir() and (inside := sorted(given.glob("checkpoint-*"))):
         how = f"name one of the checkpoints in it, such as {inside[-1].name}"
-    what = "a run begins from a checkpoint of phases or a model's directory, and this is neither"
+    what = "a run starts from a checkpoint of phases or a model's directory, and this is neither"
     raise ConfigError(what, where=str(given), how=how)
 
 
@@ -232,24 +232,24 @@ def _from_model(model: Path, places: Places) -> Start:
     index = next((number for number, phase in enumerate(places.plan.phases) if phase.trains == "lora"), None)
     if index:
         return Start(index, None, {index - 1: model})
-    what = "this is a model, and the plan's first phase is the one to begin with it"
+    what = "this is a model, and the first phase of the plan would start from it"
     how = "set model_name_or_path to it instead"
     if index is None:
-        what = "this is a model, and no phase of the plan trains adapters on one"
-        how = "name a checkpoint to go on from, or set model_name_or_path to the model"
+        what = "this is a model, but no phase of the plan trains adapters"
+        how = "choose a checkpoint, or set model_name_or_path to the model"
     raise ConfigError(what, where=str(model), how=how)
 
 
 def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
     about, plan = check_sound(checkpoint)["extra"], places.plan
     if not {"plan", "phase", "step"} <= about.keys():
-        what = "this checkpoint is of a run without phases"
-        how = "name one that a run of phases wrote; an adapter is merged with `lema merge`, and named as a model"
+        what = "this checkpoint belongs to a run without phases"
+        how = "choose a checkpoint of a run of phases; merge an adapter with `lema merge` and use the model"
         raise ConfigError(what, where=str(checkpoint), how=how)
     names = [phase.name for phase in plan.phases]
     if about["phase"] not in names:
-        what = f"this is a checkpoint of phase {about['phase']}, and the plan has no such phase"
-        how = f"its phases are {', '.join(str(name) for name in names)}; give the plan the run was begun with"
+        what = f"this is a checkpoint of phase {about['phase']}, but the plan has no such phase"
+        how = f"its phases are {', '.join(str(name) for name in names)}; use the plan with which the run began"
         raise ConfigError(what, where=str(checkpoint), how=how)
     index = names.index(about["phase"])
     plan.check_same(about["plan"], str(checkpoint), index + 1)
@@ -261,7 +261,7 @@ def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
         tried = [checkpoint.parent.parent / str(names[under - 1]) / MODEL]
         tried += [] if about.get("base") is None else [Path(about["base"])]
         if (model := next((one for one in tried if (one / "config.json").is_file()), None)) is None:
-            what = f"the model that phase {names[under - 1]} left, on which this checkpoint stands, is not there"
+            what = f"the model that phase {names[under - 1]} wrote, which this checkpoint needs, is missing"
             raise ConfigError(what, where=" or ".join(map(str, tried)), how="copy it to the first of these places")
         models[under - 1] = model.absolute()
     beside = checkpoint.parent / MODEL
@@ -277,7 +277,7 @@ def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
     point = first_alone(replicas, lambda: find_point(places, say))
     where: tuple[Any, ...] = () if point is None else (point.index,)
     if point is None:
-        say(f"there is no checkpoint in {places.directory}: the run begins at its beginning")
+        say(f"there is no checkpoint in {places.directory}: the run starts from the beginning")
     elif point.checkpoint is not None:
         about, name = read_state(point.checkpoint)["extra"], places.plan.phases[point.index].name
         where = (point.index, done := int(about["step"]), about.get("record"))
@@ -301,11 +301,11 @@ def find_point(places: Places, say: Say) -> Start | None:
         else:
             return _at(places, index, checkpoint, say)
         if index and _stands(places, index):
-            tell_warning(f"phase {name} begins again: none of its checkpoints is sound", say)
+            tell_warning(f"phase {name} begins again: none of its checkpoints is valid", say)
             return _at(places, index, None, say)
     if faults:
-        what = f"no checkpoint of the run is sound:{listed(faults)}"
-        how = "copy one back from where it is whole, or begin a new run in another output_dir"
+        what = f"no checkpoint of the run is valid:{listed(faults)}"
+        how = "restore one from a good copy, or begin a new run in another output_dir"
         raise AdapterError(what, where=str(places.directory), how=how)
     return None
 
@@ -325,7 +325,7 @@ def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
         index, checkpoint = index - 1, places.end_of(index - 1)
     about, how = read_state(checkpoint)["extra"], "begin a new run in another output_dir"
     if "plan" not in about:
-        raise AdapterError("this checkpoint is of no run of phases", where=str(checkpoint), how=how)
+        raise AdapterError("this checkpoint does not belong to a run of phases", where=str(checkpoint), how=how)
     places.plan.check_same(about["plan"], str(checkpoint), index + 1)
 
 
@@ -351,8 +351,8 @@ def _to_rebuild(places: Places, index: int, say: Say) -> int | None:
     try:
         check_sound(end)
     except AdapterError as error:
-        what = f"the model that phase {name} left is gone, and cannot be written again: {error.what}"
+        what = f"the model that phase {name} wrote is missing and cannot be written again: {error.what}"
         how = "copy the model back, or begin again in another output_dir"
         raise AdapterError(what, where=f"{places.model_of(below)}, from {error.where}", how=how) from error
-    tell_warning(f"the model that phase {name} left is not there: it is written again from {end}", say)
+    tell_warning(f"the model that phase {name} wrote is missing: LEMA writes it again from {end}", say)
     return below

@@ -195,8 +195,8 @@ class PhasePlan(Settings):
     def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
         """Refuse to go on with another plan's `numbers`, found at `where`; the `ConfigError` names what differs."""
         if changed := self.differences(then, num_phases):
-            how = "give the plan it was begun with, or begin again in another output_dir"
-            raise ConfigError(f"this was begun with another plan:{listed(changed)}", where=where, how=how)
+            how = "use the original plan, or begin again in another output_dir"
+            raise ConfigError(f"this run began with another plan:{listed(changed)}", where=where, how=how)
 
 
 _FORMAT = 3  # of the numbers; another one when what a setting means has changed

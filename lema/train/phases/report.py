@@ -221,12 +221,12 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     yield "learning rate", "{first:.3g} at first, {peak:.3g} at its peak, {last:.3g} at last".format(**phase.rates)
     memory, moved = phase.memory, phase.moved
     yield "rows at once", f"{phase.at_once:,}"
-    where = "memory to compute in" if report.shared else "device memory"
+    where = "memory for computing" if report.shared else "device memory"
     yield where, f"{human_bytes(memory.device)} of {human_bytes(report.device_memory)}"
     yield "host memory", f"{human_bytes(memory.host)} of {human_bytes(report.host_memory)}"
     if memory.mapped:
         yield "in files mapped into memory", human_bytes(memory.mapped)
-    yield "disk, for what it leaves", human_bytes(memory.disk)
+    yield "disk space for its results", human_bytes(memory.disk)
     copied = {"copied to the device": moved.uploaded, "copied from the device": moved.downloaded}
     told = {"read from disk": moved.read, **copied}.items()
     yield from ((what, human_bytes(nbytes)) for what, nbytes in told if nbytes)
@@ -235,5 +235,5 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
 
 def _duration(hours: float | None, report: PhaseReport) -> str:
     if hours is None:
-        return "not known: `lema plan` measures"
+        return "not known; `lema plan` measures it"
     return f"{human_duration(3600 * hours)}, {HOURS_FROM[report.speeds]}"

@@ -72,7 +72,7 @@ def run_phases(
     Raises `Stopped`, with a checkpoint of the last step there, where `stop`, `at_layer` or a callback said so;
     `ConfigError` where a phase of an earlier run is in `output_dir` and `resume` is false, or it is of another plan, or
     `start` is, or a selection matches nothing, or another run writes there; `AdapterError` of a damaged checkpoint;
-    `DiskFull` where there is no room for two checkpoints, or, at the end of a phase or of the run, for the last.
+    `DiskFull` where there is no space for two checkpoints, or, at the end of a phase or of the run, for the last.
     """
     for index in range(len(plan.phases)):
         mixture_of(plan, index, sources)  # which refuses what does not fit, before the first phase begins
@@ -174,7 +174,7 @@ class Phases:
             if why is not None:
                 events.end()
                 what = f"stopped by {why} before phase {self.plan.phases[index].name}"
-                raise Stopped(what, where=str(places.place(index - 1)), how="go on from there with --resume")
+                raise Stopped(what, where=str(places.place(index - 1)), how="continue with --resume")
             self._train(index, events, begin)
             gc.collect()  # what a phase trained must be gone before the next begins, whatever of it refers to itself
 
@@ -288,5 +288,5 @@ def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
         case "phase_begin":
             say(f"phase {row['phase']} begins: {row['trains']}")
         case "phase_end":
-            loss = "" if row["final_eval_loss"] is None else f", loss on what was held out {row['final_eval_loss']:.4f}"
+            loss = "" if row["final_eval_loss"] is None else f", loss on held-out rows {row['final_eval_loss']:.4f}"
             say(f"phase {row['phase']} has ended after step {row['step']}{loss}")

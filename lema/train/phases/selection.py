@@ -39,7 +39,7 @@ def _problem(item: object, num_layers: int | None) -> tuple[str, str] | None:
     """Return what is wrong with an item, and how to fix it."""
     if isinstance(item, int) and not isinstance(item, bool):
         if item < 0:
-            return f"is {item}, and layers count from 0", f'write "last:{-item}" for the last {-item}'
+            return f"is {item}, but layers count from 0", f'write "last:{-item}" for the last {-item}'
         if num_layers is not None and item >= num_layers:
             return f"is {item}, and the model has layers 0 to {num_layers - 1}", "name one of those"
         return None

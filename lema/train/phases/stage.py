@@ -100,7 +100,7 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
         what = f"no module of the layers ends with {min(unmatched)}"
         raise ConfigError(what, where="trainable", how="correct it, or leave it out")
     if not found:
-        what = f"no weight of the model is in what phase {phase.name} trains"
+        what = f"no weight of the model is selected by phase {phase.name} trains"
         how = "name the ends of modules' names, such as those that `lema models DIRECTORY` prints"
         raise ConfigError(what, where="trainable" if phase.trainable else "layers", how=how)
     return found.__contains__
@@ -125,8 +125,8 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
     try:
         return {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     except NotImplementedError as error:  # of a model whose code does not say
-        what = f"the model does not say what its embeddings are: {error}"
-        raise ConfigError(what, where="layers", how="leave layers out, and name modules with `trainable`") from error
+        what = f"the model does not name its embeddings: {error}"
+        raise ConfigError(what, where="layers", how="remove layers, and name modules with `trainable`") from error
 
 
 def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:

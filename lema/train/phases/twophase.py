@@ -81,33 +81,33 @@ class LoRATrainerConfig(Settings):
     per_device_batch_size: Annotated[int, Field(ge=-1)] = -1
     """Most rows that a process computes at once; -1: as many as fit."""
     total_tokens: Tokens = 1_000_000_000
-    """Tokens that train every parameter, in one stage, where `pre_lora_tokens` does not divide them into stages."""
+    """Tokens that train every parameter in one stage, if `pre_lora_tokens` does not divide them into stages."""
     lr: Positive = 3e-4
-    """Peak learning rate, of all stages."""
+    """Peak learning rate of all stages."""
     warmup_pct: Beta = 0.01
-    """Fraction of the schedule over which the learning rate rises, where the schedule has a warm-up."""
+    """Fraction of the schedule in which the learning rate rises, if the schedule has a warm-up."""
     decay_pct: Beta = 0.1
-    """Fraction of the schedule over which wsd and wsds fall."""
+    """Fraction of the schedule in which wsd and wsds fall."""
     validate_: bool = Field(default=True, alias="validate")
-    """Validate every `validation_interval` steps and after each stage, where there are rows to validate on."""
+    """Validate every `validation_interval` steps and after each stage, if there are rows for it."""
     evaluate: bool = True
     """Measure `evaluations` when the last stage has ended."""
     datasets: Mixture = Field(default_factory=_fineweb)
-    """Data sets of the stage of `total_tokens`, where `pre_lora_datasets` does not say those of its stages."""
+    """Data sets of the stage of `total_tokens`, if `pre_lora_datasets` does not give those of its stages."""
     evaluations: list[Name] = Field(default_factory=list)
-    """Names of data sets, of those that are held out, whose loss and perplexity are measured after the last stage."""
+    """Names of held-out data sets whose loss and perplexity are measured after the last stage."""
     block_size: Count = 512
     """Tokens of a row, padding included."""
     report_interval: Count = 32
     """Optimizer steps between lines of metrics (`logging_steps` of a run)."""
     checkpoint_interval: NotNegative = 1024
-    """Optimizer steps between checkpoints (`save_steps` of a run); 0: at the end of each stage alone."""
+    """Optimizer steps between checkpoints (`save_steps` of a run); 0: only at the end of each stage."""
     validation_interval: Count = 512
     """Optimizer steps between validations (`eval_steps` of a run)."""
     validation_steps: Count = 2048
-    """Rows that each validation measures, the same every time (`eval_rows` of a file of phases)."""
+    """Rows of each validation, always the same (`eval_rows` of a file of phases)."""
     wandb: bool = False
-    """Report to Weights & Biases, beside what `report_to` of the run says."""
+    """Report to Weights & Biases, in addition to `report_to` of the run."""
     pre_lora_tokens: list[Tokens] = Field(default_factory=lambda: [1_000_000_000])
     """Tokens of each stage that trains every parameter."""
     pre_lora_datasets: list[Mixture] = Field(default_factory=lambda: [_fineweb()])
@@ -120,19 +120,19 @@ class LoRATrainerConfig(Settings):
     """The adapters."""
 
     schedule: PhaseScheduler = "constant"
-    """How the learning rate moves; `lema.engine.schedules` has the formulas. cosine_rewarm begins again in each
-    stage. Where it is not given, and `warmup_pct` or `decay_pct` is, it is wsd, which has both."""
+    """Schedule of the learning rate; `lema.engine.schedules` has the formulas. cosine_rewarm starts again in each
+    stage. If only `warmup_pct` or `decay_pct` is given, the schedule is wsd, which has both."""
     constant_pct: Beta | None = None
-    """Fraction at the end over which wsds stays low; None: 0.5."""
+    """Fraction at the end in which wsds stays low; None: 0.5."""
     schedule_spans: Literal["phase", "run"] = "phase"
-    """`phase`: one schedule for the stages before adapters, and one for those after. `run`: both are as long as the
-    whole run, as in the trainer these names are from: neither phase sees the end of its schedule."""
+    """`phase`: one schedule for the stages before adapters, one for the others. `run`: both are as long as the whole
+    run, as in the trainer with these names, so neither reaches the end of its schedule."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the order of data, of adapters and of dropout."""
 
     @property
     def validate(self) -> bool:  # type: ignore[override] # pydantic's own of that name is deprecated
-        """Whether to validate; `validate_`, by the name that it is given by."""
+        """Whether to validate: `validate_` under the name of the setting."""
         return self.validate_
 
     def __init__(self, **settings: Any) -> None:
@@ -154,17 +154,17 @@ class LoRATrainerConfig(Settings):
         """Yield what is wrong with the stages and with their schedule."""
         problems = [*self._whole_wrong(), *(problem for time in _TIMES for problem in self._stages_wrong(time))]
         if not self.pre_lora_tokens and not self.post_lora_tokens and not problems:
-            what = "pre_lora_tokens and post_lora_tokens are empty, so that nothing would train"
-            problems.append(Problem("post_lora_tokens", what, "give the tokens of one stage at least"))
+            what = "pre_lora_tokens and post_lora_tokens are empty, so nothing would train"
+            problems.append(Problem("post_lora_tokens", what, "set the tokens of at least one stage"))
         parts, fields = takes(self.schedule), type(self).model_fields
         for key, name in _FRACTIONS.items():
             if getattr(self, key) != fields[key].default and name not in parts:
                 how = f"leave {key} out, or choose {' or '.join(one for one in SCHEDULES if name in takes(one))}"
-                problems.append(Problem(key, f"{key} says nothing to schedule {self.schedule}", how))
+                problems.append(Problem(key, f"{key} has no effect on schedule {self.schedule}", how))
         if not self.per_device_batch_size:
-            problems.append(Problem("per_device_batch_size", "per_device_batch_size is 0", "give rows, or -1 for all"))
+            problems.append(Problem("per_device_batch_size", "per_device_batch_size is 0", "set rows, or -1 for all"))
         if self.evaluations and not self.evaluate:
-            problems.append(Problem("evaluations", "evaluations are named, and evaluate is false", "keep one"))
+            problems.append(Problem("evaluations", "there are evaluations, but evaluate is false", "keep one"))
         yield from problems or self._schedule_wrong()
 
     def _whole_wrong(self) -> Iterator[Problem]:
@@ -175,7 +175,7 @@ class LoRATrainerConfig(Settings):
             what = f"total_tokens is {self.total_tokens}, and the stages of pre_lora_tokens have {sums[0]}"
             yield Problem("total_tokens", what, "keep one")
         if self.datasets != _fineweb() and self.pre_lora_datasets != [self.datasets]:
-            yield Problem("datasets", "datasets and pre_lora_datasets both say what the first stages read", "keep one")
+            yield Problem("datasets", "datasets and pre_lora_datasets both set the first data", "keep one")
 
     def _stages_wrong(self, time: str) -> Iterator[Problem]:
         tokens, mixtures = getattr(self, f"{time}_tokens"), getattr(self, f"{time}_datasets")

@@ -156,7 +156,7 @@ def test_what_is_on_disk_is_compared_with_memory_before_the_checkpoint_gets_its_
     trainer = model.get_trainer()
     trainer.train_step(batch(1))
     while spoils:
-        with pytest.raises(DiskError, match="does not read back as it was written"):
+        with pytest.raises(DiskError, match="the disk returns other bytes than were written"):
             trainer.save_checkpoint(tmp_path / "saved")
     assert not (tmp_path / "saved").exists() and not list(tmp_path.glob("**/.*"))
 
@@ -176,13 +176,13 @@ def test_old_checkpoints_go_only_when_the_new_one_has_been_read_back(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(directory: Path) -> None:
-        raise AdapterError("a file is not what was written", where=str(directory / "state.json"))
+        raise AdapterError("a file has changed: its SHA-256 differs", where=str(directory / "state.json"))
 
     with opened(settings(llama, tmp_path / "out", save_steps=1, save_total_limit=2)) as model:
         trainer = model.get_trainer()
         for seed in range(2):
             trainer.train_step(batch(seed))
-        with monkeypatch.context() as patch, pytest.raises(DiskError, match="does not read back"):
+        with monkeypatch.context() as patch, pytest.raises(DiskError, match="returns other bytes"):
             patch.setattr(commits, "check_manifest", damaged)
             trainer.train_step(batch(2))
         assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-2"]

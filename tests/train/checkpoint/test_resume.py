@@ -116,7 +116,7 @@ def test_the_newest_is_taken_without_a_word(found: list[Path]) -> None:
 def test_where_none_is_sound_each_is_listed_with_its_fault(found: list[Path]) -> None:
     for place, damage in zip(found, ("flipped", "truncated", "deleted"), strict=True):
         DAMAGES[damage](place / OPTIMIZER)
-    with pytest.raises(AdapterError, match="no checkpoint is sound") as raised:
+    with pytest.raises(AdapterError, match="no checkpoint is valid") as raised:
         newest_sound(found, lambda _: None)
     lines = raised.value.what.splitlines()
     assert [line.partition(":")[0].strip() for line in lines[1:]] == [

@@ -149,11 +149,11 @@ def test_a_gradient_that_is_not_finite_is_refused_before_its_layer_is_stepped(
         changed = {name for name, master in training.masters.items() if not torch.equal(master, before[name])}
         layers = {layer_of(name) for name in changed}
         if clipped is None:
-            assert "layers above it were stepped already" in raised.value.where
+            assert "the layers above it are already updated" in raised.value.where
             assert "resume from the last checkpoint" in raised.value.how
             assert layers == set(range(bad + 1, NUM_LAYERS)) and all(".layers." in name for name in changed)
         else:
-            assert "no weight was stepped" in raised.value.where
+            assert "no weight was updated" in raised.value.where
             assert not changed
         assert all(master.grad is None for master in training.masters.values())
         trained._done = done
@@ -168,7 +168,7 @@ def test_a_gradient_outside_the_layers_that_is_not_finite_is_refused(checkpoint_
         norm.register_hook(lambda gradient: gradient * float("inf"))
         with pytest.raises(NonFiniteError, match=r"gradient of model\.norm\.weight") as raised:
             training.accumulate(micro_batches(2))
-        assert "layers were stepped already" in raised.value.where
+        assert "the layers are already updated" in raised.value.where
         outside = [name for name in before if ".layers." not in name]
         assert outside and all(torch.equal(training.masters[name], before[name]) for name in outside)
 

@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_steps_nothing(
     before = {name: master.detach().clone() for name, master in training.masters.items()}
     with pytest.raises(NonFiniteError, match="loss is nan") as raised:
         training.accumulate(micro_batches(2))
-    assert "no weight was stepped" in raised.value.where
+    assert "no weight was updated" in raised.value.where
     assert all(torch.equal(master, before[name]) for name, master in training.masters.items())
     model.close()
 

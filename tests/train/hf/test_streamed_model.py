@@ -256,9 +256,9 @@ def test_tokens_are_generated_in_wide_batches(checkpoint_of: CheckpointOf, model
         (lambda model: model.to(torch.bfloat16), "go from torch.float32 on cpu to torch.bfloat16"),
         (lambda model: model.half(), "to torch.float16"),
         (lambda model: model.to("meta"), "on meta"),
-        (lambda model: model.merge_adapter(), "merged into weights that are in files"),
-        (lambda model: model.merge_and_unload(), "merged into weights that are in files"),
-        (lambda model: model.unload(), "adapters are to be taken off"),
+        (lambda model: model.merge_adapter(), "merge an adapter into weights that are in files"),
+        (lambda model: model.merge_and_unload(), "merge an adapter into weights that are in files"),
+        (lambda model: model.unload(), "its adapters cannot be removed"),
         (copy.deepcopy, "copied or pickled"),
         (lambda model: model._replicate_for_data_parallel(), "several devices at once"),
     ],
@@ -271,7 +271,7 @@ def test_what_cannot_work_is_refused(model: Any, use: Callable[[Any], Any], refu
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
 def test_wrappers_that_divide_a_model_are_refused(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", f"DistributedType.{kind}")
-    with pytest.raises(ConfigError, match=f"{kind} divides a model's weights"):
+    with pytest.raises(ConfigError, match=f"{kind} divides weights, but those of a streamed model are in files"):
         model.train()
 
 
@@ -289,7 +289,7 @@ def test_adapters_that_do_not_stream_are_refused(checkpoint_of: CheckpointOf, tm
 
 
 def test_the_mixin_is_for_streamed_models(checkpoint_of: CheckpointOf, model: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="whose layers do not stream"):
+    with pytest.raises(ConfigError, match="and its layers do not stream"):
         Streaming(whole(checkpoint_of("llama")), arguments(tmp_path))
     with pytest.raises(ConfigError, match=r"give them to lema\.streamed"):
         Streaming(model, arguments(tmp_path), peft_config=lora())
@@ -356,11 +356,11 @@ def test_what_scores_texts_is_no_language_model(checkpoint_of: CheckpointOf, tmp
     with torch.no_grad():
         assert model(input_ids=rows()[0]["input_ids"][None]).logits.shape == (1, 1)
     assert model.opened.split.head(torch.zeros(1, 2, 32)).shape == (1, 2, 1)  # no vocabulary for a plan to count
-    with pytest.raises(ConfigError, match="the model scores texts, and LemaTrainer knows losses of tokens"):
+    with pytest.raises(ConfigError, match="the model scores texts, but LemaTrainer has only losses of tokens"):
         model.opened.get_trainer()
     model.save_pretrained(tmp_path)
     model.close()
     with pytest.raises(AdapterError, match="task_type SEQ_CLS, which is not that of a causal"):
         lema.LemaModel.from_pretrained(tmp_path, model_name_or_path=str(checkpoint.streamed), device="cpu")
-    with pytest.raises(ConfigError, match="a causal language model has no labels to score"):
+    with pytest.raises(ConfigError, match="a causal language model has no labels for scores"):
         lema.streamed(checkpoint.streamed, lora(), device="cpu", num_labels=2)

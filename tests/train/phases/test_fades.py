@@ -323,16 +323,16 @@ def test_where_data_begin_is_in_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("phases", "key", "said"),
     [
-        ((phase(TEXT, fade={"steps": 2}),), "phases[0].fade", "no phase before this one"),
+        ((phase(TEXT, fade={"steps": 2}),), "phases[0].fade", "the first phase has no earlier mixture"),
         ((phase(TEXT), phase(TEXT, fade={"steps": 2})), "phases[1].fade", "nothing fades (leave fade out)"),
         ((phase(TEXT), phase(CHAT, fade={"steps": 51})), "phases[1].fade.steps", "is 204 rows, and the phase has 200"),
         ((phase(TEXT), phase(CHAT, fade={"tokens": 7})), "phases[1].fade.tokens", "less than one row of 8 tokens"),
         ((phase(TEXT), phase(CHAT, fade={"tokens": 10**6})), "phases[1].fade.tokens", "make it shorter"),
         ((phase(TEXT), phase(CHAT, fade={})), "phases[1].fade.steps", "not given, nor is tokens (add one"),
-        ((phase(TEXT), phase(CHAT, fade={"steps": 2, "tokens": 64})), "phases[1].fade.steps", "both say how long"),
+        ((phase(TEXT), phase(CHAT, fade={"steps": 2, "tokens": 64})), "phases[1].fade.steps", "both set this length"),
         ((phase(TEXT), phase(CHAT, fade={"step": 2})), "phases[1].fade.step", "did you mean steps?"),
         ((phase(TEXT), phase(CHAT, fade={"steps": 2, "shape": "cosin"})), "phases[1].fade.shape", "mean cosine?"),
-        ((phase(TEXT), phase(CHAT, fade=5)), "phases[1].fade", "settings are wanted here"),
+        ((phase(TEXT), phase(CHAT, fade=5)), "phases[1].fade", "this must have settings"),
         ((phase(TEXT), phase(CHAT, data="resume")), "phases[1].data", "'continue' or 'restart'"),
         (
             (

@@ -192,7 +192,7 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is missing") as caught:
         PackedTokens(tmp_path / "no" / "train.bin", 2)
-    assert "no packed tokens are there" in caught.value.how
+    assert "there are no packed tokens" in caught.value.how
 
 
 @pytest.mark.parametrize(

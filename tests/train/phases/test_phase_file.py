@@ -104,8 +104,8 @@ def test_other_files_are_not_taken_for_one(tmp_path: Path) -> None:
         ([("trains: lora, tokens: 144", "trains: lora, tokens: 0")], "phases.1..tokens"),
         ([("save_steps: 0", "save_step: 0")], "save_step"),
         ([("rows.jsonl\n", "nowhere.jsonl\n")], "there is no .*nowhere"),
-        ([("save_steps: 0\n", "save_steps: 0\nmax_steps: 3\n")], "max_steps says nothing in a file of phases"),
-        ([("max_length: 12\n", "max_length: 12\npost_lora_tokens: [1]\n")], "both say what the phases are"),
+        ([("save_steps: 0\n", "save_steps: 0\nmax_steps: 3\n")], "max_steps has no effect in a file of phases"),
+        ([("max_length: 12\n", "max_length: 12\npost_lora_tokens: [1]\n")], "both define the phases"),
     ],
 )
 def test_bad_input_names_the_key(changes: list[tuple[str, str]], message: str, written: Callable[..., Path]) -> None:
@@ -200,7 +200,7 @@ def test_stages_say_how_often_under_their_own_names(written: Callable[..., Path]
     assert read_phase_file(path, validate=False).eval_data == {}
     with pytest.raises(ConfigError, match="save_steps, which is the same, is 9"):
         read_phase_file(path, save_steps=9)
-    with pytest.raises(ConfigError, match="learning_rate says nothing beside") as raised:
+    with pytest.raises(ConfigError, match="learning_rate has no effect together with") as raised:
         read_phase_file(path, learning_rate=9.0)
     assert "--set learning_rate" in str(raised.value) and "use lr" in str(raised.value)
 
@@ -213,7 +213,7 @@ def test_the_command_traces_a_run_and_begins_one_elsewhere(
     assert run(app, ["train", file, "--trace", str(trace)]) == 0
     assert "optimizer" in trace.read_text()
     said = capsys.readouterr().out
-    assert "phase whole begins: full" in said and "phase adapters has ended after step 6, loss on what was" in said
+    assert "phase whole begins: full" in said and "phase adapters has ended after step 6, loss on held-out" in said
     assert "step 4/6" in said
     there = tmp_path / "out" / "whole" / "checkpoint-2"
     arguments = ["--set", f"output_dir={tmp_path}/other", "--from", str(there)]
@@ -234,7 +234,9 @@ def test_validation_every_so_many_steps_needs_something_to_validate_on(written: 
     file = read_phase_file(written(PHASES, more))
     assert (file.config.eval_steps, file.eval_rows) == (2, 6)
     for key, line in (("eval_steps", "eval_steps: 2"), ("eval_rows", "eval_rows: 6")):
-        with pytest.raises(ConfigError, match=f"{key} is of validation") as raised:
+        with pytest.raises(
+            ConfigError, match=f"{key} is for validation, but there is nothing to validate on"
+        ) as raised:
             read_phase_file(written(STAGES, ("batch_size: 4\n", f"batch_size: 4\n{line}\n")))
         assert "run.yaml:" in str(raised.value)
     with pytest.raises(ConfigError, match="eval_rows is a number of rows, 1 or more, not 0"):

@@ -84,7 +84,7 @@ def test_t5_contrastive_is_refused_by_name_with_what_to_do(style: str) -> None:
         stages(post_lora_datasets=[[{"name": "a", "rate": 1.0, "style": style}]])
     (problem,) = caught.value.problems
     assert problem.key == "post_lora_datasets[0][0].style"
-    assert "CONTRASTIVE is not supported: pairs of rows have no loss here" in problem.what
+    assert "the style CONTRASTIVE is not supported, because LEMA has no loss for it" in problem.what
     assert problem.how == "use one of PADDED, PMD"
 
 

@@ -181,11 +181,13 @@ def test_a_model_whose_costs_depend_on_values_is_reported_without_them(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def depends(*_: Any, **__: Any) -> None:
-        raise ModelError("what this model computes depends on values")
+        raise ModelError("this model's computation depends on values, so the memory of its texts is not known")
 
     monkeypatch.setattr(planned, "measure", depends)
     report = phase_report(config_of(), plan_of(FULL, LORA), machine=profile("4090"))
-    assert report.hours is None and report.warnings[-1].startswith("what this model computes depends on values")
+    assert report.hours is None and report.warnings[-1].startswith(
+        "this model's computation depends on values, so the memory of its texts is not known"
+    )
     assert report.phases[0].memory.parts["device"]["working"] == 0 < report.phases[0].memory.host
 
 

@@ -69,14 +69,14 @@ def lose_model(run: Path) -> None:
 PASSED = "is damaged and passed over"
 CASES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "the newest": (spoil_newest, [PASSED, "resuming from {run}/adapters/checkpoint-1 (step 1 of 2 of adapters)"]),
-    "a whole phase": (spoil_phase, [PASSED, PASSED, "phase adapters begins again: none of its checkpoints is sound"]),
+    "a whole phase": (spoil_phase, [PASSED, PASSED, "phase adapters begins again: none of its checkpoints is valid"]),
     "a phase, the model below it, and the end of the one before": (
         spoil_phase_and_lose_model,
         [PASSED, PASSED, PASSED, "resuming from {run}/whole/checkpoint-1 (step 1 of 2 of whole)"],
     ),
     "the newest, and the model below it": (
         lose_model,
-        [PASSED, "model that phase whole left is not there: it is written again", "resuming from"],
+        [PASSED, "model that phase whole wrote is missing: LEMA writes it again", "resuming from"],
     ),
 }
 
@@ -154,11 +154,11 @@ def test_where_nothing_is_sound_or_the_run_is_another_it_is_refused(
     for file in sorted(other.glob("*.safetensors")):
         flip(file)
     (straight / "whole" / "checkpoint-2" / MANIFEST).unlink()
-    with pytest.raises(AdapterError, match="the model has changed since it was trained"):
+    with pytest.raises(AdapterError, match="the model has changed since the training"):
         run_phases(config.model_copy(update={"model_name_or_path": str(other)}), two(), SOURCES, **quiet)
     (straight / "whole" / "checkpoint-1" / MANIFEST).unlink()
     shutil.rmtree(straight / "whole" / "model")
-    with pytest.raises(AdapterError, match="no checkpoint of the run is sound") as raised:
+    with pytest.raises(AdapterError, match="no checkpoint of the run is valid") as raised:
         run_phases(config, two(), SOURCES, **quiet)
     assert [line.split(":")[0] for line in raised.value.what.splitlines()[1:]] == [
         "  - whole/checkpoint-2",

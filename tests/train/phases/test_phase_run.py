@@ -173,7 +173,7 @@ def test_what_cannot_be_run_is_refused(config_of: Callable[..., LemaConfig]) -> 
     with pytest.raises(ConfigError, match="no data set 'three'"):
         run_phases(config, plan_of({**FULL, "mixture": [{"name": "three", "rate": 1.0}]}), SOURCES, resume=True)
     run_phases(config, plan_of({**FULL, "tokens": STEP}), SOURCES)
-    with pytest.raises(ConfigError, match="has been begun there"):
+    with pytest.raises(ConfigError, match="has already begun there"):
         run_phases(config, plan_of({**FULL, "tokens": STEP}), SOURCES)
     with pytest.raises(ConfigError, match="another plan"):
         run_phases(config, plan_of({**FULL, "tokens": 3 * STEP, "learning_rate": 1.0}), SOURCES, resume=True)

@@ -107,5 +107,5 @@ def test_a_base_that_is_gone_later_is_missed_rather_than_trained_again(
     shutil.rmtree(Path(config.output_dir) / "adapters")
     with pytest.raises(ConfigError, match="is gone"):
         run_phases(config, two(), SOURCES, resume=True)
-    with pytest.raises(ConfigError, match="has been begun there"):
+    with pytest.raises(ConfigError, match="has already begun there"):
         run_phases(config_of("straight"), two(), SOURCES, start=straight.place / "whole" / "checkpoint-1")

@@ -65,7 +65,7 @@ def test_the_base_trainers_tokens_and_data_sets_are_one_stage_of_all_parameters(
     ]
     assert LoRATrainerConfig(**found.to_dict()) == found
     assert config(total_tokens=10 * STEP) and config(total_tokens=15 * STEP)  # those of the stages, or of all
-    for wrong, said in (({"total_tokens": 9 * STEP}, "the stages of pre_lora"), ({"datasets": A}, "both say what")):
+    for wrong, said in (({"total_tokens": 9 * STEP}, "the stages of pre_lora"), ({"datasets": A}, "both define")):
         with pytest.raises(SettingsError, match=said):
             config(**wrong)
 
