@@ -3,10 +3,10 @@
     python benchmarks/moe_plan.py                      # all of them, some minutes each
     python benchmarks/moe_plan.py DeepSeek-V3:16 --tokens 16384
 
-Nothing is measured, and neither a GPU nor weights are needed: names, shapes and types of tensors are the published ones,
-and speeds those of a profile. Each model has two rows: with host memory that holds all of it, and with a part of that
-memory and a disk. Adapters are on every linear of the layers, experts excepted. Where nothing fits, the row has what the
-smallest groups take, by part.
+Nothing is measured, and neither a GPU nor weights are needed: names, shapes and types of tensors are the published
+ones, and speeds those of a profile. Each model has two rows: with host memory that holds all of it, and with a part of
+that and a disk. Adapters are on every linear of the layers, experts excepted. Where nothing fits, the row has what
+the smallest groups take, by part.
 """
 
 from __future__ import annotations
