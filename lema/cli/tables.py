@@ -47,6 +47,12 @@ def rows(plan: Plan) -> Iterator[Row]:
         (f"disk: {PARTS.get(part, part)}", "", human_bytes(size)) for part, size in plan.memory.disk.items() if size
     )
     yield from _step(plan)
+    if (experts := plan.experts) is not None:
+        yield "experts", f"in each of {experts.layers} layers", f"{experts.count:,}"
+        yield "experts", "of each token", f"{experts.active:,}"
+        yield "experts", "leased together", f"{experts.together:,}"
+        yield "experts", "reached by a step, if routers choose all alike", f"{experts.reached:,.1f}"
+        yield from (("weights of all layers", part, human_bytes(size)) for part, size in experts.parts.items() if size)
     if plan.room.crossover is not None:
         yield "limits", "tokens per step above which reading costs no time", human_count(plan.room.crossover)
     yield "limits", "largest micro_batch_size", str(plan.room.largest_micro_batch)

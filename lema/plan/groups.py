@@ -1,10 +1,12 @@
-"""Experts in groups, as a plan has them: whether a run may have them, what they take, and which sizes are tried."""
+"""Experts, as a plan has them: whether groups of them may be leased, what these take, which sizes are tried, and what
+is told of a model's experts."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +19,7 @@ from lema.plan.workload import (
     MicroBatch,
     Workload,
     cost_kinds,
+    fake_weights,
     given_of,
     layer_work,
     learn,
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from lema.plan.blueprint import Blueprint
     from lema.plan.planner import Planner
 
-__all__ = ["waiting_bytes", "with_groups", "with_waiting"]
+__all__ = ["ExpertsTold", "experts_told", "waiting_bytes", "with_groups", "with_waiting"]
 
 SETTING = "experts_per_slot"
 # Hidden states of a micro-batch that wait beside what a graph keeps: its input, what experts are given and make, and
@@ -108,3 +111,75 @@ def waiting_bytes(blueprint: Blueprint, batch: MicroBatch) -> int:
                     work = layer_work(split, index, layers[index], prelude.calls[index], given[index : index + 2], ())
                 found = max(found, work.saved_bytes + STATES * given[index].nbytes)
     return found
+
+
+@dataclass(frozen=True)
+class ExpertsTold:
+    """What a plan tells of the stacked experts of a model. Nothing is known of what routers will choose."""
+
+    layers: int  # that have experts
+    count: int  # in the layer that has most
+    active: int  # of these each token has so many
+    together: int  # leased at once, at most
+    reached: float  # in that layer by the tokens of a step, were each chosen as often as every other
+    parts: dict[str, int]  # bytes of all layers as they are stored, by part, and those of the adapters of experts
+
+    @property
+    def note(self) -> str:
+        """Say it in a sentence."""
+        return (
+            f"experts: each token has {self.active:,} of {self.count:,}, and {self.together:,} are leased together; if "
+            f"routers choose all alike, which is assumed, a step reaches {self.reached:,.1f} of them in each layer"
+        )
+
+
+def experts_told(planner: Planner) -> ExpertsTold | None:
+    """Return what a plan tells of a model's experts; None: it has none that are stacked, once in a layer, or what it
+    computes is not known."""
+    blueprint, tokens = planner.blueprint, planner.shape.tokens
+    found = {index: one for index in range(len(blueprint.layers)) if (one := blueprint.split.experts_of(index))}
+    if not found or planner.workload is None:
+        return None
+    largest = max(found, key=lambda index: found[index].count)
+    count, active = found[largest].count, _active(blueprint, largest, planner.shape.micro_batch)
+    reached = count * (1 - (1 - active / count) ** tokens)
+    parts, adapted = Counter[str](), 0
+    for index, layer in enumerate(blueprint.layers):
+        stored = [(one.name, one.shape, one.nbytes) for one in layer.tensors]
+        for one in layer.expansions:
+            stored.append((one.placed.name, one.placed.shape, sum(part.nbytes for part in one.parts.values())))
+        experts = found.get(index)
+        block = "" if experts is None else experts.weights[0].rpartition(".")[0].rpartition(".")[0]
+        for name, shape, nbytes in stored:
+            if experts is None:
+                part = "layers without experts"
+            elif name in experts.weights:
+                part = "experts"
+            elif not name.startswith(f"{block}.") or not block:
+                part = "attention and norms"
+            else:
+                part = "routers" if shape[0] == experts.count else "shared experts"
+            parts[part] += nbytes
+        own = [] if experts is None else experts.outer.parameters()
+        adapted += sum(one.numel() for one in own if one.requires_grad)
+    parts["adapters of experts"] = round(blueprint.adapter_bytes * adapted / max(1, blueprint.adapter_parameters))
+    return ExpertsTold(len(found), count, active, blueprint.experts or count, reached, dict(parts))
+
+
+def _active(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
+    """Return how many of a layer's experts each token has, as its router says on tensors without values."""
+    split, seen = Split(blueprint.model, load("cpu")), list[int]()
+
+    def look(hidden: Any, chosen: Any, *_: Any) -> Any:
+        seen.append(chosen.shape[-1])
+        return torch.zeros_like(hidden)
+
+    with without_values(blueprint.model):
+        learn(split, blueprint.layers)
+        prelude = split.prelude(batch.inputs(), {})
+        given = given_of(split, blueprint.layers, prelude)
+        experts = split.experts_of(layer)
+        assert experts is not None
+        with replaced({experts.module: look}):
+            split.run_layer(layer, fake_weights(blueprint.layers[layer]), prelude.calls[layer], given[layer])
+    return seen[0]

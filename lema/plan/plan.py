@@ -20,6 +20,7 @@ from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, read_data
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
+from lema.plan.groups import ExpertsTold, experts_told
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, planner_of, timed
 from lema.plan.simulator import Simulated
@@ -91,6 +92,7 @@ class Plan:
     step: Simulated  # one step in the middle of a run
     room: Headroom  # what larger steps, or more memory, would give
     epoch: Epoch | None  # of the training data; None: the settings name none
+    experts: ExpertsTold | None  # of its model; None: it has none
     notes: tuple[str, ...]  # what a reader should know
 
     @property
@@ -188,7 +190,8 @@ def plan_with(
         step=step,
         room=_headroom(needs, memory, step.seconds),
         epoch=_epoch(needs, price, trust_remote_code, data),
-        notes=_notes(planner),
+        experts=(experts := experts_told(planner)),
+        notes=(*_notes(planner), *([] if experts is None else [experts.note])),
     )
 
 

@@ -13,7 +13,7 @@ from clirun import assert_refused, config_writer, lema
 from hollowmodel import large_config, write_hollow
 from rich.console import Console
 from smallrun import write_model
-from transformers import MixtralConfig
+from transformers import MixtralConfig, Qwen2MoeConfig
 
 from lema import LemaConfig
 from lema.cli.app import app
@@ -152,6 +152,41 @@ def test_what_preparing_would_save_is_said(tmp_path: Path) -> None:
     assert f"put together from {2 * (4 * 3 - 3)} pieces, 0 B moved on the host" in notes(plain)
     assert "dequantised" in notes(quantized) and "dequantised" not in notes(plain)
     assert "lema prepare" not in notes(prepared)
+
+
+@pytest.mark.parametrize("tokens", [4, 512])
+def test_experts_are_told(tmp_path: Path, tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many of them a step reaches if routers choose all alike, which is how many colours of so many are drawn."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 96, "num_attention_heads": 2}
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    config = Qwen2MoeConfig(**sizes, **experts, num_key_value_heads=2, shared_expert_intermediate_size=48)
+    model = write_hollow(tmp_path / "model", config)
+    settings: dict[str, Any] = {"batch_size": 1, "max_length": tokens, "lora_rank": 2}
+    plan, planner = make_plan(LemaConfig(str(model), device="cpu", **settings), profile("4090"))
+    told = plan.experts
+    assert told is not None
+    assert (told.layers, told.count, told.active, told.together) == (2, 16, 4, 16)
+    missed = (1 - 4 / 16) ** tokens
+    assert told.reached == pytest.approx(16 * (1 - missed))
+    assert told.parts["experts"] == 2 * 2 * 16 * 3 * 32 * 64
+    assert told.parts["routers"] == 2 * 2 * 16 * 64
+    assert told.parts["shared experts"] == 2 * 2 * (3 * 64 * 48 + 64)  # with its gate
+    assert told.parts["attention and norms"] == 2 * 2 * (4 * 64 * 64 + 3 * 64 + 2 * 64)
+    assert sum(told.parts.values()) - told.parts["adapters of experts"] == sum(
+        tensor.nbytes for layer in planner.blueprint.layers for tensor in layer.tensors
+    )
+    trained = {name: one.numel() for name, one in planner.blueprint.model.named_parameters() if one.requires_grad}
+    of_experts_alone = sum(count for name, count in trained.items() if ".experts." in name)
+    assert told.parts["adapters of experts"] == of_experts_alone * 16  # with its gradient and two moments
+    assert plan.to_dict()["experts"]["reached"] == told.reached
+    said = "each token has 4 of 16, and 16 are leased together; if routers choose all alike, which is assumed, a step"
+    assert any(said in note for note in plan.notes)
+    show_plan(plan, Console())
+    assert said in capsys.readouterr().out
+
+
+def test_a_model_without_experts_has_none_to_tell_of(eight: Path) -> None:
+    assert planned(eight).experts is None
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ temporaries are several times as large as what they are given, so they are run f
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -86,6 +87,7 @@ class Step:
         }
         return replace(self, constants=constants)
 
+    @cached_property
     def span(self) -> tuple[int, int]:
         """Return the first element of the parameter that it fills, and the one after the last."""
         low = min(move.write for _, move in self.moves)
@@ -142,7 +144,7 @@ def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
     row = prod(record.shape[1:])
     steps, parts = list[Step](), dict(record.parts)
     for step in plan.steps:
-        low, high = step.span()
+        low, high = step.span
         if first * row <= low and high <= end * row:
             moves = tuple((name, replace(move, write=move.write - first * row)) for name, move in step.moves)
             steps.append(replace(step, moves=moves))
