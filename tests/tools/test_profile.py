@@ -130,7 +130,7 @@ phases:
 def test_a_phase_is_profiled_by_its_name(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The phase that trains adapters, with its own settings and rows; the phase before it is not run."""
     given, phased = LemaConfig.from_yaml(config), tmp_path / "phases.yaml"
-    rows = given.train_data if isinstance(given.train_data, str) else list(given.train_data or ())[0]
+    rows = given.train_data if isinstance(given.train_data, str) else next(iter(given.train_data or ()))
     phased.write_text(PHASES.format(model=given.model_name_or_path, rows=rows, output=tmp_path / "out"))
     assert_refused(capfd, 2, ["several kinds", "--phase few"], "profile", phased)
     assert_refused(capfd, 2, ["no phase whole trains", "--phase few"], "profile", phased, "--phase", "whole")
