@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -113,6 +114,29 @@ def write_model(directory: Path, shape: Shape) -> None:
         "lm_head.weight": draw(shape.vocabulary, hidden),
     }
     put("model-outside.safetensors", {**outside, "model.norm.weight": torch.ones(hidden, dtype=dtype)})
+    write_index(directory, shape, weight_map)
+
+
+def write_zeros(directory: Path, shape: Shape) -> None:
+    """Write a model of `shape` that takes no room on the disk: its weights are holes in files, which read as zeros."""
+    write_config(directory, shape)
+    weight_map: dict[str, str] = {}
+    norms = "input_layernorm", "post_attention_layernorm"
+    layer = {**shape.matrices, **dict.fromkeys(norms, (shape.hidden,))}
+    table = shape.vocabulary, shape.hidden
+    outside = {"model.embed_tokens": table, "lm_head": table, "model.norm": (shape.hidden,)}
+    parts = [{f"model.layers.{number}.{name}": size for name, size in layer.items()} for number in range(shape.layers)]
+    for number, part in enumerate([*parts, outside]):
+        header, end = dict[str, Any](), 0
+        for name, size in part.items():
+            begin, end = end, end + math.prod(size) * 2
+            header[f"{name}.weight"] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+        written = json.dumps(header).encode()
+        file = directory / f"model-{number + 1:05d}-of-{len(parts) + 1:05d}.safetensors"
+        with file.open("wb") as out:
+            out.write(len(written).to_bytes(8, "little") + written)
+            out.truncate(8 + len(written) + end)
+        weight_map.update(dict.fromkeys(header, file.name))
     write_index(directory, shape, weight_map)
 
 

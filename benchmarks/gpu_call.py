@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ __all__ = ["Call"]
 
 RESERVE = 15.0  # seconds at the end, for the table
 ANSWER = 150.0  # seconds that anything a child is asked may take
+PROOF = 120.0  # seconds that `lema prove` may take
 
 
 class Call:
@@ -69,6 +71,7 @@ class Call:
     def run(self) -> None:
         """Measure everything, or as much as there is time for."""
         self._measure_machine()
+        self._prove()
         for planned in self._planned():
             self._measure(planned)
             self.save()
@@ -106,24 +109,44 @@ class Call:
         job = Job("machine", "", TINY["8B"], self.arguments.device, None, self.tokens, self.arguments.rank, "")
         child = Child(job)
         try:
-            child.ready(60)
+            child.ready(self._patience(60))
             if "link" not in self.results:
-                self.results["link"] = child.ask("link", 60, nbytes=(1 << 20) if tiny else (1 << 29))
+                self.results["link"] = child.ask("link", self._patience(60), nbytes=(1 << 20) if tiny else (1 << 29))
             for name, shape in shapes.items():
                 if name not in self.results["flops_per_second"]:
-                    rate = child.ask("matmul", 60, shape=shape, tokens=self.tokens)
+                    rate = child.ask("matmul", self._patience(60), shape=shape, tokens=self.tokens)
                     self.results["flops_per_second"][name] = rate["flops_per_second"]
             self.save()
             if "parity" not in self.results:
                 size = (
                     {"layers": 8, "hidden": 64, "tokens": 16} if tiny else {"layers": 12, "hidden": 512, "tokens": 64}
                 )
-                self.results["parity"] = child.ask("parity", 90, **size)
+                self.results["parity"] = child.ask("parity", self._patience(90), **size)
         except Failed as error:
             self.results.setdefault("errors", []).append(f"machine: {error}")
         finally:
             child.close()
             self.save()
+
+    def _prove(self) -> None:
+        """Run `lema prove` on the device, in a process of its own, and keep its certificate."""
+        if "certificate" in self.results:
+            return
+        output, small = self._scratch / "proof", ["--steps", "1", "--micro-batches", "1", "--tokens", "16"]
+        command = ["-m", "lema", "prove", "--device", self.arguments.device, "--output", str(output)]
+        command += small if self.arguments.tiny else []
+        patience = self._patience(PROOF)
+        try:
+            done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=patience)
+        except subprocess.TimeoutExpired:
+            self.results.setdefault("errors", []).append(f"lema prove: no end in {patience:.0f} s")
+            return
+        if (certificate := output / "certificate.json").exists():  # also where it says that the numbers differ
+            self.results["certificate"] = json.loads(certificate.read_text())
+        else:
+            said = f"{done.stdout}{done.stderr}".strip().splitlines()[-6:]
+            self.results.setdefault("errors", []).append(f"lema prove: {' | '.join(said)}")
+        self.save()
 
     @property
     def _shapes(self) -> dict[str, Shape]:
@@ -170,8 +193,8 @@ class Call:
             self._tell(run, [count], "does not fit" if "OutOfMemory" in str(error) else "failed", str(error))
         self.save()
 
-    def _patience(self) -> float:
-        return max(1.0, min(ANSWER, self.left))
+    def _patience(self, most: float = ANSWER) -> float:
+        return max(1.0, min(most, self.left))
 
     def _job(self, run: Run) -> Job:
         """Return the job of a run, its model written.

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["show", "verdict"]
+__all__ = ["proof_row", "show", "verdict"]
 
 GIB = 2**30
 PEERS = ("fsdp2", "deepspeed", "roundpipe")
@@ -37,6 +37,28 @@ def show(results: Mapping[str, Any], console: Console) -> None:
     for one in verdict(results):
         verdicts.add_row(one["target"], one["found"], one["verdict"])
     console.print(verdicts)
+    if certificate := results.get("certificate"):
+        console.print("the row to send, from the certificate of `lema prove`:")
+        console.print(proof_row(certificate, results), markup=False, soft_wrap=True)
+
+
+def proof_row(certificate: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """Return a line of a table of proofs: device, verdict, what was compared, memory, versions, date and command."""
+    gradients, memory = certificate["gradients_of_first_step"], certificate["memory"]
+    device = (results.get("link") or {}).get("device") or certificate["machine"]["device"]
+    within = "bitwise" if certificate["bitwise"] else f"within {certificate['tolerance']:g}"
+    found = f"{gradients['count']} gradients, apart by {gradients['relative']:.1e} of their norm"
+    peaks = " and ".join(f"{memory[arm]['peak'] / 1e6:,.0f} MB {arm}" for arm in ("streamed", "whole"))
+    cells = (
+        device,
+        f"{'holds' if certificate['holds'] else 'DOES NOT HOLD'}, {within}",
+        found,
+        peaks,
+        f"torch {certificate['versions']['torch']}",
+        certificate["date"],
+        f"`{certificate['command']}`",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def verdict(results: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ AdamW with the same settings. All are one process on the CPU, a world of one. Wh
   It holds a copy of its own in memory; on the CPU a gather in a world of one is a view. Decoder layers are its leaf
   modules: by default it runs hooks around each of the hundreds of modules that PEFT makes, at twice the CPU time.
   Clipping, which is on by default, is off as in the other arms.
+- `soup`, `soup-ram`, `airllm`: peers that stream too (peers_streaming.py).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 
 import torch
 from common import memory_kinds
+from peers_streaming import airllm_step, soup_model
 from plainloop import ALPHA, RANK, RATE, SEED, adamw, peft_model, plain_step
 from torch import Tensor
 
@@ -50,7 +52,7 @@ __all__ = [
 ]
 
 Step = Callable[[], float]
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "lema")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "soup-cli", "airllm", "lema")
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,11 @@ def _deepspeed(task: Task) -> Step:
     return deepspeed_step(engine, task.batches())
 
 
+def _soup(task: Task, source: str) -> Step:
+    model = soup_model(task.directory, task.scratch, task.dtype, source)
+    return plain_step(model, task.ids(), getattr(torch, task.dtype), adamw(model))
+
+
 def deepspeed_settings(dtype: str, micro_batches: int, offload: dict[str, Any], **zero: Any) -> dict[str, Any]:
     """Return DeepSpeed's settings, with further ones of `zero_optimization` and of `offload_param`."""
     return {
@@ -234,6 +241,9 @@ ARMS: dict[str, Callable[[Task], Step]] = {
     "peft": _peft,
     "fsdp2": _fsdp2,
     "deepspeed": _deepspeed,
+    "soup": lambda task: _soup(task, "disk"),
+    "airllm": lambda task: airllm_step(task.directory, task.scratch, task.ids()),
+    "soup-ram": lambda task: _soup(task, "ram"),
     "fsdp2-sharded": lambda task: _fsdp2(task, shard_adapters=True),
     "fsdp2-kept": lambda task: _fsdp2(task, keep=True),
 }

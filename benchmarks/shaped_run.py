@@ -2,6 +2,8 @@
 
 python benchmarks/shaped_run.py DIRECTORY --layers 6
 lema profile DIRECTORY/run.yaml
+
+`--8b` writes the shape of Llama 3 8B, 16 GB of zeros that take no room, for what a start costs (start.py).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 from pathlib import Path
 
 import torch
-from common import Shape, write_model
+from common import Shape, write_model, write_zeros
 
 NUM_ROWS = 64
 
@@ -25,10 +27,16 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=16000)
     parser.add_argument("--micro-batches", type=int, default=4, help="of one row each")
     parser.add_argument("--tokens", type=int, default=256, help="of one row")
+    parser.add_argument("--8b", dest="large", action="store_true", help="the shape of Llama 3 8B, of zeros")
+    parser.add_argument("--device-memory", help="of the run")
     arguments = parser.parse_args()
     shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary)
     model, rows = arguments.directory / "model", arguments.directory / "rows.jsonl"
-    write_model(model, shape)
+    if arguments.large:
+        shape = Shape(4096, 14336, 32, 128256, heads=32, kv_heads=8)
+        write_zeros(model, shape)
+    else:
+        write_model(model, shape)
     ids = torch.randint(0, shape.vocabulary, (NUM_ROWS, arguments.tokens), generator=torch.Generator().manual_seed(0))
     rows.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()))
     settings = {
@@ -43,6 +51,8 @@ def main() -> None:
         "max_steps": 10,
         "save_steps": 0,
     }
+    if arguments.device_memory is not None:
+        settings["device_memory"] = arguments.device_memory
     lines = [f"{key}: {json.dumps(value)}\n" for key, value in settings.items()]
     (arguments.directory / "run.yaml").write_text("".join(lines))
 

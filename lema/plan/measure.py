@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from lema.activations.kept import BoundaryArena
 from lema.backend import Backend
@@ -77,7 +76,7 @@ def layer_seconds(
             yield
 
         forward, again = _phases(lambda: visits(recompute=True), backend, clock)
-        _, backward = _phases(lambda: visits(recompute=False), backend, clock)
+        _, backward = _phases(lambda: visits(recompute=False), backend, clock, cold=0)
 
         def lease() -> None:
             with stream.lease(index):
@@ -102,17 +101,17 @@ def with_values(value: Any, backend: Backend) -> Any:
     return value
 
 
-def _phases(visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock) -> tuple[float, float]:
-    """Return the seconds of the two parts of a visit: medians, the first visit left out."""
+def _phases(visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock, cold: int = 1) -> tuple[float, float]:
+    """Return the seconds of the two parts of a visit: medians, but for the first, `cold` visits."""
     measured: list[tuple[float, float]] = []
     began = time.perf_counter()
-    while len(measured) < 2 or (len(measured) <= REPEATS and time.perf_counter() - began < ENOUGH):
+    while len(measured) <= cold or (len(measured) < cold + REPEATS and time.perf_counter() - began < ENOUGH):
         moments = [clock()]
         for _ in visit():
             backend.synchronize()
             moments.append(clock())
         measured.append((moments[1] - moments[0], moments[2] - moments[1]))
-    first, second = zip(*measured[1:], strict=True)
+    first, second = zip(*measured[cold:], strict=True)
     return statistics.median(first), statistics.median(second)
 
 
@@ -145,7 +144,9 @@ def probe(
     layers, batch, dtype = blueprint.layers, shape.micro_batch, main_dtype(blueprint.model)
     split, speeds = Split(blueprint.model, backend, parallel=blueprint.parallel), _speeds(layers, backend)
     rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
-    firsts, found, hidden = _one_of_each(split, layers, batch, backend, clock, blueprint.names, blank=True)
+    firsts, found, hidden = _one_of_each(
+        split, layers, batch, backend, clock, blueprint.names, blank=True, seen=blueprint.split
+    )
     whole = blueprint.outside_bytes + (blueprint.head.nbytes if blueprint.head.module else 0)
     ends = workload.head.flops / rate, 0.0  # where they are too large to be made up
     if whole <= memory_available() / FREE_PART:
@@ -156,17 +157,15 @@ def probe(
     return Machine(backend.name, total, host, speeds, half, single), timings
 
 
-def calibrate(
-    model: PreTrainedModel, layers: Sequence[LayerBytes], workload: Workload, shape: StepShape, backend: Backend
-) -> tuple[Speeds, Timings]:
+def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backend: Backend) -> tuple[Speeds, Timings]:
     """Measure what decides where memory is best spent, with a model that is about to train and is left as it is. A few
     rows of a micro-batch are timed, because all of them may take minutes, and memory that is not there."""
-    whole = shape.micro_batch
+    model, layers, whole = blueprint.model, blueprint.layers, shape.micro_batch
     few = replace(whole, rows=min(whole.rows, math.ceil(ENOUGH_TOKENS / whole.length)))
     state, training = backend.rng_state(), model.training
     with torch.random.fork_rng(devices=[]):
         speeds = _speeds(layers, backend)
-        _, found, _ = _one_of_each(Split(model, backend), layers, few, backend, time.perf_counter)
+        _, found, _ = _one_of_each(Split(model, backend), layers, few, backend, time.perf_counter, seen=blueprint.split)
         found = tuple(layer.times(whole.rows / few.rows) for layer in found)
     model.train(training)
     backend.set_rng_state(state)
@@ -183,9 +182,12 @@ def _one_of_each(
     trained: Sequence[Collection[str]] = (),
     *,
     blank: bool = False,
+    seen: Split | None = None,
 ) -> tuple[tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
-    """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters have no values yet."""
-    firsts, calls, given = calls_of(split, layers, batch, trained)
+    """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters have no values yet,
+    and a split that has `seen` what layers return need not look again."""
+    seen = split if seen is None or seen.keeps_tensors else seen  # tensors that mean nothing in another call
+    firsts, calls, given = calls_of(seen, layers, batch, trained)
     split.model.train()
     for index in firsts:
         for parameter in split.layers[index].parameters():

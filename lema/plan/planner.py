@@ -331,7 +331,7 @@ def timed(planner: Planner) -> Planner:
     if blueprint.parts is not None:  # of layers that the device may not hold
         return planner
     # What processes measure differs; that they spend memory alike does not depend on it.
-    found = calibrate(blueprint.model, blueprint.layers, planner.workload, planner.shape, backend)
+    found = calibrate(blueprint, planner.workload, planner.shape, backend)
     (speeds, timings), *_ = backend.replicas.everyone(found)
     return replace(planner, timings=timings, site=replace(site, machine=replace(site.machine, speeds=speeds)))
 

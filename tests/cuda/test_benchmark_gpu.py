@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +100,113 @@ def test_lema_on_the_device_has_the_numbers_of_the_cpu_backend(results: dict[str
         assert results["parity"][dtype]["here"]["gradients"] == 0
 
 
+@pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
+def test_the_row_to_send_is_that_of_lema_prove(results: dict[str, Any]) -> None:
+    assert results["certificate"]["holds"] and results["certificate"]["bitwise"]
+    (line,) = (line for line in results["printed"].splitlines() if line.startswith("| cpu | holds, bitwise"))
+    assert "lema prove --device cpu" in line
+
+
+# The time
+
+
+class Clock:
+    """Time that passes when something is waited for, and in no other way."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Slow:
+    """A child that takes so long for each thing; it is left when what it was given is over, as the real one is."""
+
+    seconds, clock = 0.0, Clock()
+
+    def __init__(self, job: Any) -> None:
+        self.job, self.ended, self.micro_batches, self.host_peak = job, False, None, 0
+
+    def ready(self, seconds: float) -> dict[str, Any]:
+        return self.ask("ready", seconds)
+
+    def prepare(self, micro_batches: int, seconds: float) -> dict[str, Any]:
+        self.micro_batches = micro_batches
+        return self.ask("prepare", seconds)
+
+    def ask(self, what: str, seconds: float, **_: Any) -> dict[str, Any]:
+        import gpu_process
+
+        self.clock.now += min(self.seconds, seconds)
+        if self.seconds > seconds:
+            self.ended = True
+            raise gpu_process.Failed(f"no answer in {seconds:.0f} s")
+        step = {"seconds": 1.0, "loss": 1.0, "host": {}, "allocated": 1, "reserved": 1}
+        return {"capped": True, "flops_per_second": 1e12, **(step if what == "step" else {})}
+
+    def close(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what a whole call measures, and how long it says it took, where everything takes so many seconds."""
+    import gpu
+    import gpu_call
+    import gpu_rounds
+
+    def measure(seconds: float) -> tuple[dict[str, Any], float]:
+        clock = Slow.clock = Clock()
+        Slow.seconds = seconds
+        monkeypatch.setattr(gpu_call, "time", clock)
+        monkeypatch.setattr(gpu_rounds, "time", clock)
+        monkeypatch.setattr(gpu_call, "Child", Slow)
+        monkeypatch.setattr(gpu_call, "installed", lambda _: True)
+
+        def prove(command: list[str], timeout: float, **_: Any) -> Any:
+            clock.now += min(seconds, timeout)
+            if seconds > timeout:
+                raise subprocess.TimeoutExpired(command, timeout)
+            return SimpleNamespace(stdout="", stderr="it writes no certificate")
+
+        stand_in = SimpleNamespace(run=prove, TimeoutExpired=subprocess.TimeoutExpired)
+        monkeypatch.setattr(gpu_call, "subprocess", stand_in)
+        out = tmp_path / f"{seconds}.json"
+        arguments = ["gpu.py", "--device", "cpu", "--tiny", "--out", str(out), "--directory", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        call = gpu_call.Call(gpu._arguments())
+        try:
+            call.run()
+        finally:
+            call.close()
+        return call.results, clock.now
+
+    return measure
+
+
+@pytest.mark.parametrize("seconds", [1.0, 7.0, 40.0, 1e9])
+def test_a_call_ends_in_ten_minutes_however_long_anything_takes(measured: Any, seconds: float) -> None:
+    results, took = measured(seconds)
+    assert took <= 540
+    rows = {
+        (one["model"], one["arm"], one["cap_gib"], one["strategy"], one["micro_batches"]) for one in results["rows"]
+    }
+    import gpu_plan
+
+    told = {(one.model, one.arm, one.cap_gib, one.strategy) for one in gpu_plan.PLAN}
+    assert told <= {row[:4] for row in rows}, "each run of the plan has a row, if only that it was not reached"
+
+
+def test_what_comes_first_is_the_first_table(measured: Any) -> None:
+    """Where everything takes some seconds, the rows of the first target are measured before the time is over."""
+    results, _ = measured(7.0)
+    assert "lema prove: it writes no certificate" in results["errors"]
+    done = [(one["model"], one["arm"], one["micro_batches"]) for one in results["rows"] if one["status"] == "measured"]
+    assert ("8B", "lema", 16) in done and ("8B", "peft", 16) in done
+    assert any(one["status"] == "not reached" for one in results["rows"])
+
+
 # The verdict
 
 
@@ -154,6 +261,24 @@ def test_the_worst_peak_is_judged(table: ModuleType) -> None:
     rows = [row("8B", "lema", 8, 4, off=0.01), row("8B", "lema", 8, 1, off=-0.06)]
     assert verdicts(table, rows[0])[target] == "met"
     assert verdicts(table, *rows)[target] == "MISSED"
+
+
+def test_the_row_of_a_proof_says_what_it_found(table: ModuleType) -> None:
+    certificate = {
+        "holds": True,
+        "bitwise": False,
+        "tolerance": 1e-5,
+        "gradients_of_first_step": {"count": 168, "relative": 3.2e-7},
+        "memory": {"streamed": {"peak": 90_000_000}, "whole": {"peak": 400_000_000}},
+        "machine": {"device": "cuda"},
+        "versions": {"torch": "2.13.0"},
+        "date": "2026-11-24",
+        "command": "lema prove --device cuda",
+    }
+    line = table.proof_row(certificate, {"link": {"device": "A card"}})
+    assert line.startswith("| A card | holds, within 1e-05 | 168 gradients, apart by 3.2e-07 of their norm |")
+    assert line.endswith("| 90 MB streamed and 400 MB whole | torch 2.13.0 | 2026-11-24 | `lema prove --device cuda` |")
+    assert "DOES NOT HOLD" in table.proof_row({**certificate, "holds": False}, {})
 
 
 # The weights

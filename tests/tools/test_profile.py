@@ -108,6 +108,35 @@ def test_what_cannot_be_profiled_is_refused(config: Path, tmp_path: Path, capfd:
     wrong.write_text("model_name_or_path: nowhere\nlora_rnak: 4\n")
     assert_refused(capfd, 2, ["lora_rnak", "lora_rank"], "profile", wrong)
     assert_refused(capfd, 2, ["torch_compile"], "profile", config, "--torch-compile", "true")
-    phased = tmp_path / "phases.yaml"
-    phased.write_text(config.read_text() + "phases:\n  - train: lora\n")
-    assert_refused(capfd, 2, ["phases"], "profile", phased)
+    assert_refused(capfd, 2, ["no phases"], "profile", config, "--phase", "few")
+
+
+PHASES = """
+model_name_or_path: {model}
+device: cpu
+output_dir: {output}
+gradient_checkpointing: true
+batch_size: 2
+micro_batch_size: 1
+max_length: 16
+save_steps: 0
+train_data: {{rows: {rows}}}
+phases:
+  - {{name: whole, trains: full, tokens: 64, mixture: {{rows: 1.0}}}}
+  - {{name: few, trains: lora, lora_rank: 5, tokens: 64, mixture: {{rows: 1.0}}}}
+"""
+
+
+def test_a_phase_is_profiled_by_its_name(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The phase that trains adapters, with its own settings and rows; the phase before it is not run."""
+    given, phased = LemaConfig.from_yaml(config), tmp_path / "phases.yaml"
+    rows = given.train_data if isinstance(given.train_data, str) else next(iter(given.train_data or ()))
+    phased.write_text(PHASES.format(model=given.model_name_or_path, rows=rows, output=tmp_path / "out"))
+    assert_refused(capfd, 2, ["several kinds", "--phase few"], "profile", phased)
+    assert_refused(capfd, 2, ["no phase whole trains", "--phase few"], "profile", phased, "--phase", "whole")
+    assert lema("profile", phased, "--phase", "few", "--steps", "1", "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert set(told["parts"]) == set(PARTS)
+    assert told["tokens"] == 2 * 16
+    assert told["parts"]["adapter matmuls"]["flops"] > 0
+    assert not (tmp_path / "out").exists()

@@ -2,14 +2,16 @@
 
 import contextlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, import_libraries
+from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, import_libraries, settings_of
 from lema.errors import ConfigError
 
 if TYPE_CHECKING:
+    from lema.train.phases.file import PhaseFile
     from lema_tools.stepparts import StepProfile
 
 __all__ = ["profile"]
@@ -21,6 +23,9 @@ def profile(
     context: typer.Context,
     config: ConfigFile,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure, each once as it is and once watched.")] = 2,
+    phase: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a file of phases: the one whose steps are taken.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
@@ -28,10 +33,14 @@ def profile(
     """Take some steps of a config, and print what their time is spent on; nothing is saved."""
     from lema.train.phases.file import has_phases
 
+    file = None
     if has_phases(config):
-        how = "give a file with the settings of one phase"
-        raise ConfigError("phases have steps of several kinds", where=str(config), how=how)
-    checked = config_of(config, settings)
+        file, index = _phase_of(config, phase, settings)
+        checked = file.config
+    elif phase is not None:
+        raise ConfigError("the file has no phases", where=f"--phase {phase}", how="leave --phase out")
+    else:
+        checked = config_of(config, settings)
     if checked.torch_compile:
         what = "compiled layers do not show what they are made of"
         raise ConfigError(what, where="torch_compile", how="--set torch_compile=false")
@@ -40,11 +49,13 @@ def profile(
 
     from lema.config.printing import print_table
     from lema.train import LemaModel
-    from lema_tools.stepparts import Spans, profile_steps
+    from lema_tools.stepparts import PhaseSteps, Spans, profile_steps
 
+    steps_of = None if file is None else PhaseSteps(file, index)
+    checked = checked if steps_of is None else steps_of.settings
     spans = Spans()
     with contextlib.closing(LemaModel(checked, trust_remote_code=trust_remote_code, trace=spans)) as model:
-        found, first = profile_steps(model, spans, steps), model.backend.replicas.first
+        found, first = profile_steps(model, spans, steps, steps_of), model.backend.replicas.first
     if not first:
         return
     if as_json:
@@ -54,6 +65,19 @@ def profile(
     print_table(_rows(found), console, headers=HEADERS, amounts=True)
     for line in _lines(found):
         console.print(line)
+
+
+def _phase_of(path: Path, name: str | None, given: Any) -> tuple["PhaseFile", int]:
+    """Return a file of phases, and the number of the one that is named; `ConfigError`: it trains no adapters."""
+    from lema.train.phases.file import read_phase_file
+
+    file = read_phase_file(path, **settings_of(given))
+    able = {one.name: index for index, one in enumerate(file.plan.phases) if one.trains == "lora"}
+    if name not in able:
+        what = "phases have steps of several kinds" if name is None else f"no phase {name} trains adapters"
+        how = f"choose one: --phase {' or '.join(able)}" if able else "give a file of a run whose adapters train"
+        raise ConfigError(what, where=str(path), how=how)
+    return file, able[name]
 
 
 def _rows(found: "StepProfile") -> Any:

@@ -39,11 +39,14 @@ def prove(
     they are not; 4: the whole model does not fit, which the comparison needs."""
     if dtype not in DTYPES:
         raise ConfigError(f"there is no type {dtype!r} to prove in", where="--dtype", how=f"one of {', '.join(DTYPES)}")
+    from lema.backend import load
     from lema.config.printing import hush
+
+    hush()
+    load(device).close()  # before a model is made: a device that is not there is told at once
     from lema_tools.proof.arms import Case, run_apart
     from lema_tools.proof.certificate import PromiseBroken, certify, markdown, write
 
-    hush()
     with tempfile.TemporaryDirectory() as scratch:
         found = write_model(Path(scratch) / "model") if model is None else _found(model)
         case = Case(str(found), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed)

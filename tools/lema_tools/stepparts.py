@@ -24,13 +24,16 @@ from torch.utils._pytree import tree_leaves
 
 from lema.backend import Backend
 from lema.backend.trace import NoTrace
+from lema.engine.head.loss import split_batch
 from lema.plan.meter import FORMULAS
 from lema.stream.speed import median_seconds, read_speed
 from lema.train import LemaModel
 from lema.train.fit import PlainRun
+from lema.train.phases.file import PhaseFile, read_sources
+from lema.train.phases.stage import mixture_of, settings_of_phase
 from lema.train.run import load_data
 
-__all__ = ["PARTS", "Part", "Spans", "StepProfile", "Watched", "profile_steps"]
+__all__ = ["PARTS", "Part", "PhaseSteps", "Spans", "StepProfile", "Watched", "profile_steps"]
 
 aten = torch.ops.aten
 BASE, ADAPTER, ATTENTION, ELEMENTWISE = "base matmuls", "adapter matmuls", "attention", "norms and elementwise"
@@ -192,15 +195,36 @@ class Totals:
     nbytes: int = 0  # read
 
 
-def profile_steps(model: LemaModel, spans: Spans, steps: int) -> StepProfile:
-    """Take steps of a model's own data, from the first on: one to warm up, then `steps` of them, each as it is and
-    watched. The model has no adapter yet, and `spans` is its trace. Nothing is written. Raises what
+class PhaseSteps:
+    """The steps of one phase of a file, which trains adapters. It begins on the base model here, whatever the phases
+    before it make of that: seconds do not depend on it. As an attribute it has the `settings` of the phase."""
+
+    def __init__(self, file: PhaseFile, index: int) -> None:
+        self._file, self._index = file, index
+        self.settings = settings_of_phase(file.config, file.plan, file.plan.phases[index])
+
+    def draw(self, model: LemaModel, count: int) -> list[Any]:
+        """Return the micro-batches of the first steps of the phase."""
+        plan, replicas, size = self._file.plan, model.backend.replicas, model.config.micro_batch_size
+        sources = read_sources(self.settings, plan, self._file.train_data, "train", files=model.files)
+        mixture, rows = mixture_of(plan, self._index, sources), plan.batch_size
+        given = replicas.rank, replicas.size, size
+        batches = (mixture.collated(mixture.rows(step * rows, rows, *given), replicas.size) for step in range(count))
+        return [[] if batch is None else split_batch(batch, size) for batch in batches]
+
+
+def profile_steps(model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps | None = None) -> StepProfile:
+    """Take steps of a model's own data, from the first on, or of a `phase`: one to warm up, then `steps` of them, each
+    as it is and watched. The model has no adapter yet, and `spans` is its trace. Nothing is written. Raises what
     `lema.train.run.train` does before its first step."""
     model.initialize_lora()
     model.settle_tokens()
     trainer, watched = model.get_trainer(), Watched(spans, model.backend, _ranks(model))
-    run = PlainRun(trainer, load_data(model)[0], None, lambda _: None)
-    drawn = [run.draw(number % run.num_steps).micro_batches for number in range(steps + 1)]
+    if phase is None:
+        run = PlainRun(trainer, load_data(model)[0], None, lambda _: None)
+        drawn = [run.draw(number % run.num_steps).micro_batches for number in range(steps + 1)]
+    else:
+        drawn = phase.draw(model, steps + 1)
     totals, step = Totals(), _step_of(model, trainer)
     step(drawn[0])
     for micro_batches in drawn[1:]:

@@ -1,0 +1,111 @@
+"""What a run does before its first step, counted: nothing of the weights is read twice, nothing is looked at twice."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clirun import config_writer
+
+from lema import LemaConfig, LemaModel
+from lema.model.split import Split
+from lema.plan.planner import timed
+from lema.stream import reader
+from lema.train.run import train
+from lema.train.trainer import LemaTrainer
+
+PAGE = 4096
+Read = tuple[str, int, int]  # a file, and the bytes of it
+
+
+class Begun(Exception):
+    """The first step would begin now."""
+
+
+@pytest.fixture
+def write_config(llama: Path, tmp_path: Path) -> Callable[..., Path]:
+    return config_writer(llama, tmp_path)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
+    """Every read of weights, in order."""
+    found: list[Read] = []
+    read_all = reader.read_all
+
+    def noted(descriptor: int, views: list[memoryview], begin: int, nbytes: int) -> None:
+        found.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), begin, begin + nbytes))
+        read_all(descriptor, views, begin, nbytes)
+
+    monkeypatch.setattr(reader, "read_all", noted)
+    return found
+
+
+def until_the_first_step(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: Any, **__: Any) -> None:
+        raise Begun
+
+    monkeypatch.setattr(LemaTrainer, "accumulate", begin)
+    with pytest.raises(Begun):
+        train(LemaConfig.from_yaml(config))
+
+
+def read_twice(reads: list[Read]) -> list[tuple[str, int]]:
+    """Return the pages of each file that were read more than once, but for those that two reads share at their ends."""
+    pages = Counter(
+        (file, page) for file, begin, end in reads for page in range(-(-begin // PAGE), end // PAGE)
+    )  # whole ones
+    return [page for page, times in pages.items() if times > 1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to tell which file a descriptor is of")
+def test_before_the_first_step_only_what_is_outside_the_layers_is_read_and_once(
+    write_config: Any, reads: list[Read], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(device_memory=None)
+    until_the_first_step(config, monkeypatch)
+    first = list(reads)
+    model = LemaModel(LemaConfig.from_yaml(config))
+    layers = f"{model.split.layers_name}."
+    stored = sum(one.nbytes for name, one in model.gbi.items() if not name.startswith(layers))
+    model.close()
+    assert read_twice(first) == []
+    assert stored <= sum(end - begin for _, begin, end in first) <= stored + 2 * PAGE * len(first)
+
+
+def test_planning_and_timing_look_once_at_what_layers_return(
+    write_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt = list[Split]()
+    learn = Split._learn
+
+    def counted(split: Split, *given: Any) -> None:
+        learnt.append(split)
+        learn(split, *given)
+
+    monkeypatch.setattr(Split, "_learn", counted)
+    model = LemaModel(LemaConfig.from_yaml(write_config(device_memory="20MB")))
+    try:
+        model.initialize_lora()
+        planner = timed(model.planner)
+    finally:
+        model.close()
+    assert planner.timings is not None, "a limit of memory has a run timed"
+    assert len(learnt) == 1
+
+
+def test_each_file_of_weights_has_its_header_read_once(write_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lema.storage import header
+
+    opened: Counter[str] = Counter()
+    parse = header.parse_json
+
+    def counted(file: Path, raw: bytes) -> Any:
+        opened[str(file)] += Path(file).suffix == ".safetensors"
+        return parse(file, raw)
+
+    monkeypatch.setattr(header, "parse_json", counted)
+    until_the_first_step(write_config(), monkeypatch)
+    assert opened and set(opened.values()) <= {0, 1}
+    assert sum(opened.values()) >= 1
