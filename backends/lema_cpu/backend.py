@@ -173,6 +173,12 @@ class CpuBackend:
         """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
         return nullcontext() if dtype == torch.float32 else _autocast(dtype)
 
+    def attention(self) -> str:
+        """Return transformers' name of the attention that is fast here; it takes seconds to import."""
+        from lema_cpu.attention import NAME
+
+        return NAME
+
     def rng_state(self) -> Tensor:
         """Return torch's default generator state."""
         return torch.get_rng_state()

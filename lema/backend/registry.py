@@ -16,7 +16,7 @@ from lema.errors import BackendUnavailable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BackendInfo", "available", "has_addresses", "kept_unasked", "load", "planned"]
+__all__ = ["BackendInfo", "available", "has_addresses", "kept_unasked", "load", "own_attention", "planned"]
 
 GROUP = "lema.backends"
 AUTO = "auto"  # the device of a run that names none: the first backend that can run here
@@ -48,6 +48,13 @@ def kept_unasked(backend: Backend | str) -> float:
     """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
     A backend says so by an attribute `keeps`; it is given open, or by name (as `load`)."""
     return float(getattr(_factory(_point(backend)) if isinstance(backend, str) else backend, "keeps", 0.0))
+
+
+def own_attention(backend: Backend) -> str | None:
+    """Return the name that `transformers` knows a backend's own attention by, which `arithmetic: fast` computes with;
+    None: it has none. A backend that does has a function `attention` that registers it and returns the name."""
+    found: Callable[[], str] | None = getattr(backend, "attention", None)
+    return None if found is None else found()
 
 
 def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:

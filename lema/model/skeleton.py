@@ -31,6 +31,9 @@ from transformers import (
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lema.backend import Backend
+from lema.backend.registry import own_attention
+from lema.config import LemaConfig
 from lema.errors import LemaError, ModelError
 from lema.model.capture import past_layers, tensors_in
 from lema.storage.index import check_inside
@@ -153,6 +156,15 @@ def meta_model(
     model.tie_weights()  # building on `meta` made a parameter of its own for every name
     model.config.use_cache = False  # a captured cache would grow again on recomputation
     return model
+
+
+def attend_fast(model: PreTrainedModel, settings: LemaConfig, backend: Backend) -> None:
+    """Under `arithmetic: fast` have a model compute attention by the backend's own implementation where it has one,
+    `transformers` would choose `sdpa` by itself, and the model's attention can be chosen."""
+    if settings.arithmetic == "fast" and settings.attn_implementation is None:
+        usual = model.config.get_text_config()._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+        if usual and (name := own_attention(backend)) is not None:
+            model.set_attn_implementation(name)
 
 
 def _place(config: PreTrainedConfig) -> str:

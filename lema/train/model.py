@@ -41,6 +41,7 @@ from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend
+from lema.model.skeleton import attend_fast
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
@@ -107,10 +108,10 @@ class LemaModel:
         if scores := num_labels is not None:
             hf_config.num_labels = num_labels
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
-        attention = config.attn_implementation
-        self.skeleton = meta_model(hf_config, dtype, attention, trust_remote_code=trust_remote_code, scores=scores)
-        records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
-        self.records, self.dtypes = records, dtypes
+        how = {"trust_remote_code": trust_remote_code, "scores": scores}
+        self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, **how)
+        attend_fast(self.skeleton, config, self.backend)
+        self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
         self._trace = trace
         self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")

@@ -66,7 +66,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(**SIZES, head_dim=16, query_pre_attn_scalar=16, sliding_window=5),
 }
 SHARED = {"llama": [3, 2], "qwen3": [3, 2], "gpt2": [], "phi3": [], "gemma2": [3, 2]}  # linears of one input
-FAST = {"arithmetic": "fast"}
+FAST = {"arithmetic": "fast", "attn_implementation": "sdpa"}  # because what else fast attends by is no linear
 
 
 def gradients_of(directory: Path, **settings: Any) -> dict[str, Tensor]:

@@ -70,6 +70,18 @@ def test_the_arithmetic_is_what_torch_counts(found: StepProfile, config: Path) -
     assert found.flops == counted.flops + parts["attention"].flops
 
 
+def test_fast_arithmetic_has_the_same_products(found: StepProfile, config: Path) -> None:
+    """Though some are added to what is there, and others written to where their result belongs."""
+    spans = Spans()
+    model = LemaModel(LemaConfig.from_yaml(config, **CHANGES, arithmetic="fast"), trace=spans)
+    try:
+        fast = profile_steps(model, spans, 1)
+    finally:
+        model.close()
+    assert fast.parts["base matmuls"].flops == found.parts["base matmuls"].flops
+    assert fast.parts["adapter matmuls"].flops == pytest.approx(found.parts["adapter matmuls"].flops, rel=0.2)
+
+
 def test_adapters_products_are_told_from_those_of_the_base(found: StepProfile, config: Path) -> None:
     """Each adapted linear multiplies by A and B where the base multiplies by its weight, forward and backward."""
     model = LemaModel(LemaConfig.from_yaml(config, **CHANGES))

@@ -41,8 +41,10 @@ CASTS, LOSS, PYTHON, WAITING, OPTIMIZER = "casts and copies", "loss", "Python", 
 PARTS = BASE, ADAPTER, ATTENTION, ELEMENTWISE, CASTS, LOSS, OPTIMIZER, WAITING, PYTHON
 PRODUCTS = {aten.mm, aten.addmm}
 IN_ATTENTION = {aten.bmm, aten.baddbmm, aten._softmax, aten._softmax_backward_data}
+IN_PLACE = {aten.addmm_: aten.addmm}  # what the same is called where it makes a tensor
 PICKS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 COPIES = {aten._to_copy, aten.copy_, aten.clone}
+TOGETHER = 4  # adapters that `arithmetic: fast` multiplies together, at most
 MEASURED = 64  # shapes of products that are measured apart, those that took longest; others go by these
 CALLS = 1000  # of an operation, by which the cost of watching one is measured
 RUNS = 8  # of each thing that a limit goes by
@@ -96,7 +98,7 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and put its time to a part."""
-        given, packet = kwargs or {}, func.overloadpacket
+        given, packet = kwargs or {}, IN_PLACE.get(func.overloadpacket, func.overloadpacket)
         began = time.perf_counter()
         out = func(*args, **given)
         self._backend.synchronize()
@@ -109,7 +111,7 @@ class Watched(TorchDispatchMode):
         if packet in FORMULAS:
             flops = int(FORMULAS[packet](*args, **given, out_val=out))
             work.flops += flops
-            shape = _shape(func, args)
+            shape = _shape(packet, args)
             work.products[shape] += 1
             self.seconds[shape] += seconds
             self.flops[shape] = flops
@@ -308,30 +310,34 @@ def _step_of(model: LemaModel, trainer: Any) -> Callable[[Any], float]:
 
 
 def _ranks(model: LemaModel) -> frozenset[int]:
+    """Return the sides by which products with an adapter are known: its rank, or that of some that multiply together."""
     assert model.lora_manager is not None
-    given = (getattr(module, "r", None) for module in model.lora_manager.modules())
-    return frozenset(rank for one in given if isinstance(one, dict) for rank in one.values())
+    parts = list(model.lora_manager.modules())
+    given = (getattr(module, "r", None) for module in parts)
+    ranks = frozenset(rank for one in given if isinstance(one, dict) for rank in one.values())
+    sides = {side for part in parts if hasattr(part, "base_layer") for side in part.base_layer.weight.shape}
+    return ranks | {number * rank for rank in ranks for number in range(2, TOGETHER + 1)} - sides
 
 
 def _waited(counters: Any) -> float:
     return float(counters.seconds_blocked_disk + counters.seconds_blocked_upload + counters.seconds_blocked_gather)
 
 
-def _shape(func: Any, args: Any) -> Shape:
+def _shape(packet: Any, args: Any) -> Shape:
     """Return what tells one product from another: how its matrices lie in memory, and of what dtype they are."""
     told = ((one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else None for one in args)
-    return func, *told
+    return packet, *told
 
 
 def _alone(watched: Watched, backend: Backend) -> dict[Shape, float]:
     """Return the seconds that matrix products take by themselves, of the shapes that took longest."""
     longest = sorted(watched.seconds, key=watched.seconds.__getitem__, reverse=True)
-    wanted = (shape for shape in longest if shape[0].overloadpacket in (*PRODUCTS, aten.bmm))
+    wanted = (shape for shape in longest if shape[0] in (*PRODUCTS, aten.bmm))
     found = {}
     for shape in islice(wanted, MEASURED):
-        func, *told = shape
+        packet, *told = shape
         args = [_tensor(backend, *one) for one in told if one is not None]
-        found[shape] = _fastest(partial(func, *args), backend)
+        found[shape] = _fastest(partial(packet, *args), backend)
     return found
 
 

@@ -1,0 +1,106 @@
+"""Attention of rows of a few hundred tokens as matrix products, for `arithmetic: fast`.
+
+Torch's fused kernel for a CPU walks over small tiles, which costs several times what products of the same arithmetic do.
+Here a block of queries meets all keys that it may see in one product over all heads, so nothing above the diagonal is
+computed but within a block. The probabilities are kept for the backward, which is why longer rows, and whatever else this
+does not cover, go to transformers' `sdpa`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+__all__ = ["NAME", "attend"]
+
+NAME = "lema_cpu"  # in the settings and the configs of transformers
+BLOCK = 128  # queries of one product
+LONGEST = 512  # tokens of a row; of longer ones the probabilities would take more than all else that a layer keeps
+OTHERS = "position_bias", "cache", "softcap", "s_aux"  # arguments that ask for more than this does
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return what transformers' `sdpa` does, `[batch, tokens, heads, size]`, but for rounding. `query` is `[batch, heads,
+    tokens, size]`; `key` and `value` may have fewer heads."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    flags = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.dim() == 4
+    length, known = query.shape[2], flags or (causal and attention_mask is None)
+    covered = 1 < length <= LONGEST and key.shape[2] == length and query.dtype in (torch.bfloat16, torch.float32)
+    same = query.dtype == key.dtype == value.dtype
+    if not (known and covered and same) or dropout or any(others.get(name) is not None for name in OTHERS):
+        rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
+        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+        return found
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _Blocks.apply(  # type: ignore[no-untyped-call] # torch's is
+        query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, scale
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+class _Blocks(torch.autograd.Function):
+    """`softmax(scale q k') v` of blocks of queries. Heads are one dimension with the rows of a batch."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
+        """Attend; `allowed` is True where a query sees a key, `[batch, 1 or heads, tokens, tokens]`; None: causal."""
+        batch, heads, length, _ = query.shape
+        q, k, v = (query * scale).flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        lowest, size = torch.finfo(q.dtype).min, min(BLOCK, length)
+        later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+        out, kept = q.new_empty(*v.shape), []
+        for begin, end, seen in _blocks(length, causal=allowed is None):
+            scores = torch.bmm(q[:, begin:end], k[:, :seen].transpose(1, 2))
+            if allowed is None:
+                scores[:, :, begin:].masked_fill_(later[: end - begin, : end - begin], lowest)
+            else:
+                scores.view(batch, heads, end - begin, seen).masked_fill_(~allowed[:, :, begin:end], lowest)
+            kept.append(torch.softmax(scores, dim=-1))
+            out[:, begin:end] = torch.bmm(kept[-1], v[:, :seen])
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.scale, ctx.causal = scale, allowed is None
+        return out.view(batch, heads, length, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and values."""
+        q, k, v, *kept = ctx.saved_tensors
+        given, sizes = gradients[0].flatten(0, 1), gradients[0].shape[:3]
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for (begin, end, seen), probabilities in zip(_blocks(q.shape[1], causal=ctx.causal), kept, strict=True):
+            of_out = given[:, begin:end]
+            dv[:, :seen] += torch.bmm(probabilities.transpose(1, 2), of_out)
+            back = torch.bmm(of_out, v[:, :seen].transpose(1, 2))
+            scores = torch._softmax_backward_data(back, probabilities, -1, probabilities.dtype)
+            dq[:, begin:end] = torch.bmm(scores, k[:, :seen])
+            dk[:, :seen] += torch.bmm(scores.transpose(1, 2), q[:, begin:end])
+        dq.mul_(ctx.scale)
+        return *(one.view(*sizes, -1) for one in (dq, dk, dv)), None, None
+
+
+def _blocks(length: int, *, causal: bool) -> list[tuple[int, int, int]]:
+    """Return of each block of queries where it begins and ends, and how many keys it meets."""
+    bounds = [(begin, min(begin + BLOCK, length)) for begin in range(0, length, BLOCK)]
+    return [(begin, end, end if causal else length) for begin, end in bounds]
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
