@@ -9,7 +9,8 @@ lines of text). Each start is a process of its own, which trains one step of eig
 count its workers; its memory is the peak of resident memory of the process itself, and that of its largest worker.
 
 With `--tenths` a file of lines of text of that size is made and tokenised, and nothing is trained: for each tenth of
-the file its bytes a second of user mode, of the process and its workers, and the most memory they have held so far.
+the file its seconds in user mode, of the process and its workers, its bytes for each of these, and the most anonymous
+memory (which is no file's) that they held while it was tokenised; a page that they share is counted in shares.
 """
 
 import argparse
@@ -117,29 +118,29 @@ def _tenths(directory: Path, size: str) -> list[dict[str, Any]]:
     from lema.config.units import parse_memory
     from lema.data import cache, prepare_data
 
-    file, found, most = directory / f"{size}.txt", list[dict[str, Any]](), {"process": 0, "workers": 0}
+    file, found = directory / f"{size}.txt", list[dict[str, Any]]()
     write_rows(file, rows=parse_memory(size, 0) // BYTES_A_ROW, text=True)
     print(f"{file}: {file.stat().st_size / 1e6:.0f} MB")
     print("| tenth | user seconds | MB a user second | process MB | workers MB |\n|---|---|---|---|---|", flush=True)
 
     @contextlib.contextmanager
     def line() -> Iterator[Callable[[int, int, float, int], None]]:
-        own, before, behind = psutil.Process(), _user(), 0
+        own, before, behind, looked = psutil.Process(), _user(), 0, 0
+        most = {"process": 0, "workers": 0}
 
         def tell(done: int, total: int, *_: float) -> None:
-            nonlocal before, behind
-            # Unique memory, because workers are forked and share what the process had before.
-            held = {
-                "process": own.memory_info().rss,
-                "workers": sum(one.memory_full_info().uss for one in own.children()),
-            }
-            most.update({name: max(most[name], now) for name, now in held.items()})
+            nonlocal before, behind, looked
+            if done - looked >= total // 1000:  # because looking takes as long as tokenising a few rows
+                held = {"process": _anonymous(own), "workers": sum(map(_anonymous, own.children()))}
+                most.update({name: max(most[name], now) for name, now in held.items()})
+                looked = done
             if done < total * (len(found) + 1) // 10:
                 return
             now = _user()
             row = {"tenth": len(found) + 1, "user": round(now - before, 1)}
             row |= {"rate": round((done - behind) / 1e6 / (now - before), 3)}
             found.append(row | {name: one // 10**6 for name, one in most.items()})
+            most.update(process=0, workers=0)
             before, behind = now, done
             print("| " + " | ".join(str(value) for value in found[-1].values()) + " |", flush=True)
 
@@ -156,6 +157,13 @@ def _user() -> float:
     """Seconds in user mode of this process and of the workers it has now."""
     own = psutil.Process()
     return sum(one.cpu_times().user for one in (own, *own.children()))
+
+
+def _anonymous(process: psutil.Process) -> int:
+    """Bytes of memory of a process that no file backs; of a page that it shares with forks, its share."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    [found] = [line.split()[1] for line in lines if line.startswith("Pss_Anon:")]
+    return int(found) * 1024
 
 
 def write_rows(file: Path, rows: int, *, text: bool) -> None:

@@ -1,6 +1,7 @@
 """Tokens kept in files, so that data are tokenised once: later starts, and every resume, open what the first one wrote.
 
-An entry appears whole or not at all (docs/data.md). Several processes write it, and rows keep the order of the data.
+An entry appears whole or not at all (docs/data.md). Several processes write it, and rows keep the order of the data. A
+start that is killed meanwhile leaves its parts, and the next one goes on behind them (`lema.data.parts`).
 """
 
 import contextlib
@@ -34,7 +35,7 @@ import numpy.typing as npt
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import ROW, Columns, Skipped, Table
 from lema.data.files import Piece, Row, pieces_of
-from lema.data.forms import Remarks
+from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces, Where, where_of
 from lema.errors import DataError, DiskError
 from lema.storage.atomic import NO_LOCKS, appearing, replace_file
 from lema.storage.hub import is_stream, version_of
@@ -53,7 +54,6 @@ BOUND = 50 * 10**9  # bytes of all entries; those that were used longest ago are
 READ_WHOLE = 1 << 16  # bytes of a data file up to which its content is part of the key
 MOST_PROCESSES = 32
 PROGRAMS = ("lema", "transformers", "tokenizers", "jinja2")
-ABOUT, ROWS, TOKENS, SKIPPED = "about.json", "rows.bin", "tokens.bin", "skipped.jsonl"
 
 
 def folder_of(setting: bool | str) -> Path | None:
@@ -94,21 +94,15 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
     changed while they were read. `DiskError`: the tokens could not be written."""
     name = key()
     place = root / name
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        how = "set data_cache to a folder that may be written to, or data_cache: false"
-        what = f"tokens cannot be kept there: {error.strerror}"
-        raise DiskError(what, where=str(root), how=how) from error
-    with _alone(place):
+    with _alone(place) as locked:
         found = _opened(place)
         if isinstance(found, Table):
             with contextlib.suppress(OSError):  # another user's
                 os.utime(place)
             return found
         began = time.monotonic()
-        with appearing(place / "tokens") as part:
-            processes = _write(part, files, gather)
+        with _made(place, locked) as part:
+            note = _write(part, files, gather)
             if key() != name:
                 what = "the data or the tokenizer's files changed while LEMA read them"
                 raise DataError(what, where=", ".join(map(str, files)), how="start again when they no longer change")
@@ -116,7 +110,7 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
         if not isinstance(made, Table):
             raise DiskError(f"the disk returns other bytes: {made}", where=str(place), how="check the disk")
     _evict(root, place)
-    note = f"tokenised in {human_duration(time.monotonic() - began)} by {processes} processes; kept in {place}"
+    note = f"tokenised in {human_duration(time.monotonic() - began)} {note}; kept in {place}"
     again = (f"kept tokens were damaged ({found}), so LEMA makes them again",) if found else ()
     return replace(made, notes=(*again, note, *made.notes))
 
@@ -183,51 +177,48 @@ def _opened(place: Path) -> Table | str:
     return Table(rows, entry, tuple(about["sources"]), about["dropped"], about["left_out"], notes, entry, entry)
 
 
-def _write(folder: Path, files: Sequence[Path], gather: Gather) -> int:
-    """Write the files of an entry; return how many processes tokenised."""
-    remarks, sources, counts = Remarks(), dict[str, int](), {"dropped": 0, "left_out": 0}
+@contextlib.contextmanager
+def _made(place: Path, locked: bool) -> Iterator[Path]:
+    """Give a folder to write an entry's files into, which is as a start that was stopped or killed has left it. Where
+    nobody can be kept from writing there at the same time it is a new one, which goes if it is not completed."""
+    if not locked:
+        with appearing(place / "tokens") as part:
+            yield part
+            (part / PARTS).unlink()
+        return
+    part = place / "unfinished"
+    try:
+        part.mkdir(exist_ok=True)
+        with appearing(place / "tokens", part):
+            yield part
+        (place / "tokens" / PARTS).unlink(missing_ok=True)
+    except Exception as error:
+        if not isinstance(
+            error.__cause__, BrokenProcessPool
+        ):  # after which the data are as they were, and the disk too
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def _write(folder: Path, files: Sequence[Path], gather: Gather) -> str:
+    """Write the files of an entry; return who tokenised, and what had been before."""
     total = sum(file.stat().st_size for file in files if not is_stream(file))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     processes = min(cores, MOST_PROCESSES)
-    digest, start, began, behind = hashlib.sha256(), 0, time.monotonic(), dict[Path, int]()
-    with (
-        (folder / TOKENS).open("wb") as tokens,
-        (folder / ROWS).open("wb") as table,
-        (folder / SKIPPED).open("w", encoding="utf-8") as skipped,
-        _line() as tell,
-    ):
-        for path, end, found in _each(files, gather, processes):
-            rows = np.frombuffer(found.rows, dtype=ROW)  # which may be written to, as a bytearray may
-            rows["start"] += start
-            rows["source"] = sources.setdefault(str(path), len(sources))
-            start += len(found.tokens)
-            found.tokens.tofile(tokens)
-            digest.update(rows.tobytes())
-            table.write(rows.tobytes())
-            skipped.writelines(json.dumps(one) + "\n" for one in found.skipped)
-            counts["dropped"] += found.dropped
-            counts["left_out"] += found.left_out
-            for what, (count, first) in found.remarks.items():
-                before, earliest = remarks.found.get(what, (0, first))
-                remarks.found[what] = (before + count, earliest)
-            behind[path] = end
-            tell(sum(behind.values()), total, time.monotonic() - began, start)
-    sizes = {name: (folder / name).stat().st_size for name in (TOKENS, ROWS, SKIPPED)}
-    about = {**counts, "sources": list(sources), "notes": remarks.lines(), "rows": digest.hexdigest(), "sizes": sizes}
-    text = json.dumps(about)
-    whole = {"about": about, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    (folder / ABOUT).write_text(json.dumps(whole), encoding="utf-8")
-    return processes
-
-
-def _each(files: Sequence[Path], gather: Gather, processes: int) -> Iterator[tuple[Path, int, Columns]]:
-    """Yield the rows of one piece after another, in the order of the data, and how much of its file is behind it. What
-    is wrong with a row is raised when all rows before it have been yielded."""
     todo = (piece for file in files for piece in pieces_of(file))
+    with _line() as tell:
+        found = Parts(folder, total, tell).write(todo, lambda left: _each(left, gather, processes))
+    went_on = f", after {found:,} parts that a start before had made" if found else ""
+    return f"by {processes} processes{went_on}"
+
+
+def _each(todo: Pieces, gather: Gather, processes: int) -> Iterator[tuple[Where, Columns]]:
+    """Yield the rows of one piece after another, in the order of the data, and which piece it was. What is wrong with a
+    row is raised when all rows before it have been yielded."""
     if processes == 1:
-        yield from ((piece.path, piece.end, gather(piece.rows(), first)) for first, piece in todo)
+        yield from ((where_of(piece), gather(piece.rows(), first)) for first, piece in todo)
         return
-    waiting, failed, more = deque[tuple[Path, int, Future[Columns]]](), None, True
+    waiting, failed, more = deque[tuple[Where, Future[Columns]]](), None, True
     with _pool(gather, processes) as pool:
         while more or waiting:
             while more and len(waiting) < 3 * processes:
@@ -238,10 +229,10 @@ def _each(files: Sequence[Path], gather: Gather, processes: int) -> Iterator[tup
                 except DataError as error:
                     failed, more = error, False
                 else:
-                    waiting.append((piece.path, piece.end, pool.submit(_gathered, piece, first)))
+                    waiting.append((where_of(piece), pool.submit(_gathered, piece, first)))
             if waiting:
-                path, end, future = waiting.popleft()
-                yield path, end, future.result()
+                where, future = waiting.popleft()
+                yield where, future.result()
     if failed is not None:
         raise failed
 
@@ -292,12 +283,11 @@ def _line() -> Iterator[Callable[[int, int, float, int], None]]:
     """Give what shows how much of the data is tokenised: one line that is drawn anew, on a terminal alone."""
     shown = sys.stderr.isatty()
 
-    def tell(done: int, total: int, seconds: float, tokens: int) -> None:
+    def tell(done: int, total: int, left: float, tokens: int) -> None:
         if shown:
             text = f"{tokens:,} tokens"
             if done:  # which is 0 of a stream, because nobody knows its end
-                left = human_duration(seconds / done * (total - done))
-                text = f"{human_bytes(done)} of {human_bytes(total)}  {left} left"
+                text = f"{human_bytes(done)} of {human_bytes(total)}  {human_duration(left)} left"
             sys.stderr.write(f"\r\x1b[Ktokenising: {text}")
             sys.stderr.flush()
 
@@ -310,18 +300,30 @@ def _line() -> Iterator[Callable[[int, int, float, int], None]]:
 
 
 @contextlib.contextmanager
-def _alone(place: Path) -> Iterator[None]:
-    """Wait until no other process makes an entry, and have it to oneself in a `with` block, where there are locks."""
-    descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+def _alone(place: Path) -> Iterator[bool]:
+    """Wait until no other process makes an entry, and have it to oneself in a `with` block; False: there are no locks
+    there, and others may make it at the same time."""
+    while True:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            how = "set data_cache to a folder that may be written to, or data_cache: false"
+            what = f"tokens cannot be kept there: {error.strerror}"
+            raise DiskError(what, where=str(place.parent), how=how) from error
+        try:
+            locked = _flock(descriptor, fcntl.LOCK_EX)
+            # Another process may have removed it meanwhile; then a third has the lock of a new one of that name.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), place.stat()):
+                    yield locked is not None
+                    return
+        finally:
+            os.close(descriptor)
 
 
-def _flock(descriptor: int, how: int) -> bool:
-    """Take a lock; False: another process has it."""
+def _flock(descriptor: int, how: int) -> bool | None:
+    """Take a lock; False: another process has it; None: there are none on this file system."""
     try:
         fcntl.flock(descriptor, how)
     except BlockingIOError:
@@ -329,6 +331,7 @@ def _flock(descriptor: int, how: int) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
+        return None
     return True
 
 
@@ -347,11 +350,12 @@ def _evict(root: Path, kept: Path) -> None:
 
 def _removed(place: Path) -> bool:
     """Remove an entry that no process uses or makes."""
-    with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
+    with contextlib.ExitStack() as stack:
         for path in (place, place / "tokens" / TOKENS):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, descriptor)
-            if not _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                return False
-    shutil.rmtree(place, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) is False:
+                    return False
+        shutil.rmtree(place, ignore_errors=True)
     return True

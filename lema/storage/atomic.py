@@ -55,18 +55,24 @@ def commit(directory: Path, fill: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def appearing(directory: Path) -> Iterator[Path]:
-    """Give a directory to write a model into, which takes the name `directory` at the end; on failure it goes.
-    `DiskError`: it could not be written; what was there before is untouched."""
-    with disk_errors(directory), _named_when_whole(directory) as part:
+def appearing(directory: Path, part: Path | None = None) -> Iterator[Path]:
+    """Give a directory to write a model into, which takes the name `directory` at the end; on failure it goes. `part`:
+    one beside it that nobody else writes into, which is taken as it is, and stays on failure. `DiskError`: it could not
+    be written; what was there before is untouched."""
+    with disk_errors(directory), _named_when_whole(directory, part) as part:
         yield part
         settle(part)
 
 
 @contextmanager
-def _named_when_whole(directory: Path) -> Iterator[Path]:
+def _named_when_whole(directory: Path, part: Path | None = None) -> Iterator[Path]:
     _make(directory.parent)
     sweep(directory.parent, directory.name)
+    if part is not None:
+        yield part
+        _rename(part, directory)
+        flush(directory.parent)
+        return
     descriptor, part = _begin(directory, PART, Path.mkdir, READ)
     try:
         yield part

@@ -5,16 +5,13 @@ import multiprocessing
 import os
 import tracemalloc
 
-import numpy as np
-import pyarrow as pa
 import pytest
+from kepttokens import all_of, chats, entries, said, write_all
 
 from lema.data import cache, files, prepare_data, read
 from lema.data.forms import Forms
 from lema.data.preference import prepare_preferences
 from lema.errors import DataError, DiskError
-
-WORDS = ["the", "river", "runs", "past", "mill", "and", "under", "old", "stone", "bridge", "question", "answer"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,31 +21,6 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(files, "PIECE_BYTES", 2000)
     monkeypatch.setattr(files, "PIECE_ROWS", 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-
-
-def said(number, count):
-    return " ".join(WORDS[(number * step) % len(WORDS)] for step in range(1, count))
-
-
-def chats(count):
-    for number in range(count):
-        asked = {"role": "user", "content": said(number, 9)}
-        yield {"messages": [asked, {"role": "assistant", "content": said(number, 4 + number % 30)}]}
-
-
-def write_all(write):
-    """Files of all kinds, with rows that are cut, dropped, left out, and labelled with other tokens."""
-    labelled = [{"input_ids": [5, 6, 7, 8 + n % 40], "labels": [-100, 9, 7, -100]} for n in range(60)]
-    prompts = [{"prompt": "the river " * (n % 20), "completion": said(n, 8), "weight": n % 2} for n in range(70)]
-    prompts = [row | {"id": n} for n, row in enumerate(prompts)]
-    more = "".join(json.dumps({"text": said(n, 12)}) + "\n" for n in range(200)).encode()
-    return [
-        write("chats.jsonl", list(chats(120))),
-        write("text.txt", "".join(f"{said(n, 12)}\n\n" for n in range(90))),
-        write("labelled.json", json.dumps(labelled)),
-        write("prompts.jsonl", prompts),
-        write("more.jsonl.zst", pa.compress(more, codec="zstd", asbytes=True)),
-    ]
 
 
 @pytest.fixture
@@ -61,15 +33,6 @@ def make(make_tokenizer, templates, tmp_path):
         return prepare_data(data, make_tokenizer(template), **settings, cache=folder)
 
     return prepare
-
-
-def entries(tmp_path):
-    return sorted(path for path in (tmp_path / "cache").iterdir())
-
-
-def all_of(data):
-    rows = [(row["input_ids"], row["labels"], data.origin(i), data.num_tokens(i)) for i, row in enumerate(data)]
-    return rows, data.counts, data.fingerprint(), data.lengths.tolist(), list(data.skipped()), data.num_rows_of()
 
 
 def notes_of(data):
@@ -202,34 +165,6 @@ def test_a_missing_file_is_made_anew(write, make, tmp_path):
     first = make(data)
     (entries(tmp_path)[0] / "tokens" / "rows.bin").unlink()
     assert all_of(make(data)) == all_of(first)
-
-
-def test_ctrl_c_leaves_no_process_and_no_files(write, make, tmp_path, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    data = write("chats.jsonl", list(chats(90)))
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "frombuffer", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            make(data)
-    assert multiprocessing.active_children() == []
-    assert [list(entry.iterdir()) for entry in entries(tmp_path)] == [[]]
-    assert all_of(make(data)) == all_of(make(data, kept=False))
-
-
-def test_a_killed_worker_is_an_error(write, make, monkeypatch):
-    parent = os.getpid()
-
-    def die(*_):
-        assert os.getpid() != parent
-        os._exit(9)
-
-    data = write("chats.jsonl", list(chats(90)))
-    monkeypatch.setattr(read, "tokenize_rows", die)
-    with pytest.raises(DataError, match="a process that tokenised rows ended unexpectedly"):
-        make(data)
-    assert multiprocessing.active_children() == []
 
 
 def test_data_that_change_while_they_are_read_are_not_kept(write, make, tmp_path, monkeypatch):
