@@ -3,6 +3,7 @@
 import gc
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,10 @@ from lema.errors import ConfigError
 if TYPE_CHECKING:
     from lema.config import LemaConfig
     from lema.train import LemaModel
+    from lema.train.phases.outcome import Outcome
 
-__all__ = ["ConfigFile", "Revision", "Settings", "Source", "Trust", "Verb"]
-__all__ += ["config_of", "import_libraries", "model_of", "settings_of"]
+__all__ = ["ConfigFile", "PhaseNamed", "Revision", "Settings", "Source", "Trust", "Verb"]
+__all__ += ["config_of", "import_libraries", "model_of", "outcome_of", "settings_of"]
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
@@ -28,6 +30,10 @@ Source = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override one setting of the file; the same as --KEY VALUE."),
+]
+
+PhaseNamed = Annotated[
+    str | None, typer.Option("--phase", metavar="NAME", help="Of a file of phases: which, by name or number; the last.")
 ]
 
 # No setting: a file must not decide what code is run.
@@ -80,29 +86,38 @@ def settings_of(given: list[str] | None) -> dict[str, Any]:
 
 
 def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
-    """Return the settings of a file, those of `--set` in place of its own; a ConfigError says where each was given, or
-    that the file is one of phases."""
+    """Return the settings of a file, those of `--set` in place of its own; a ConfigError says where each was given."""
     from lema.config import LemaConfig
     from lema.config.problems import SettingsError
-    from lema.config.yaml import read_yaml
-    from lema.train.phases.file import has_phases
 
     overrides = settings_of(settings)
-    if has_phases(path):
-        given = read_yaml(path).values | overrides
-        out = Path(str(given.get("output_dir") or LemaConfig.defaults()["output_dir"]))
-        what = "this file has phases, but this command needs a file without phases"
-        how = f"`lema train` and `lema plan` take it; give what phases left: {out}, if the last trains adapters, or "
-        how += f"{out / 'NAME' / 'model'} as model_name_or_path of another file"
-        raise ConfigError(what, where=str(path), how=how)
     try:
         return LemaConfig.from_yaml(path, **overrides)
     except SettingsError as error:
         raise error.located({key: f"--set {key}" for key in overrides}) from error
 
 
-def model_of(source: Path, settings: list[str] | None, trust_remote_code: bool) -> "LemaModel":
-    """Return the model of an adapter directory, or of a config with the adapter in its `output_dir`, if any."""
+def outcome_of(source: Path, settings: list[str] | None, phase: str | None) -> "Outcome | None":
+    """Return the phase that is meant of a file of phases, the last if none is named; None: it is no such file."""
+    from lema.train.phases.file import has_phases, read_phase_file
+
+    if not source.is_dir() and has_phases(source):
+        from lema.train.phases.outcome import Outcome
+
+        return Outcome.of(read_phase_file(source, **settings_of(settings)), phase)
+    if phase is not None:
+        how = "leave it out, or name the file of phases"
+        raise ConfigError("only a file of phases has any", where=f"--phase {phase}", how=how)
+    return None
+
+
+def model_of(
+    source: Path, settings: list[str] | None, trust_remote_code: bool, outcome: "Outcome | None" = None
+) -> "LemaModel":
+    """Return the model of an adapter directory; of a config with the adapter in its `output_dir`, if any; or of a
+    phase, as that has left it."""
+    if outcome is not None:
+        return outcome.open(say=partial(typer.echo, err=True), trust_remote_code=trust_remote_code)
     overrides = settings_of(settings) if source.is_dir() else {}
     config = None if source.is_dir() else config_of(source, settings)
     from lema.train import LemaModel  # after the settings, because importing it takes seconds

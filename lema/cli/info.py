@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lema.cli.arguments import ConfigFile, Settings, config_of
+from lema.cli.arguments import ConfigFile, PhaseNamed, Settings, config_of, outcome_of
 from lema.errors import BackendUnavailable
 
 __all__ = ["backends", "import_file", "schema", "show"]
@@ -25,9 +25,12 @@ def backends() -> None:
         typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
 
 
-def show(config: ConfigFile, settings: Settings = None) -> None:
-    """Print every setting of a run as YAML, defaults included."""
-    _print_yaml(config_of(config, settings).to_dict())
+def show(config: ConfigFile, phase: PhaseNamed = None, settings: Settings = None) -> None:
+    """Print every setting of a run as YAML, defaults included; of phases all, or those that one of them has."""
+    if (outcome := outcome_of(config, settings, phase)) is None:
+        _print_yaml(config_of(config, settings).to_dict())
+    else:
+        _print_yaml(outcome.all_settings(outcome.file) if phase is None else outcome.settings())
 
 
 def import_file(file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.")]) -> None:

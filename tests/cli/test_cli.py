@@ -172,17 +172,10 @@ def test_a_misspelt_setting_is_refused_by_every_verb_that_reads_a_config(
     )
 
 
-@pytest.mark.parametrize("verb", [["config", "show"], ["generate", "-p", "x"], ["eval"]])
-def test_a_file_of_phases_is_answered_by_where_its_results_are(
-    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = ["model_name_or_path: m", "output_dir: left", "train_data: {t: t.txt}"]
-    lines += ["phases: [{name: one, trains: lora, tokens: 81920, mixture: {t: 1.0}}]", ""]
-    path = config_file(tmp_path, "\n".join(lines))
-    assert run(app, [*verb, str(path)]) == 2  # whether its data are there or not
-    said = capsys.readouterr().err
-    assert "this file has phases" in said and f"where: {path}\n" in said and "give what phases left: left, if" in said
-    assert "did you mean" not in said
+def test_phases_are_asked_for_of_a_file_that_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config_file(tmp_path, "model_name_or_path: m\n")
+    assert run(app, ["config", "show", str(path), "--phase", "1"]) == 2
+    assert "only a file of phases has any" in capsys.readouterr().err
 
 
 def test_show_prints_every_setting_as_yaml_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import Settings, Source, Trust, model_of
+from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, model_of, outcome_of
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError
 
@@ -57,6 +57,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put texts through the chat template, as the user's.")] = False,
     kv: Annotated[str, typer.Option(metavar="device|host", help="Where keys and values wait.")] = "device",
+    phase: PhaseNamed = None,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -74,7 +75,7 @@ def generate(
     rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)]
     rows = rows or read_prompts(prompts or Path("-"))
     kept = _kept(output, rows, resume=resume)
-    model = model_of(source, settings, trust_remote_code)
+    model = model_of(source, settings, trust_remote_code, outcome_of(source, settings, phase))
     with contextlib.closing(model):
         made = _Made(model, rows, kept, output, bare=prompts is None and output is None)
         made.run(options, chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)

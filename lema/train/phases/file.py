@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made", LemaConfig, LoRATrainerConfig, PhasePlan)
 EVAL_ROWS, PHASES = "eval_rows", "phases"
-EVALUATIONS_NAME = "evaluations.json"
 MAX_GRAD_NORM = 1.0
 ONLY = "train"  # name of the data set where the file names none
 
@@ -278,25 +276,3 @@ def _is_files(given: Any) -> bool:
     """Whether files are named, rather than rows given; rows may be a list too."""
     items = given if isinstance(given, list) else [given]
     return bool(items) and all(isinstance(one, str | PathLike) for one in items)
-
-
-def evaluate_end(
-    config: LemaConfig, plan: PhasePlan, end: Path, rows: Mapping[str, Source], *, trust_remote_code: bool = False
-) -> dict[str, dict[str, float]]:
-    """Measure each data set whole on what the last phase has left in `end`; write that to `evaluations.json`, too."""
-    if not rows:
-        return {}
-    from lema.backend.group import first_alone
-    from lema.train.model import LemaModel
-    from lema.train.phases.places import Places
-
-    if plan.phases[-1].trains == "lora":
-        model = LemaModel.from_pretrained(end, trust_remote_code=trust_remote_code)
-    else:
-        trained = Places(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
-        model = LemaModel(with_model(config, trained), trust_remote_code=trust_remote_code)
-    with closing(model):
-        found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
-        file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"
-        first_alone(model.backend.replicas, lambda: file.write_text(text, encoding="utf-8"))
-    return found

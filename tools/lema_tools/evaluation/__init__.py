@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lema.cli.arguments import Settings, Source, Trust, model_of
+from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, model_of, outcome_of
 from lema.config.units import human_bytes, human_duration
 from lema.errors import ConfigError, DataError
 
@@ -32,6 +32,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="Rows scored by one pass; by default as many as fit.")
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results of tasks as JSON.")] = None,
+    phase: PhaseNamed = None,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -44,7 +45,8 @@ def evaluate(
         raise ConfigError("only tasks have this", where=", ".join(given), how="give --tasks NAMES, or leave it out")
     if tasks is not None and data:
         raise ConfigError("tasks bring their own data", where="--data", how="leave it out, or leave --tasks out")
-    model = model_of(source, settings, trust_remote_code)
+    outcome = outcome_of(source, settings, phase)
+    model = model_of(source, settings, trust_remote_code, outcome)
     with contextlib.closing(model):
         if tasks is not None:
             from lema_tools.evaluation.harness import Harness
@@ -53,23 +55,29 @@ def evaluate(
             how = Harness(limit, num_fewshot, include_path, apply_chat_template, batch_size, rows_per_pass)
             _run_tasks(model, names, how, output)
             return
-        measured = model.get_trainer().evaluate(_rows(model, data))
-        if model.backend.replicas.first:
-            for name, value in measured.items():
-                typer.echo(f"{name} {value:.6g}")
+        found, trainer = _rows(model, data, outcome), model.get_trainer()
+        for name, rows in found.items():
+            for key, value in trainer.evaluate(rows).items():
+                if model.backend.replicas.first:
+                    typer.echo(f"{key if len(found) == 1 else key.replace('eval', f'eval_{name}', 1)} {value:.6g}")
 
 
-def _rows(model: Any, data: list[str] | None) -> Any:
-    """Return the rows of `data`, or else those that the model's config holds back; a DataError: there are none."""
+def _rows(model: Any, data: list[str] | None, outcome: Any) -> dict[str, Any]:
+    """Return the rows of `data`, or those that the model's config holds back, or those of each data set of a phase; a
+    DataError: there are none."""
     from lema.model.files import read_data
     from lema.train.run import load_data
 
-    if paths := data or model.config.eval_data:
-        return read_data(model.config, model.files, paths)
-    held_back = load_data(model)[1] if model.config.train_data else None
-    if held_back is None:
+    if data is None and outcome is not None:
+        found = outcome.held_out(model)
+    elif paths := data or model.config.eval_data:
+        found = {"": read_data(model.config, model.files, paths)}
+    else:
+        held_back = load_data(model)[1] if model.config.train_data else None
+        found = {} if held_back is None else {"": held_back}
+    if not found:
         raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
-    return held_back
+    return found
 
 
 def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> None:
