@@ -4,6 +4,9 @@ One tree, rooted in `LemaError`. Each class carries the exit code the command li
 mistyped config from a full disk without reading the message.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "AdapterError",
     "BackendUnavailable",
@@ -19,6 +22,7 @@ __all__ = [
     "Stopped",
     "WeightsError",
     "listed",
+    "named_in",
 ]
 
 
@@ -127,3 +131,14 @@ class Stopped(LemaError):
     """Training stopped on request, with a checkpoint that resumes."""
 
     exit_code = 75
+
+
+@contextmanager
+def named_in(source: object) -> Iterator[None]:
+    """Have an error in the block also say in which file stands what it is about, unless it says so already."""
+    try:
+        yield
+    except LemaError as error:
+        if source is not None and str(source) not in str(error):
+            error.where = f"{error.where} (named in {source})" if error.where else str(source)
+        raise

@@ -15,7 +15,7 @@ from pydantic import StrictStr, TypeAdapter, ValidationError
 
 from lema.convert.hubformat import open_stored, tensor_specs, write_model
 from lema.convert.tensors import cast_pieces
-from lema.errors import WeightsError
+from lema.errors import WeightsError, named_in
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import free_directory
 from lema.storage.header import damaged, read_json
@@ -79,13 +79,14 @@ def apply_delta(
     about = DeltaFile.read(delta)
     if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
         raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
-    stored = open_stored(
-        about.base if base is None else base,
-        revision=about.revision if base is None else None,
-        weights=about.weights if base is None else None,
-        dtype=about.dtype,
-        trust_remote_code=trust_remote_code,
-    )
+    with named_in(delta / DELTA_NAME if base is None else None):
+        stored = open_stored(
+            about.base if base is None else base,
+            revision=about.revision if base is None else None,
+            weights=about.weights if base is None else None,
+            dtype=about.dtype,
+            trust_remote_code=trust_remote_code,
+        )
     if (found := base_fingerprint(stored.index)) != about.fingerprint:
         what = f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}"
         how = f"name the directory of the unchanged base model ({about.base})"

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from lema.convert.hubformat import StoredModel, open_stored, tensor_specs, write_model
 from lema.convert.tensors import bytes_of, cast_pieces, read_tensor
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, named_in
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.lora.checks import check_base
-from lema.lora.files import load_weights, read_settings
+from lema.lora.files import load_weights, read_settings, settings_file
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
@@ -126,13 +126,14 @@ def merge_adapter(
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
     settings, saved = read_settings(adapter)
-    base = open_stored(
-        settings.model_name_or_path,
-        revision=settings.revision,
-        weights=settings.gbi_path,
-        dtype=settings.dtype,
-        trust_remote_code=trust_remote_code,
-    )
+    with named_in(settings_file(adapter)):
+        base = open_stored(
+            settings.model_name_or_path,
+            revision=settings.revision,
+            weights=settings.gbi_path,
+            dtype=settings.dtype,
+            trust_remote_code=trust_remote_code,
+        )
     lora = saved or configured_lora(base.skeleton, settings)
     specs = tensor_specs(base.skeleton, base.records, base.dtypes)
     layers_name, _ = find_layers(base.skeleton)

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -149,16 +150,17 @@ def _pieces(path: Path) -> Iterator[Piece]:
         raise DataError("the data are a pipe or a device, not a regular file", where=str(path), how=how)
     try:
         if _kind(path) in _OF_LINES:
-            packed = path.suffix.lower() in _COMPRESSED
-            line, left = 1, MAX_UNPACKED + MAX_RATIO * path.stat().st_size
+            if path.suffix.lower() in _COMPRESSED:
+                with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
+                    blocks = iter(partial(file.read, 1 << 20), b"")
+                    _check_unpacked(path, (len(one) + one.count(b"\n") * ROW_BYTES for one in blocks))
+            line = 1
             with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
                 while content := file.read(PIECE_BYTES):
                     content += file.readline(MAX_ROW)
                     if len(content) > MAX_ROW and not content.endswith(b"\n"):
                         raise _error(TOO_LONG, path, line + content.count(b"\n"), SHORTER)
                     num_lines = content.count(b"\n")
-                    if packed and (left := left - len(content) - num_lines * ROW_BYTES) < 0:
-                        raise _error(UNPACKS, path, line, DISTRUST)
                     yield Piece(path, line, content, raw.tell())
                     line += num_lines
             return
@@ -178,6 +180,13 @@ def _pieces(path: Path) -> Iterator[Piece]:
             yield Piece(path, rows[0].line, rows, size)
     except OSError as error:
         raise DataError(f"the file cannot be read: {error}", where=str(path)) from error
+
+
+def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
+    """Refuse a file that stands for far more than it has, before a row of it is tokenised: that takes most time."""
+    left = MAX_UNPACKED + MAX_RATIO * path.stat().st_size
+    if any((left := left - size) < 0 for size in sizes):
+        raise DataError(UNPACKS, where=str(path), how=DISTRUST)
 
 
 def _expanded(file: BinaryIO, kind: str) -> BinaryIO:
@@ -347,8 +356,10 @@ def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     import pyarrow
 
     number, left = 0, MAX_UNPACKED + MAX_RATIO * path.stat().st_size
-    batches = _batches(path)
     try:
+        every = iter(partial(_within_memory, path, number, partial(next, _batches(path), None)), None)
+        _check_unpacked(path, (batch.nbytes + ROW_BYTES * len(batch) for batch in every))
+        batches = _batches(path)
         while (batch := _within_memory(path, number, lambda: next(batches, None))) is not None:
             left -= batch.nbytes
             most = max(1, min(1024, MAX_ROW * len(batch) // max(1, batch.nbytes)))  # rows at once, of one long text

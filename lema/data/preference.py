@@ -18,14 +18,14 @@ import torch
 
 from lema.data.batches import Batch, collate
 from lema.data.chat.messages import read_messages, read_tools
-from lema.data.chat.template import guarded, open_template
+from lema.data.chat.template import open_template
+from lema.data.chat.tokens import encoded
 from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, TokenDataset, held_out
 from lema.data.files import Row
 from lema.data.forms import Forms, num_alike
 from lema.data.read import Overlong, table_of
 from lema.errors import DataError
-from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -293,12 +293,9 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_p
             raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
         if not is_prompt and not value.endswith(end):
             value += end
-        with library_errors(tokenizer.name_or_path):
-            return list(tokenizer(value, verbose=False)["input_ids"])
-    tools = open_template(tokenizer, read_tools(row), row).tools
-    options: dict[str, Any] = {"return_dict": True, "add_generation_prompt": is_prompt, "tools": tools}
-    made = guarded(row, lambda: tokenizer.apply_chat_template(value, tokenize=True, **options))
-    return list(made["input_ids"])
+        return encoded(tokenizer, value, row, whole=False)
+    rendered = open_template(tokenizer, read_tools(row), row).render(value, row, prompt=is_prompt)
+    return encoded(tokenizer, rendered, row, whole=True)
 
 
 def _start(labels: Sequence[int]) -> int:

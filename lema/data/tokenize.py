@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt
-from lema.data.chat.tokens import Chats, tokenizing
+from lema.data.chat.tokens import Chats, check_words, tokenizing
 from lema.data.chat.turns import Known, Span
 from lema.data.columns import IGNORED, Kind, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
@@ -27,7 +26,6 @@ __all__ = ["Ints", "Reading", "tokenize_rows"]
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 NOTHING = np.empty(0, np.int32)
-LONGEST_WORD = 1 << 20  # characters without a space or sign between them
 BATCH, BATCH_CHARACTERS = 64, 1 << 17  # that are tokenised at once
 Draft: TypeAlias = Tokens | tuple[str, list[Span], bool] | None
 """A row before it is tokenised: text, what of it is learnt, and whether it has its special tokens; or tokens that were
@@ -89,8 +87,8 @@ def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list
     try:
         for row, kind in rows:
             draft = None if left_out(row) else _draft(row, kind, reading)
-            if isinstance(draft, tuple) and len(draft[0]) > LONGEST_WORD:
-                _check_words(row, draft[0])
+            if isinstance(draft, tuple):
+                check_words(row, draft[0])
             drafts.append((row, draft))
             # A Python number takes more memory than a character.
             size += 64 * len(draft.ids) if isinstance(draft, Tokens) else len(draft[0]) if draft else 0
@@ -101,13 +99,6 @@ def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list
         yield drafts
         raise
     yield drafts
-
-
-def _check_words(row: Row, text: str) -> None:
-    """Refuse a word that is none, because tokenizers take gigabytes for it."""
-    if any(len(word[0]) > LONGEST_WORD for word in re.finditer(r"\w+", text)):
-        what = f"a word of more than {LONGEST_WORD:,} characters"
-        raise row.broken(what, how="remove the row, or put spaces between words")
 
 
 def _draft(row: Row, kind: Kind, reading: Reading) -> Draft:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lema.backend.layout import Difference, KvLayout
 from lema.config.lemaconfig import CONFIG_NAME
-from lema.errors import AdapterError, ConfigError, ModelError, WeightsError
+from lema.errors import AdapterError, ConfigError, ModelError, WeightsError, named_in
 from lema.lora.checks import BASE_NAME, check_shapes, read_json
 from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, the_lora_config
 from lema.model import meta_model, read_config
@@ -135,9 +135,10 @@ def shard_adapter(
     base = model or saved.base_model_name_or_path
     if not base:
         raise ConfigError("the adapter does not name its base model", where=str(adapter), how="give it: --model")
-    directory = _config_directory(base, None if model else saved.revision, trust_remote_code)
-    config = read_config(directory, trust_remote_code=trust_remote_code)
-    skeleton = meta_model(config, trust_remote_code=trust_remote_code)
+    with named_in(adapter / CONFIG if model is None else None):
+        directory = _config_directory(base, None if model else saved.revision, trust_remote_code)
+        config = read_config(directory, trust_remote_code=trust_remote_code)
+        skeleton = meta_model(config, trust_remote_code=trust_remote_code)
     tensors, order = read_safetensors(adapter / WEIGHTS), _order(kv_layout)
     with appearing(out) as partial:
         _write_settings(settings, adapter, partial)

@@ -65,6 +65,11 @@ def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraCo
     return config if saved is None else _agreed(config, saved, overrides, directory), saved
 
 
+def settings_file(directory: Path) -> Path:
+    """Return the file that names the base model of an adapter."""
+    return next((file for name in (CONFIG_NAME, CONFIG) if (file := directory / name).is_file()), directory)
+
+
 def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any], directory: Path) -> LemaConfig:
     """Let the settings say what the adapter is. Only the dropout may be changed, because it is no part of the model."""
     if "lora_dropout" in overrides:

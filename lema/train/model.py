@@ -30,11 +30,11 @@ from lema.engine.head.routers import add_router_loss
 from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
-from lema.errors import ConfigError
+from lema.errors import ConfigError, named_in
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.lora.checks import check_base, check_named_base
-from lema.lora.files import load_weights, read_settings, the_lora_config, with_adapter
+from lema.lora.files import load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
@@ -147,8 +147,10 @@ class LemaModel:
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
         config = config.model_copy(update={"adapter_name_or_path": None})  # what it began with may be gone
-        model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
-        if overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"}):
+        own = overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"})
+        with named_in(settings_file(path) if own else None):
+            model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
+        if own:
             check_base(path, model.gbi)
         model.attach_lora(saved or configured_lora(model.skeleton, config, model.backend.parallel.size))
         assert model.lora_manager is not None

@@ -4,6 +4,7 @@ import json
 import re
 import resource
 from pathlib import Path
+from random import Random
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -147,16 +148,13 @@ def test_a_file_that_was_cut_off_is_named(write, tmp_path, form):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_lines_that_unpack_to_hundreds_of_times_their_file_are_refused(write, codec):
-    """What is allowed is 4 MiB and 150 times the file, a row counted with 100 bytes more; the rows before are read."""
+    """What is allowed is 4 MiB and 150 times the file, a row counted with 100 bytes more; no row of it is given out."""
     line = f"{'ab ' * 100}\n"
     harmless, bomb = (write(f"{n}.txt{CODECS[codec]}", compressed(line * n, codec)) for n in (9_000, 40_000))
     assert sum(len(piece.content) for _, piece in pieces_of(harmless)) == len(line) * 9_000
     with pytest.raises(DataError, match="unpacks to hundreds of times its size") as caught:
-        read = [piece.line for _, piece in pieces_of(bomb)]
-        assert read
-    file, line = caught.value.where.rsplit(":", 1)
-    assert file == str(bomb)
-    assert 9_000 < int(line) < 40_000
+        next(pieces_of(bomb))
+    assert caught.value.where == str(bomb)
     assert caught.value.exit_code == 3
 
 
@@ -168,7 +166,7 @@ def test_columns_that_stand_for_more_memory_than_a_file_may_are_refused(tmp_path
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match="unpacks to hundreds of times its size") as caught:
         load_rows(path)
-    assert caught.value.where == f"{path}:1"
+    assert caught.value.where == str(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 
@@ -254,6 +252,8 @@ def test_a_row_too_long_to_be_tokenised_is_refused_by_its_line(tmp_path, name):
     row = words if ".txt" in name else json.dumps({"text": words})
     text = f"text\nshort\n{words}\n" if name.endswith(".csv") else f"short\n{row}\n" if ".txt" in name else f"{row}\n"
     file = tmp_path / name
+    if name.endswith(".gz"):  # beside what is not packed so well
+        text = text.replace("short", Random(0).randbytes(60_000).hex(" "), 1)
     file.write_bytes(compressed(text, "gzip") if name.endswith(".gz") else text.encode())
     with pytest.raises(DataError, match=r"more than 16 MiB|field limit") as caught:
         prepare_data(file, word_tokenizer(), max_length=8)

@@ -28,7 +28,9 @@ CHAT = {
 Make = Callable[..., PreTrainedTokenizerFast]
 
 
-def read(rows: list[dict[str, Any]], tokenizer: Any, *, labelled: bool = False, **options: Any) -> PreferenceDataset:
+def read(
+    rows: list[dict[str, Any]] | Path, tokenizer: Any, *, labelled: bool = False, **options: Any
+) -> PreferenceDataset:
     return prepare_preferences(rows, tokenizer, labelled=labelled, **{"max_length": 100, **options})
 
 
@@ -159,6 +161,19 @@ def test_what_is_no_pair_is_refused(row: dict[str, Any], said: str, tokenizer: P
 def test_a_label_that_is_none_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(DataError, match="'label' should be true or false, not 'good'"):
         read([{"prompt": "a", "completion": " b", "label": "good"}], tokenizer, labelled=True)
+
+
+@pytest.mark.parametrize("side", ["prompt", "chosen", "rejected"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_word_of_a_million_letters_is_refused_by_its_row(
+    side: str, chat: bool, make_tokenizer: Make, templates: Any, write: Callable[..., Path]
+) -> None:
+    """A tokenizer takes gigabytes for it."""
+    long = " " + "é" * ((1 << 20) + 1)
+    row = CHAT | {side: [{**CHAT[side][0], "content": long}]} if chat else PAIR | {side: long}
+    with pytest.raises(DataError, match="a word of more than 1,048,576 characters") as caught:
+        read(write("rows.jsonl", [PAIR, row]), make_tokenizer(templates["plain"]))
+    assert "rows.jsonl:2" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def model_config(made: TinyModel, place: Path, draw: Random) -> str:
         labels, layers = {str(n): "a" for n in range(many)}, ["full_attention"] * many
         content[draw.choice(LISTED)] = draw.choice((labels, layers, rope, "a" * many))
     file.write_text(json.dumps(content), encoding="utf-8")
-    return watch.command("train", made.config(place), named=(str(place),))
+    return watch.command("train", made.config(place), named=(str(place), "max_length"))
 
 
 KINDS: Mapping[str, Kind] = {

@@ -49,6 +49,7 @@ ROWS = (
     Row("settings", "extremes", 8_000, 8, "settings"),
     Row("phases", "phasekeys", 4_000, 8),
     Row("smallfiles", "extremes", 4_000, 12, "files"),
+    Row("rundirs", "rundirs", 4_000, 12),
 )
 
 

@@ -69,7 +69,8 @@ class TinyModel:
             **settings,
         }
         file = place / "run.yaml"
-        file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()), encoding="utf-8")
+        lines = [f"{key}: {json.dumps(value)}\n" for key, value in given.items() if value is not None]
+        file.write_text("".join(lines), encoding="utf-8")
         return file
 
 

@@ -166,13 +166,24 @@ def _memory(name: str, pid: int | None = None) -> int:
     return int(found[0]) << 10 if found else 0
 
 
-def command(*words: object, named: Sequence[str] = ()) -> str:
-    """Run a command of `lema`; say what is wrong with how it ended, where one of `named` must be in what is refused."""
-    out, err = io.StringIO(), io.StringIO()
+def command(*words: object, named: Sequence[str] = (), printed: Callable[[str], str] = lambda said: "") -> str:
+    """Run a command of `lema`; say what is wrong with how it ended, where one of `named` must be in what is refused,
+    and what `printed` says of all that was printed."""
+    # As Python's own are: what is no character ends a command that prints it, and is escaped in an error.
+    out, err = (_Text(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = exitcodes.run(app, [str(word) for word in words])
     _ended.append(code)
-    return _judged(code, err.getvalue(), named)
+    return _judged(code, err.said(), named) or printed(out.said() + err.said())
+
+
+class _Text(io.TextIOWrapper):
+    """A stream that is kept in memory."""
+
+    def said(self) -> str:
+        self.flush()
+        assert isinstance(self.buffer, io.BytesIO)
+        return self.buffer.getvalue().decode()
 
 
 def refused(config: Path, settings: list[str]) -> bool:

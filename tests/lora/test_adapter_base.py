@@ -15,10 +15,11 @@ from tiny import Checkpoint, micro_batches
 from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
+from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import BASE_NAME
-from lema.lora.files import WEIGHTS
+from lema.lora.files import CONFIG, WEIGHTS
 from lema.storage.verify import base_fingerprint
 
 OPTIONS = {"r": 3, "lora_alpha": 7, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]}
@@ -145,3 +146,25 @@ def test_it_begins_no_run_on_another_model(base: Path, tmp_path: Path) -> None:
         pytest.raises(AdapterError, match="no adapter in PEFT's format"),
     ):
         model.begin_with_adapter(moved)
+
+
+@pytest.mark.parametrize("name", [CONFIG_NAME, CONFIG])
+def test_what_is_wrong_with_the_model_that_an_adapter_names_is_said_of_the_file_that_names_it(
+    name: str, base: Path, tmp_path: Path
+) -> None:
+    adapter = of_peft(base, tmp_path / "adapter")
+    content = json.loads((adapter / CONFIG).read_text())
+    if name == CONFIG_NAME:
+        LemaConfig(str(tmp_path / "gone"), device="cpu").save_pretrained(adapter)
+    else:
+        (adapter / CONFIG).write_text(json.dumps(content | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    for use in (
+        lambda: LemaModel.from_pretrained(adapter, **({} if name == CONFIG_NAME else {"device": "cpu"})),
+        lambda: merge_adapter(adapter, tmp_path / "merged"),
+    ):
+        with pytest.raises(WeightsError) as caught:
+            use()
+        assert str(adapter / name) in caught.value.where
+    with pytest.raises(WeightsError) as caught:
+        LemaModel.from_pretrained(adapter, device="cpu", model_name_or_path=str(tmp_path / "mine"))
+    assert str(adapter) not in caught.value.where

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lema.data.chat.messages import read_messages
 from lema.data.chat.template import in_forms, open_template
-from lema.data.chat.tokens import check_roles
+from lema.data.chat.tokens import check_roles, encoded
 from lema.data.files import Row, load_rows
 from lema.data.forms import text_of
 from lema.errors import DataError
@@ -71,7 +71,7 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
         if not text.strip():
             raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
         if not chat:
-            return list(tokenizer(text, verbose=False)["input_ids"])
+            return encoded(tokenizer, text, row, whole=False)
         given = [{"role": "user", "content": text}]
     said = read_messages(Row({**values, column: given}, row.source, row.line), column, {})
     if said.messages[-1]["role"] == "assistant":
@@ -80,7 +80,7 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
     template = open_template(tokenizer, said.tools, row)
     check_roles(said, template, row)
     rendered = next(in_forms(said.messages, lambda messages: template.render(messages, row, prompt=True)))
-    return list(tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"])
+    return encoded(tokenizer, rendered, row, whole=True)
 
 
 def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, positions: int | None) -> None:

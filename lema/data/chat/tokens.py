@@ -1,5 +1,6 @@
 """A chat as token ids, with only the assistant's words trained on, or what the settings and the data say instead."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +20,9 @@ from lema.storage.modelfiles import library_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chats", "check_roles", "tokenizing"]
+__all__ = ["Chats", "check_roles", "check_words", "encoded", "tokenizing"]
 
+LONGEST_WORD = 1 << 20  # characters without a space or sign between them
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -113,6 +115,21 @@ def check_roles(chat: Chat, template: Template, row: Row) -> None:
         if role not in ROLES and role not in template.text:
             how = f"use one of: {', '.join(ROLES)}; or one that the chat template names"
             raise row.broken(f"the role {role!r} is not known", at=f"message {number}", how=how)
+
+
+def check_words(row: Row, text: str) -> str:
+    """Return a text that a tokenizer is to read. `DataError`: it has a word that is none, which takes gigabytes."""
+    if len(text) > LONGEST_WORD and any(len(word[0]) > LONGEST_WORD for word in re.finditer(r"\w+", text)):
+        what = f"a word of more than {LONGEST_WORD:,} characters"
+        raise row.broken(what, how="take the row out, or put spaces where words end")
+    return text
+
+
+def encoded(tokenizer: "PreTrainedTokenizerBase", text: str, row: Row, *, whole: bool) -> list[int]:
+    """Return the token ids of a text of a row. A text that is `whole` has its special tokens; else they are added."""
+    check_words(row, text)
+    with library_errors(tokenizer.name_or_path):
+        return list(tokenizer(text, add_special_tokens=not whole, verbose=False)["input_ids"])
 
 
 def tokenizing(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str, Sequence[Span], bool], tuple[Ids, Learnt]]:

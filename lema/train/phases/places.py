@@ -161,9 +161,10 @@ class Places:
         name, before = f"checkpoint-{(best or {}).get('step')}", self.best(index)
         if best is None or (before is not None and before["checkpoint"] == name):
             return
-        _write(self.place(index) / BEST, {"checkpoint": name, **{key: best[key] for key in ("eval_loss", "only")}})
+        # First, because after a kill nothing would know of a checkpoint that is noted nowhere; this note is made again.
         if before is not None and before["only"] and (old := self.place(index) / str(before["checkpoint"])).is_dir():
             delete_checkpoint(old, "a checkpoint that is no longer the best")
+        _write(self.place(index) / BEST, {"checkpoint": name, **{key: best[key] for key in ("eval_loss", "only")}})
 
     def best(self, index: int) -> dict[str, Any] | None:
         """What `note_best` has written of a phase, None where it has nothing; or `AdapterError`."""

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig
 from lema.data.mixture import Mixture
+from lema.storage.atomic import discard
 from lema.train.checkpoint.format import read_state
 from lema.train.metrics import read_metrics
+from lema.train.phases import places
 from lema.train.phases import stage as phaseloop
 from lema.train.phases.run import run_phases
 
@@ -115,3 +117,27 @@ def test_the_best_is_remembered_by_a_run_that_goes_on(
     run_phases(config, plan, SOURCES, held_out=HELD, resume=True)
     assert kept(place) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
     assert json.loads((place / "best.json").read_text())["checkpoint"] == "checkpoint-1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_kill_as_the_best_changes_leaves_no_checkpoint_that_nothing_knows_of(
+    deleted: bool, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a phase: the one before was kept as the best alone, and goes."""
+    config, plan = config_of(save_steps=0, eval_steps=1, save_total_limit=2), plan_of({**LORA, "tokens": 2 * STEP})
+    losses_of(monkeypatch, 3.0, 2.0)
+
+    def killed(directory: Path, what: str) -> None:
+        if deleted:
+            discard(directory)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "delete_checkpoint", killed)
+        with pytest.raises(Killed):
+            run_phases(config, plan, SOURCES, held_out=HELD)
+    run_phases(config, plan, SOURCES, held_out=HELD, resume=True)
+    place = Path(config.output_dir) / "adapters"
+    assert kept(place) == ["checkpoint-2"]
+    assert json.loads((place / "best.json").read_text())["checkpoint"] == "checkpoint-2"
