@@ -310,7 +310,7 @@ def _step_of(model: LemaModel, trainer: Any) -> Callable[[Any], float]:
 
 
 def _ranks(model: LemaModel) -> frozenset[int]:
-    """Return the sides by which products with an adapter are known: its rank, or the sum of ranks of a shared product."""
+    """Return the sides by which products with an adapter are known: its rank, or the ranks of a product they share."""
     assert model.lora_manager is not None
     parts = list(model.lora_manager.modules())
     given = (getattr(module, "r", None) for module in parts)
