@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lema.plan.blueprint import Blueprint
     from lema.plan.planner import Planner
 
-__all__ = ["ExpertsTold", "experts_told", "waiting_bytes", "with_groups", "with_waiting"]
+__all__ = ["ExpertsTold", "active_experts", "experts_told", "waiting_bytes", "with_groups", "with_waiting"]
 
 SETTING = "experts_per_slot"
 # Hidden states of a micro-batch that wait beside what a graph keeps: its input, what experts are given and make, and
@@ -142,7 +142,7 @@ def experts_told(planner: Planner) -> ExpertsTold | None:
     if not found or planner.workload is None:
         return None
     largest = max(found, key=lambda index: found[index].count)
-    count, active = found[largest].count, _active(blueprint, largest, planner.shape.micro_batch)
+    count, active = found[largest].count, active_experts(blueprint, largest, planner.shape.micro_batch)
     reached = count * (1 - (1 - active / count) ** tokens)
     parts, adapted = Counter[str](), 0
     for index, layer in enumerate(blueprint.layers):
@@ -167,7 +167,7 @@ def experts_told(planner: Planner) -> ExpertsTold | None:
     return ExpertsTold(len(found), count, active, blueprint.experts or count, reached, dict(parts))
 
 
-def _active(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
+def active_experts(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
     """Return how many of a layer's experts each token has, as its router says on tensors without values."""
     split, seen = Split(blueprint.model, load("cpu")), list[int]()
 
