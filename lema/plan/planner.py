@@ -147,7 +147,7 @@ class Planner:
         kept = self.site.kept if self.blueprint.trained is None else 0.0  # weights that train pass through
         try:
             found = allocated(config, demand, speeds, *memory, kept=kept, device_free=self.site.device_free)
-            return replace(found, experts=self.blueprint.experts)
+            return replace(found, experts=self.blueprint.experts, runs_again=self.blueprint.runs_again)
         except MemoryLimitError as error:
             if self.blueprint.trained is not None:  # nothing of what the error advises can be set in such a phase
                 error.how = "allow that much, or train adapters: their base streams from the disk"
