@@ -8,8 +8,8 @@ backward; what each keeps of the layer waits on the device until then. docs/inte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lema.activations.kept import StepBoundaries
 from lema.model import Split
 from lema.model.capture import tensors_in
-from lema.model.experts import ExpertGroup
+from lema.model.experts import ExpertGroup, Given, NarrowedExperts, Routed
 from lema.model.flow import LayerCall, Suspended
 from lema.stream import LayerStream, Lease
 
@@ -30,102 +30,77 @@ if TYPE_CHECKING:
 __all__ = ["GroupedVisit", "call_in_groups", "through_groups", "top_in_groups"]
 
 Sums = dict[nn.Parameter, Tensor]
-_Given = tuple[torch.dtype | None, Sequence[Tensor]]  # the dtype of products, and what experts are given
 
 
-@dataclass(eq=False)
-class _Routed:
-    """One micro-batch at the experts of a layer. The pairs of a token and an expert are in the order of groups, then of
-    the experts' places among the token's own, so that of one group and place each token comes once, and what is added
-    to it is added in one order on every device."""
+@dataclass(frozen=True)
+class _Groups:
+    """The groups of experts of one layer, which is on lease; `at` says where memory runs out, if somebody asks."""
 
-    autocast: torch.dtype | None  # as the layer's call has it
-    given: tuple[Tensor, Tensor, Tensor]  # hidden states [tokens, hidden], experts and weights [tokens, of each token]
-    pairs: Sequence[Tensor]  # of each group, where in the experts, flat
-    counts: Sequence[Sequence[int]]  # of each group, how many pairs there are of each place
+    split: Split
+    stream: LayerStream
+    lease: Lease
+    at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
-    @classmethod
-    def of(cls, given: _Given, groups: Sequence[ExpertGroup]) -> _Routed:
-        hidden, chosen, weights = (one.detach() for one in given[1])
-        ends, places = torch.tensor([group.end for group in groups], device=chosen.device), chosen.shape[1]
-        group = torch.bucketize(chosen, ends, right=True)
-        key = (group * places + torch.arange(places, device=chosen.device)).flatten()
-        counts = torch.bincount(key, minlength=(len(groups) + 1) * places).view(-1, places).tolist()[: len(groups)]
-        order = key.argsort(stable=True).split([sum(one) for one in counts] + [len(key) - sum(map(sum, counts))])
-        return cls(given[0], (hidden, chosen, weights), order[: len(groups)], counts)
+    @contextmanager
+    def _leased(self, group: ExpertGroup, way: Way) -> Iterator[NarrowedExperts]:
+        """Lease a group; yields the layer's experts as those of the group."""
+        name, layer = self.stream.name_of(group.number), self.lease.layer
+        span = self.stream.trace.span(way, name)
+        with self.at(f"in the {way} of {name}"), self.stream.lease(group.number) as own, span:
+            with self.split.narrowed(layer, {**self.lease.weights, **own.weights}, group) as experts:
+                yield experts
 
-    def of_group(self, number: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the tokens of a group's pairs, and the pairs as experts are given them."""
-        hidden, chosen, weights = self.given
-        pairs = self.pairs[number]
-        tokens = pairs // chosen.shape[1]
-        return tokens, (hidden[tokens], chosen.flatten()[pairs, None], weights.flatten()[pairs, None])
+    @torch.no_grad()
+    def results(self, given: Sequence[Given], way: Way = "forward") -> list[Tensor]:
+        """Return what the experts make of what they are given of each micro-batch, `[tokens, hidden]`."""
+        groups = self.split.groups[self.lease.layer]
+        routed = [Routed.of(one, groups) for one in given]
+        sums = [one.sums() for one in routed]
+        for number, group in enumerate(groups):
+            with self._leased(group, way) as experts:
+                for one, total in zip(routed, sums, strict=True):
+                    if len(one.pairs[number]):
+                        tokens, pairs = one.of_group(number)
+                        with self.split.autocast(one.autocast):
+                            made = experts.run(pairs)
+                        one.add(total, number, tokens, made)
+        for index, one in enumerate(routed):  # one by one, because a sum may be twice as wide
+            sums[index] = sums[index].to(one.given[0].dtype)
+        return sums
 
-    def sums(self) -> Tensor:
-        """Return zeros to add to, as wide as the hidden states and no narrower than fp32."""
-        hidden = self.given[0]
-        return torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
-
-    def add(self, sums: Tensor, number: int, tokens: Tensor, made: Tensor) -> None:
-        """Add what was made of a group's pairs to the sums of their tokens."""
-        for at, rows in zip(tokens.split(self.counts[number]), made.split(self.counts[number]), strict=True):
-            sums.index_add_(0, at, rows.to(sums.dtype))
-
-
-@contextmanager
-def _group(stream: LayerStream, lease: Lease, group: ExpertGroup, way: Way) -> Iterator[Mapping[str, Tensor]]:
-    """Lease a group of a layer that is on lease; yields the weights of both."""
-    span = stream.trace.span(way, f"layer {lease.layer}, experts {group.first} to {group.end - 1}")
-    with stream.lease(group.number) as own, span:
-        yield {**lease.weights, **own.weights}
-
-
-@torch.no_grad()
-def _results(
-    split: Split, stream: LayerStream, lease: Lease, given: Sequence[_Given], way: Way = "forward"
-) -> list[Tensor]:
-    """Return what the experts of a layer make of what they are given of each micro-batch, `[tokens, hidden]`."""
-    groups = split.groups[lease.layer]
-    routed = [_Routed.of(one, groups) for one in given]
-    sums = [one.sums() for one in routed]
-    for number, group in enumerate(groups):
-        with _group(stream, lease, group, way) as weights:
-            for one, total in zip(routed, sums, strict=True):
-                if len(one.pairs[number]):
-                    tokens, pairs = one.of_group(number)
-                    with split.autocast(one.autocast):
-                        made = split.run_experts(lease.layer, weights, group, pairs)
-                    one.add(total, number, tokens, made)
-    return [total.to(one.given[0].dtype) for total, one in zip(sums, routed, strict=True)]
-
-
-def _differentiated(
-    split: Split, stream: LayerStream, lease: Lease, given: Sequence[_Given], gradients: Sequence[Tensor], sums: Sums
-) -> list[tuple[Tensor, Tensor]]:
-    """Return of each micro-batch the gradients of what the experts were given: hidden states, and weights of experts;
-    `gradients` are those of the experts' results. Those of the experts' adapters are added to `sums`."""
-    experts, groups = split.experts_of(lease.layer), split.groups[lease.layer]
-    assert experts is not None
-    trained = [one for one in experts.outer.parameters() if one.requires_grad]
-    routed = [_Routed.of(one, groups) for one in given]
-    found = [(one.sums(), torch.zeros_like(one.given[2])) for one in routed]
-    for number in reversed(range(len(groups))):
-        with _group(stream, lease, groups[number], "backward") as weights:
-            for one, gradient, (by_hidden, by_weights) in zip(routed, gradients, found, strict=True):
-                if not len(one.pairs[number]):
-                    continue
-                tokens, (hidden, chosen, factors) = one.of_group(number)
-                hidden, factors = hidden.requires_grad_(), factors.requires_grad_()
-                with torch.enable_grad(), split.autocast(one.autocast):
-                    made = split.run_experts(lease.layer, weights, groups[number], (hidden, chosen, factors))
-                wanted = [hidden, factors, *trained]
-                formed = torch.autograd.grad(made, wanted, gradient[tokens], allow_unused=True)
-                one.add(by_hidden, number, tokens, formed[0])
-                by_weights.view(-1)[one.pairs[number]] = formed[1].flatten()
-                for parameter, by in zip(trained, formed[2:], strict=True):
-                    if by is not None:
-                        sums[parameter] = sums[parameter].add_(by) if parameter in sums else by
-    return [(hidden.to(one.given[0].dtype), factors) for (hidden, factors), one in zip(found, routed, strict=True)]
+    def differentiated(
+        self, given: Sequence[Given], gradients: Sequence[Tensor], sums: Sums
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return of each micro-batch the gradients of what the experts were given: hidden states, and weights of
+        experts; `gradients` are those of the experts' results. Those of the experts' adapters are added to `sums`."""
+        groups = self.split.groups[self.lease.layer]
+        routed = [Routed.of(one, groups) for one in given]
+        by_hidden = [one.sums() for one in routed]
+        by_weights = [torch.zeros_like(one.given[2]) for one in routed]
+        for number in reversed(range(len(groups))):
+            with self._leased(groups[number], "backward") as experts:
+                adapted = [both for one in experts.factors for both in one.sums(sums)]
+                leaves, trained = [leaf for leaf, _ in adapted], experts.trained()
+                for one, gradient, states, factors in zip(routed, gradients, by_hidden, by_weights, strict=True):
+                    if not len(one.pairs[number]):
+                        continue
+                    tokens, (hidden, chosen, own) = one.of_group(number)
+                    hidden, own = hidden.requires_grad_(), own.requires_grad_()
+                    with torch.enable_grad(), self.split.autocast(one.autocast):
+                        made = experts.run((hidden, chosen, own))
+                    wanted = [hidden, own, *leaves, *trained]
+                    formed = torch.autograd.grad(made, wanted, gradient[tokens], allow_unused=True)
+                    one.add(states, number, tokens, formed[0])
+                    factors.view(-1)[one.pairs[number]] = formed[1].flatten()
+                    for (_, total), by in zip(adapted, formed[2:], strict=False):
+                        if by is not None:
+                            total.add_(by[:, : total.shape[1], : total.shape[2]])
+                    for parameter, by in zip(trained, formed[2 + len(leaves) :], strict=True):
+                        if by is not None:
+                            sums[parameter] = sums[parameter].add_(by) if parameter in sums else by
+        for index, one in enumerate(routed):
+            by_hidden[index] = by_hidden[index].to(one.given[0].dtype)
+        return list(zip(by_hidden, by_weights, strict=True))
 
 
 def call_in_groups(
@@ -133,7 +108,7 @@ def call_in_groups(
 ) -> Any:
     """Call a layer's own forward as `Split.call_layer` does, its experts in groups; no gradient is formed."""
     half = split.suspended(lease.layer, lambda: split.call_layer(lease.layer, lease.weights, args, kwargs))
-    return half.resume(_results(split, stream, lease, [(None, half.given)])[0])
+    return half.resume(_Groups(split, stream, lease).results([(None, half.given)])[0])
 
 
 def _half(engine: Engine, lease: Lease, call: LayerCall, hidden: Tensor) -> Suspended:
@@ -161,7 +136,7 @@ def through_groups(engine: Engine, lease: Lease, calls: Sequence[LayerCall], hid
             halves.append(_half(engine, lease, call, state))
     after = engine.backend.rng_state()
     given = [(call.autocast, half.given) for call, half in zip(calls, halves, strict=True)]
-    results = _results(engine.split, engine.stream, lease, given)
+    results = _Groups(engine.split, engine.stream, lease, engine.retry.at).results(given)
     outputs = []
     for index, (call, half) in enumerate(zip(calls, halves, strict=True)):
         with torch.no_grad():
@@ -173,6 +148,10 @@ def through_groups(engine: Engine, lease: Lease, calls: Sequence[LayerCall], hid
 
 def _forgotten(_: None) -> Tensor:
     raise AssertionError("a graph is differentiated that kept nothing")
+
+
+def _forgotten(_: None) -> Tensor:
+    raise AssertionError("a graph of which nothing was kept is differentiated")
 
 
 @dataclass(eq=False)
@@ -207,80 +186,123 @@ class GroupedVisit:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
-        engine, layer, calls = self._engine, self._layer, self._calls
-        after, each = engine.backend.rng_state(), len(gradients) // len(calls)
+        engine, layer = self._engine, self._layer
+        after, each = engine.backend.rng_state(), len(gradients) // len(self._calls)
         with engine.leased(layer, "backward") as lease:
-            inputs, halves, routers = list[Tensor](), list[Suspended](), list[list[Tensor]]()
-            for index, call in enumerate(calls):
-                engine.stop.poll()
-                call.routers = [] if self._routers else None
-                engine.backend.set_rng_state(self._states[index])
-                with self._boundaries.kept(layer, index) as boundary, torch.enable_grad():
-                    # A copy, because the graph waits for its experts longer than a boundary is kept here.
-                    inputs.append(boundary.detach().clone().requires_grad_(self._needs[index]))
-                    halves.append(_half(engine, lease, call, inputs[-1]))
-                routers.append([one for one in call.routers or () if one.requires_grad])
+            groups, parts = _Groups(engine.split, engine.stream, lease, engine.retry.at), list[_Part]()
+            for index, (call, state) in enumerate(zip(self._calls, self._states, strict=True)):
+                with self._boundaries.kept(layer, index) as boundary:
+                    # A copy, because the layer waits for its experts longer than a boundary is kept here.
+                    copied = boundary.detach().clone().requires_grad_(self._needs[index])
+                    parts.append(_Part(engine, lease, call, copied, state, self._routers))
+                    parts[-1].run()
+                    parts[-1].look()
+                    if engine.runs_again:
+                        parts[-1].let_go()
                 call.routers = None
-            given = [(call.autocast, half.given) for call, half in zip(calls, halves, strict=True)]
-            backwards = [_Backward(engine, call, half) for call, half in zip(calls, halves, strict=True)]
-            looked = [one.looks_at_result() for one in backwards]
-            if any(looked):
-                results = _results(engine.split, engine.stream, lease, given, "backward")
-                for one, result in zip(backwards, results, strict=True):
-                    one.made_of(result)
-            results = [one.begin(gradients[index * each]) for index, one in enumerate(backwards)]
+            looked = any(part.looked for part in parts)
+            given, results = [part.given for part in parts], list[Tensor]()
+            values = groups.results(given, "backward") if looked else [None] * len(parts)
+            for index, part in enumerate(parts):
+                results.append(part.begin(gradients[index * each], values[index]))
+                values[index] = None
             adapters: Sums = {}
-            found = _differentiated(engine.split, engine.stream, lease, given, results, adapters)
-            del given, halves
-            for index, one in enumerate(backwards):
-                roots = dict(zip(routers[index], gradients[index * each + 1 : (index + 1) * each], strict=True))
-                roots |= one.ends(*found[index])
+            found = groups.differentiated(given, results, adapters)
+            del given
+            of_inputs = list[Tensor | None]()
+            for index in range(len(parts)):
+                part, results[index] = parts.pop(0), torch.empty(0)
+                roots = part.roots(*found.pop(0), gradients[index * each + 1 : (index + 1) * each])
                 torch.autograd.backward([*roots], [*roots.values()])
-                backwards[index] = found[index] = None  # type: ignore[call-overload] # this micro-batch is done
-            torch.autograd.backward([*adapters], [*adapters.values()])  # adds to .grad
+                of_inputs.append(part.input.grad)
+            for parameter in [*adapters]:  # one by one, because each is copied
+                torch.autograd.backward([parameter], [adapters.pop(parameter)])  # adds to .grad
         engine.backend.set_rng_state(after)
-        of_inputs = [one.grad for one in inputs]
         engine.look(layer, of_inputs)
         return of_inputs
 
 
 @dataclass(eq=False)
-class _Backward:
-    """The backward of one micro-batch through a layer, which stops at its experts and goes on behind them."""
+class _Part:
+    """One micro-batch in the backward of a layer, which stops at the experts and goes on behind them. What comes before
+    them has a graph, which waits; or is let go, and made again at the end by another run."""
 
     _engine: Engine
+    _lease: Lease
     _call: LayerCall
-    _half: Suspended
-    _result: Tensor = field(init=False)  # of the experts, without a graph
-    output: Tensor = field(init=False)  # of the layer
-    _gradient: Tensor = field(init=False)  # of that
+    input: Tensor  # of the layer
+    _state: Tensor  # the generator's, before the layer
+    _asks: bool  # whether somebody asks what routers make
+    given: Given = field(init=False)  # to the experts
+    routers: list[Tensor] = field(default_factory=list)  # what they make that has a gradient
+    looked: bool = False  # whether the backward looks at the values of the experts' result
+    output: Tensor | None = None  # of the layer
+    _half: Suspended | None = None
+    _result: Tensor | None = None  # of the experts, without a graph
+    _gradient: Tensor = field(init=False)  # of the output
+    _again: bool = False  # whether the graph is let go
+
+    def run(self) -> None:
+        """Run the layer as far as its experts."""
+        call = self._call
+        self._engine.stop.poll()
+        self._engine.backend.set_rng_state(self._state)
+        call.routers = [] if self._asks else None
+        with torch.enable_grad():
+            self._half = _half(self._engine, self._lease, call, self.input)
+        self.given = call.autocast, self._half.given
+        self.routers = [one for one in call.routers or () if one.requires_grad]
+
+    def look(self) -> None:
+        """Make what the layer returns of a result of zeros, which is as good unless the backward looks at its values;
+        note whether it does."""
+        assert self._half is not None
+        with self._half.looking() as looked:
+            self.made_of(torch.zeros_like(self._half.given[0]))
+        self.looked = bool(looked)
+
+    def let_go(self) -> None:
+        """Let the graph of what comes before the experts go."""
+        assert self._half is not None
+        self._again, self._half, made = True, self._half.detached(), self._call.routers or []
+        made[:] = [one.detach().requires_grad_(one.requires_grad) for one in made]
+        self.given, self.routers = (self._call.autocast, self._half.given), []
+        self.output = self._result = None
 
     def made_of(self, result: Tensor) -> Tensor:
         """Make what the layer returns of its experts' result, with a graph; return it."""
+        assert self._half is not None
         self._result = result.detach().requires_grad_()
         with torch.enable_grad():
             # A copy, because models add to their experts' result in place.
             self.output = _resumed(self._engine, self._call, self._half, self._result.clone())
         return self.output
 
-    def looks_at_result(self) -> bool:
-        """Make what the layer returns of a result of zeros, which is as good unless the backward looks at its values;
-        return whether it does."""
-        with self._half.looking() as looked:
-            self.made_of(torch.zeros_like(self._half.given[0]))
-        return bool(looked)
-
-    def begin(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the experts' result, given that of what the layer returns."""
+    def begin(self, gradient: Tensor, result: Tensor | None = None) -> Tensor:
+        """Return the gradient of the experts' result, given that of what the layer returns. The `result` is where its
+        values are wanted and not there yet."""
+        if result is not None or self.output is None:
+            self.made_of(torch.zeros_like(self.given[1][0]) if result is None else result)
+        assert self.output is not None and self._result is not None
         self._gradient = gradient
-        (found,) = torch.autograd.grad(self.output, [self._result], gradient, retain_graph=True)
+        (found,) = torch.autograd.grad(self.output, [self._result], gradient, retain_graph=not self._again)
+        if self._again:  # of all but what the experts are given nothing is needed, or only their result
+            self._half = self.output = None
+            self._result = self._result if self.looked else None
         return found
 
-    def ends(self, by_hidden: Tensor, by_weights: Tensor) -> dict[Tensor, Tensor]:
-        """Return all that is differentiated in the end, with gradients: of what the experts were given these."""
-        hidden, _, weights = self._half.given
+    def roots(self, by_hidden: Tensor, by_weights: Tensor, routers: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+        """Return all that is differentiated in the end, with gradients: of what the experts were given, and of what
+        routers made, these."""
+        if self._again:
+            self.run()
+            self.made_of(torch.zeros_like(self.given[1][0]) if self._result is None else self._result)
+        self._call.routers = None
+        hidden, _, weights = self.given[1]
+        assert self.output is not None
         found = {hidden: by_hidden, weights: by_weights, self.output: self._gradient}
-        return {one: by for one, by in found.items() if one.requires_grad}
+        roots = dict(zip(self.routers, routers, strict=True))
+        return roots | {one: by for one, by in found.items() if one.requires_grad}
 
 
 def top_in_groups(
@@ -293,21 +315,21 @@ def top_in_groups(
 ) -> tuple[Tensor, list[Tensor | None], list[list[tuple[Tensor, Tensor | None]]]]:
     """Run all micro-batches through the top layer, the head and the loss, and back; return the loss, the gradients of
     what was given, and what else has gradients, with these, of each micro-batch."""
-    top = engine.split.num_layers - 1
-    leaves = [state.detach().requires_grad_(needs) for state, needs in zip(hidden, needs_grad, strict=True)]
-    halves = list[Suspended]()
-    for call, leaf in zip(calls, leaves, strict=True):
-        engine.stop.poll()
-        with torch.enable_grad():
-            halves.append(_half(engine, lease, call, leaf))
+    top, parts = engine.split.num_layers - 1, list[_Part]()
+    groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
+    for call, state, needs in zip(calls, hidden, needs_grad, strict=True):
+        leaf = state.detach().requires_grad_(needs)
+        parts.append(_Part(engine, lease, call, leaf, engine.generator_state(), call.routers is not None))
+        parts[-1].run()
+        if engine.runs_again:
+            parts[-1].look()
+            parts[-1].let_go()
     after = engine.backend.rng_state()
-    given = [(call.autocast, half.given) for call, half in zip(calls, halves, strict=True)]
-    results = _results(engine.split, engine.stream, lease, given)
-    backwards, shares = [_Backward(engine, *both) for both in zip(calls, halves, strict=True)], list[Tensor]()
-    routed, below = list[dict[Tensor, Tensor]](), list[list[Tensor | None]]()
-    for index, (call, one) in enumerate(zip(calls, backwards, strict=True)):
+    results, shares = groups.results([one.given for one in parts]), list[Tensor]()
+    routed, below = list[list[Tensor]](), list[list[Tensor | None]]()
+    for index, (call, part) in enumerate(zip(calls, parts, strict=True)):
         engine.stop.poll()
-        output = one.made_of(results[index])
+        output = part.made_of(results[index])
         engine.backend.set_rng_state(after)
         with engine.retry.at("in the head and the loss"):
             value, gradient = turn(index, output.detach())
@@ -317,24 +339,25 @@ def top_in_groups(
         if engine.routers is not None:
             share, others = engine.routers.turn(index)
             value = value + share
-        routed.append({made: by for made in call.routers or () if (by := others.pop(made)) is not None})
+        routed.append([by for made in call.routers or () if (by := others.pop(made)) is not None])
         below.append([*others.values()])
         shares.append(value)
-        results[index] = one.begin(gradient)
+        results[index] = part.begin(gradient)
+        del output, gradient
     adapters: Sums = {}
-    found = _differentiated(engine.split, engine.stream, lease, given, results, adapters)
+    found = groups.differentiated([one.given for one in parts], results, adapters)
     inputs, formed = list[Tensor | None](), list[list[tuple[Tensor, Tensor | None]]]()
-    for index, (call, leaf) in enumerate(zip(calls, leaves, strict=True)):
-        roots = routed[index] | backwards[index].ends(*found[index])
-        needs = leaf.requires_grad
+    for index, call in enumerate(calls):
+        part, results[index] = parts.pop(0), torch.empty(0)
+        roots = part.roots(*found.pop(0), routed[index])
+        needs = part.input.requires_grad
         own = [tensor for tensor in tensors_in(call.own) if tensor.requires_grad]
-        wanted: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *own]
+        wanted: list[Tensor] = [*[part.input] * needs, *engine.adapters_of(top), *own]
         each = torch.autograd.grad([*roots], wanted, [*roots.values()], allow_unused=True) if wanted else ()
         engine.look(top, each[:needs])
         inputs += [each[0] if needs else None, *below[index]]
         pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(wanted, each, strict=True)
         formed.append(list(pairs)[needs:])
-        backwards[index] = found[index] = None  # type: ignore[call-overload] # this micro-batch is done with them
     engine.backend.set_rng_state(after)
     formed.append([*adapters.items()])
     return torch.stack(shares).sum(), inputs, formed

@@ -50,6 +50,7 @@ class Engine:
         outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor` is in the graphs.
         trained: the weights of layers that train themselves.
         routers: the loss of routers, which is added to steps of `visit_top`; None: it is left out.
+        runs_again: whether what comes before experts in groups is run twice in a backward, so that no graph waits.
         stop: asked before each micro-batch whether the run is to stop.
         look: called in the backward as soon as gradients of hidden states are formed, with the number of the layer of
             whose inputs they are (the number of layers for the top layer's outputs) and with them, some of them None.
@@ -63,6 +64,7 @@ class Engine:
         self.outer = self.anchor
         self.trained = TrainedWeights({}, lambda *_: None)
         self.routers: RouterLoss | None = None
+        self.runs_again = False
         self.stop = NEVER
         self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None

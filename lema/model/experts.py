@@ -21,7 +21,9 @@ from transformers.integrations import moe
 
 __all__ = [
     "ExpertGroup",
+    "Given",
     "LayerExperts",
+    "Routed",
     "form_no_frozen_gradients",
     "layer_experts",
     "multiply_apart",
@@ -30,7 +32,8 @@ __all__ = [
 
 # By name, because torch has different objects for a function and for the method that does the same.
 PRODUCTS = frozenset(["linear", "matmul", "__matmul__", "mm", "bmm", "_grouped_mm", "grouped_mm_fallback"])
-SPAN = "leased_experts"  # the attribute of a module of experts that says which of them it has now
+Given = tuple[torch.dtype | None, Sequence[Tensor]]  # the dtype of products, and what experts are given
+FACTORS = "leased_factors"  # the attribute of a module of experts with adapters of the group that it is now
 SAID_OF_THE_WEIGHT = frozenset(["dtype", "device", "shape", "ndim", "dim", "size", "data_ptr", "requires_grad"])
 
 
@@ -55,20 +58,119 @@ class LayerExperts:
     """The experts of one layer, whose stacked weights may be leased in groups."""
 
     module: nn.Module  # which has the weights
-    outer: nn.Module  # the same with its adapters around it
+    name: str  # of the same with its adapters around it, in the layer
+    outer: nn.Module  # that
     weights: tuple[str, ...]  # the names in the layer of those whose first dimension are experts, without adapters
     count: int  # of experts
 
     @contextmanager
-    def narrowed(self, group: ExpertGroup) -> Iterator[None]:
-        """Have the module be one of a group of its experts in a `with` block, in which it is given their weights."""
-        own = vars(self.module)
+    def narrowed(self, weights: Mapping[str, Tensor], group: ExpertGroup) -> Iterator[NarrowedExperts]:
+        """Have the module be one of a group of its experts in a `with` block; `weights` are the group's, by their names
+        in the layer as it is now, and may be more."""
+        own, inner = vars(self.module), f"{self.name}."
+        found = [one for one in self.outer.modules() if isinstance(one, Apart) and not one.disable_adapters]
+        names = [(one, adapter) for one in found for adapter in one.active_adapters if adapter in one.lora_A]
+        factors = {(one.parameter_name, adapter): Factors.of(one, adapter, group) for one, adapter in names}
+        given = {name.removeprefix(inner): one for name, one in weights.items() if name.startswith(inner)}
         try:
-            own |= {"num_experts": group.end - group.first, SPAN: slice(group.first, group.end)}
-            yield
+            own |= {"num_experts": group.end - group.first, FACTORS: factors}
+            yield NarrowedExperts(self.outer, given, group, [*factors.values()])
         finally:
             own["num_experts"] = self.count
-            del own[SPAN]
+            del own[FACTORS]
+
+
+@dataclass(frozen=True)
+class NarrowedExperts:
+    """The experts of one layer while they are those of a group."""
+
+    outer: nn.Module
+    weights: Mapping[str, Tensor]  # by their names in that
+    group: ExpertGroup
+    factors: Sequence[Factors]  # of their adapters
+
+    def run(self, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return what they make of hidden states `[tokens, hidden]`, the experts of each, and their weights, `[tokens,
+        experts of each]`."""
+        hidden, chosen, factors = given
+        args = hidden, chosen - self.group.first, factors
+        made: Tensor = torch.func.functional_call(self.outer, dict(self.weights), args, tie_weights=False)
+        return made
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return what trains beside the factors, if anything does."""
+        known = {id(weight) for one in self.factors for weight in one.weights}
+        return [one for one in self.outer.parameters() if one.requires_grad and id(one) not in known]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One adapter of a stacked weight, for a group of its experts: what they compute with, as leaves, so that gradients
+    are formed of the group's rows alone."""
+
+    wrapper: Apart
+    weights: tuple[nn.Parameter, nn.Parameter]  # PEFT's, A and B, of all experts
+    span: slice  # of the experts
+    leaves: tuple[Tensor, Tensor]  # left and right, as `LowRankSum` has them
+
+    @classmethod
+    def of(cls, wrapper: Apart, adapter: str, group: ExpertGroup) -> Factors:
+        """Return the factors of a group."""
+        weights = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        span, dtype = slice(group.first, group.end), wrapper.get_param().dtype
+        left, right = (one[span].to(dtype) for one in wrapper.stacked(*(one.detach() for one in weights)))
+        left, right = (one.detach() for one in aligned(left, right))
+        for one, of in zip(wrapper.stacked(*weights), (left, right), strict=True):
+            of.requires_grad_(one.requires_grad)
+        return cls(wrapper, weights, span, (left, right))
+
+    def sums(self, found: dict[nn.Parameter, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the leaves that train, and what to add the gradient of each to, but for columns that fill it up: views
+        of what is `found` of PEFT's weights, with zeros where there is nothing yet."""
+        for one in self.weights:
+            if one.requires_grad and one not in found:
+                found[one] = torch.zeros_like(one)
+        views = self.wrapper.stacked(*(found.get(one, one.detach()) for one in self.weights))
+        return [(leaf, one[self.span]) for leaf, one in zip(self.leaves, views, strict=True) if leaf.requires_grad]
+
+
+@dataclass(eq=False)
+class Routed:
+    """One micro-batch at the experts of a layer. The pairs of a token and an expert are in the order of groups, then of
+    the experts' places among the token's own, so that of one group and place each token comes once, and what is added
+    to it is added in one order on every device."""
+
+    autocast: torch.dtype | None  # as the layer's call has it
+    given: tuple[Tensor, Tensor, Tensor]  # hidden states [tokens, hidden], experts and weights [tokens, of each token]
+    pairs: Sequence[Tensor]  # of each group, where in the experts, flat
+    counts: Sequence[Sequence[int]]  # of each group, how many pairs there are of each place
+
+    @classmethod
+    def of(cls, given: Given, groups: Sequence[ExpertGroup]) -> Routed:
+        hidden, chosen, weights = (one.detach() for one in given[1])
+        ends, places = torch.tensor([group.end for group in groups], device=chosen.device), chosen.shape[1]
+        group = torch.bucketize(chosen, ends, right=True)
+        key = (group * places + torch.arange(places, device=chosen.device)).flatten()
+        counts = torch.bincount(key, minlength=(len(groups) + 1) * places).view(-1, places).tolist()[: len(groups)]
+        order = key.argsort(stable=True).split([sum(one) for one in counts] + [len(key) - sum(map(sum, counts))])
+        return cls(given[0], (hidden, chosen, weights), order[: len(groups)], counts)
+
+    def of_group(self, number: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the tokens of a group's pairs, and the pairs as experts are given them."""
+        hidden, chosen, weights = self.given
+        pairs = self.pairs[number]
+        tokens = pairs // chosen.shape[1]
+        return tokens, (hidden[tokens], chosen.flatten()[pairs, None], weights.flatten()[pairs, None])
+
+    def sums(self) -> Tensor:
+        """Return zeros to add to, as wide as the hidden states and no narrower than fp32."""
+        hidden = self.given[0]
+        return torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+    def add(self, sums: Tensor, number: int, tokens: Tensor, made: Tensor) -> None:
+        """Add what was made of a group's pairs to the sums of their tokens."""
+        for at, rows in zip(tokens.split(self.counts[number]), made.split(self.counts[number]), strict=True):
+            sums.index_add_(0, at, rows.to(sums.dtype))
 
 
 def layer_experts(layer: nn.Module) -> LayerExperts | None:
@@ -81,7 +183,7 @@ def layer_experts(layer: nn.Module) -> LayerExperts | None:
     if not isinstance(vars(module).get("num_experts"), int) or any(len(one) != count for one in own.values()):
         return None
     plain = name.replace(".base_layer", "")
-    return LayerExperts(module, layer.get_submodule(plain), tuple(f"{plain}.{key}" for key in own), count)
+    return LayerExperts(module, plain, layer.get_submodule(plain), tuple(f"{plain}.{key}" for key in own), count)
 
 
 def multiply_apart(model: nn.Module) -> None:
@@ -99,17 +201,32 @@ class Apart(ParamWrapper):
         base, name = self.get_base_layer(), self.parameter_name
         found: Any = getattr(base, name)
         for adapter in filter(self.lora_A.__contains__, active_adapters):
-            left, right, scaling = self.get_delta_factors(adapter)  # type: ignore[no-untyped-call] # PEFT's
-            left, right = (one[vars(base).get(SPAN, slice(None))] for one in (left, right))
-            if missing := -left.shape[-1] % (16 // left.element_size()):  # grouped products want rows of 16 bytes
-                left, right = pad(left, (0, missing)), pad(right, (0, 0, 0, missing))
-            left, right = (one if 1 in one.stride()[-2:] else one.contiguous() for one in (left, right))
-            found = LowRankSum(found, left, right, scaling)
+            if (group := vars(base).get(FACTORS)) is not None:
+                left, right = group[name, adapter].leaves
+            else:
+                left, right, _ = self.get_delta_factors(adapter)  # type: ignore[no-untyped-call] # PEFT's
+                left, right = aligned(left, right)
+            found = LowRankSum(found, left, right, self.scaling[adapter])
         vars(base)[name] = found  # an attribute, which is found before the parameter of that name
         try:
             yield
         finally:
             del vars(base)[name]
+
+    def stacked(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of an adapter's two weights, or what has their shapes, by experts, as `get_delta_factors` does
+        of the weights in another dtype."""
+        one = first.reshape(self.num_experts, -1, first.shape[-1])
+        other = second.reshape(len(second), -1, self.num_experts).permute(2, 0, 1)
+        return (other, one) if self._did_swap_in_out_features else (one.mT, other.mT)
+
+
+def aligned(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of stacked experts as grouped products want them: rows of 16 bytes, one after the other."""
+    if missing := -left.shape[-1] % (16 // left.element_size()):
+        left, right = pad(left, (0, missing)), pad(right, (0, 0, 0, missing))
+    left, right = (one if 1 in one.stride()[-2:] else one.contiguous() for one in (left, right))
+    return left, right
 
 
 Apart.__name__ = ParamWrapper.__name__  # by which PEFT knows it

@@ -282,6 +282,17 @@ class Suspended:
         self._output = number
         del self.tape
 
+    def detached(self) -> Suspended:
+        """Return it without the graph of what came before the experts, which may go then."""
+
+        def bare(value: Any) -> Any:
+            return changed(value, lambda one: one.detach() if isinstance(one, Tensor) else one)
+
+        other = copy.copy(self)
+        other._steps = [replace(step, args=bare(step.args), kwargs=bare(step.kwargs)) for step in self._steps]
+        other.given, other._rest = bare(self.given), bare(self._rest)
+        return other
+
     def resume(self, result: Tensor) -> Any:
         """Return what the layer returns, given its experts' result `[tokens, hidden]`."""
         values: dict[int, Any] = {self._result: result}

@@ -6,7 +6,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -105,8 +105,15 @@ def expert_parts(
             continue
         stacked = {name: tensors.pop(name) for name in experts.weights}
         spans = [(first, min(first + size, experts.count)) for first in range(0, experts.count, size)]
-        groups[index] = tuple((*span, place(_rows_of(stacked, *span))) for span in spans)
+        placed = (replace(place(_rows_of(stacked, *span)), name=named(*span, index)) for span in spans)
+        groups[index] = tuple((*span, own) for span, own in zip(spans, placed, strict=True))
     return ExpertParts(tuple(map(place, found)), groups)
+
+
+def named(first: int, end: int, layer: int) -> str:
+    """Return how messages name experts of a layer, of which `end` is the one after the last."""
+    which = f"expert {first}" if end - first == 1 else f"experts {first} to {end - 1}"
+    return f"{which} of layer {layer}"
 
 
 def _rows_of(

@@ -24,7 +24,14 @@ from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
 from lema.model.compiled import CompiledLayers
-from lema.model.experts import ExpertGroup, LayerExperts, form_no_frozen_gradients, layer_experts, multiply_apart
+from lema.model.experts import (
+    ExpertGroup,
+    LayerExperts,
+    NarrowedExperts,
+    form_no_frozen_gradients,
+    layer_experts,
+    multiply_apart,
+)
 from lema.model.flow import LayerCall, Prelude, Suspended, Tape
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
@@ -263,17 +270,13 @@ class Split:
             raise self._refusal(f"layer {index} has no experts to lease in groups, because {error}") from error
         return suspended
 
-    def run_experts(
-        self, index: int, weights: Mapping[str, Tensor], group: ExpertGroup, given: tuple[Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        """Return what a group of a layer's experts makes of hidden states `[tokens, hidden]`, the experts of each, and
-        their weights, `[tokens, experts of each]`. `weights` are those of the group, and the layer's others."""
-        layer, experts = self.layers[index], self.experts_of(index)
+    def narrowed(
+        self, index: int, weights: Mapping[str, Tensor], group: ExpertGroup
+    ) -> AbstractContextManager[NarrowedExperts]:
+        """Have a layer's experts be those of a group in a `with` block; `weights` are the group's, and may be more."""
+        experts = self.experts_of(index)
         assert experts is not None
-        given = given[0], given[1] - group.first, given[2]
-        with experts.narrowed(group), replaced({layer: experts.outer}):
-            made: Tensor = torch.func.functional_call(layer, self._renamed(index, weights), given, tie_weights=False)
-        return made
+        return experts.narrowed(self._renamed(index, weights), group)
 
     def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part

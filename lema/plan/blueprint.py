@@ -54,7 +54,8 @@ class Blueprint:
     cut_experts: Callable[[int], ExpertParts] | None = None  # returns layers with so many experts in a group
     parts: ExpertParts | None = None  # the layers with their experts in groups; None: they are whole
     experts: int = 0  # how many are in a group then
-    waiting: dict[Any, int] = field(default_factory=dict)  # by micro-batch, bytes that wait for these, as far as known
+    runs_again: bool = False  # whether the backward then runs what comes before them twice, so that less waits
+    waiting: dict[Any, Any] = field(default_factory=dict)  # by micro-batch, bytes that wait for these, as far as known
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
 

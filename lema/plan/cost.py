@@ -52,6 +52,7 @@ class Allocation:
     pieces: int = 0  # of the head's weight, which are leased after the layers and numbered so; 0: it is on the device
     recompute: bool = True  # whether the backward computes again what is not `saved`; else all of it is
     experts: int = 0  # that are leased together, of layers that are leased in parts; 0: all layers are whole
+    runs_again: bool = False  # whether what such a layer has before its experts is run twice in the backward
 
     def summary(self) -> str:
         """Say it in a few words."""
@@ -59,6 +60,7 @@ class Allocation:
         kept |= {"not recomputed": len(self.saved), "pieces of the head streamed": self.pieces}
         kept |= {"experts in a slot": self.experts}
         parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
+        parts += ["what comes before experts run again for each backward"] * self.runs_again
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
         waiting = {"boundaries": where[self.boundaries], "activations": where[self.saved_on] if self.saved else ""}
         return ", ".join(parts + [f"{what} {place}" for what, place in waiting.items() if place])

@@ -4,17 +4,20 @@ is told of a model's experts."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from lema.backend import load
 from lema.backend.registry import has_addresses
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.capture import replaced
+from lema.model.experts import ExpertGroup
+from lema.plan.meter import Tally
 from lema.plan.workload import (
     MicroBatch,
     Workload,
@@ -28,20 +31,30 @@ from lema.plan.workload import (
 )
 
 if TYPE_CHECKING:
+    from lema.model.outer_weights import ExpertParts
     from lema.plan.blueprint import Blueprint
     from lema.plan.planner import Planner
 
-__all__ = ["ExpertsTold", "experts_told", "waiting_bytes", "with_groups", "with_waiting"]
+__all__ = ["ExpertsTold", "Waiting", "active_experts", "experts_told", "waiting_of", "with_groups", "with_waiting"]
 
 SETTING = "experts_per_slot"
-# Hidden states of a micro-batch that wait beside what a graph keeps: its input, what experts are given and make, and
-# the gradients of these; sums are in fp32.
-STATES = 8
+FEW = 16  # groups of a layer: with more, rather what comes before the experts is run again, so that less waits
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """One micro-batch in a layer whose experts are leased in groups, in bytes."""
+
+    saved: int  # by the graph of what is no expert, which waits where it is not run again
+    states: int  # of hidden states and the like, which wait in any case
+    working: int  # alive at once, while one micro-batch is worked on
+    turn: int  # alive while the head is computed, if it is the top layer
 
 
 def with_groups(planner: Planner) -> Iterator[Planner]:
     """Yield the planner with whole layers, then, where the settings leave it open, with groups of a layer's experts,
-    the largest first; or with those that are asked for. `ConfigError`: something else does not go with these."""
+    the largest first; or with those that are asked for. What comes before the experts is run twice where it would
+    take too much while it waits. `ConfigError`: something else does not go with these."""
     blueprint, asked, work = planner.blueprint, planner.config.experts_per_slot, planner.workload
     cut = blueprint.cut_experts
     if asked is None or (asked == "auto" and planner.config.device_memory is None) or cut is None:
@@ -49,18 +62,20 @@ def with_groups(planner: Planner) -> Iterator[Planner]:
         return
     most, why = _most_experts(blueprint), _why_whole(planner)
     sizes = [asked] if isinstance(asked, int) else [most >> halved for halved in range(1, most.bit_length())]
+    ways = [(size, False) for size in sizes if asked != "auto" or size * FEW >= most]
+    ways += [(size, True) for size in sizes]
     if asked == "auto":
         yield planner
     elif why:
         raise ConfigError(f"experts cannot be leased in groups: {why}", where=SETTING, how="set it to null")
-    for size in sizes if not why else ():
+    for size, again in ways if not why else ():
         try:
             parts = cut(size)
         except ConfigError:
             if asked == "auto":
                 return
             raise
-        other = replace(planner, blueprint=replace(blueprint, parts=parts, experts=size))
+        other = replace(planner, blueprint=replace(blueprint, parts=parts, experts=size, runs_again=again))
         yield other if work is None else replace(other, workload=with_waiting(other, planner.shape.micro_batch, work))
 
 
@@ -72,11 +87,17 @@ def _most_experts(blueprint: Blueprint) -> int:
 
 def with_waiting(planner: Planner, batch: MicroBatch, work: Workload) -> Workload:
     """Return what a micro-batch costs, with what waits of it for experts in groups if the planner has some."""
-    if planner.blueprint.parts is None:
+    drawn = planner.blueprint
+    if drawn.parts is None:
         return work
-    if batch not in (known := planner.blueprint.waiting):
-        known[batch] = waiting_bytes(planner.blueprint, batch)
-    return replace(work, apart=known[batch])
+    if batch not in (known := drawn.waiting):
+        known[batch] = waiting_of(drawn, batch)
+    found: dict[int, Waiting] = known[batch]
+    works = list(work.works)
+    for kind, one in found.items():
+        works[kind] = replace(works[kind], working_bytes=one.working, forward_bytes=one.turn)
+    apart = max((one.states + (0 if drawn.runs_again else one.saved) for one in found.values()), default=0)
+    return replace(work, works=tuple(works), apart=apart)
 
 
 def _why_whole(planner: Planner) -> str:
@@ -96,21 +117,57 @@ def _why_whole(planner: Planner) -> str:
     return next((what for what, found in others.items() if found), "")
 
 
-def waiting_bytes(blueprint: Blueprint, batch: MicroBatch) -> int:
-    """Return the most that waits of one micro-batch in the backward of a layer, while its experts are leased in groups:
-    what the layer's graph keeps without them, and hidden states. `ModelError`: as `measure`."""
-    model, layers = blueprint.model, blueprint.layers
-    split, found = Split(model, load("cpu")), 0
+def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
+    """Return what a micro-batch takes in each kind of layer whose experts are leased in groups, by the numbers of
+    `cost_kinds`. `ModelError`: as `measure`."""
+    model, layers, parts = blueprint.model, blueprint.layers, blueprint.parts
+    assert parts is not None
+    split, found = Split(model, load("cpu")), dict[int, Waiting]()
     with without_values(model):
         learn(split, layers)
         prelude = split.prelude(batch.inputs(), {})
-        given = given_of(split, layers, prelude)
-        for index in one_of_each(cost_kinds(split, layers), given):
-            if (experts := split.experts_of(index)) is not None:
-                with replaced({experts.module: lambda hidden, *_: torch.zeros_like(hidden)}):
-                    work = layer_work(split, index, layers[index], prelude.calls[index], given[index : index + 2], ())
-                found = max(found, work.saved_bytes + STATES * given[index].nbytes)
+        states, kinds = given_of(split, layers, prelude), cost_kinds(split, layers)
+        for index in one_of_each(kinds, states):
+            if (experts := split.experts_of(index)) is None or index not in parts.groups:
+                continue
+            given, call = list[Tensor](), prelude.calls[index]
+
+            def reached(*args: Tensor, given: list[Tensor] = given) -> Tensor:
+                given[:] = [one.detach() for one in args]
+                return torch.zeros_like(args[0])
+
+            with replaced({experts.module: reached}):
+                work = layer_work(split, index, layers[index], call, states[index : index + 2], ())
+            hidden, chosen, weights = given
+            wide = hidden.numel() * torch.promote_types(hidden.dtype, torch.float32).itemsize
+            # Its input, what experts are given and make, and the gradient of that, or what is added to them later; of
+            # the pairs of a token and an expert their order, and gradients of the weights.
+            waits = states[index].nbytes + 3 * hidden.nbytes + wide + 3 * chosen.nbytes + 2 * weights.nbytes
+            group = _group_bytes(split, index, parts, call.autocast, given)
+            turn = 4 * hidden.nbytes  # of what is computed of the experts' result, before the head
+            found[kinds[index]] = Waiting(work.saved_bytes, waits, max(work.working_bytes, group), turn)
     return found
+
+
+def _group_bytes(
+    split: Split, index: int, parts: ExpertParts, autocast: torch.dtype | None, given: Sequence[Tensor]
+) -> int:
+    """Return the most that is alive at once while a group of a layer's experts is run and differentiated for a
+    micro-batch, each of whose tokens has all its experts there."""
+    (first, end, stored), (hidden, chosen, factors) = parts.groups[index][0], given
+    weights, pairs = fake_weights(stored), chosen.numel()
+    with Tally(split.parallel) as tally:
+        tally.leave_out([*weights.values(), *split.layers[index].parameters()])
+        with split.narrowed(index, weights, ExpertGroup(0, first, end)) as experts:
+            states = hidden.new_empty(pairs, hidden.shape[1]).requires_grad_()
+            own = factors.new_empty(pairs, 1).requires_grad_()
+            gradient, sums = states.detach().clone(), dict[nn.Parameter, Tensor]()
+            leaves = [leaf for one in experts.factors for leaf, _ in one.sums(sums)]
+            with torch.enable_grad(), split.autocast(autocast):
+                made = experts.run((states, chosen.new_zeros(pairs, 1), own))
+            formed = torch.autograd.grad(made, [states, own, *leaves], gradient, allow_unused=True)
+            formed[0].to(torch.promote_types(hidden.dtype, torch.float32), copy=True)
+    return tally.peak
 
 
 @dataclass(frozen=True)
@@ -141,7 +198,7 @@ def experts_told(planner: Planner) -> ExpertsTold | None:
     if not found or planner.workload is None:
         return None
     largest = max(found, key=lambda index: found[index].count)
-    count, active = found[largest].count, _active(blueprint, largest, planner.shape.micro_batch)
+    count, active = found[largest].count, active_experts(blueprint, largest, planner.shape.micro_batch)
     reached = count * (1 - (1 - active / count) ** tokens)
     parts, adapted = Counter[str](), 0
     for index, layer in enumerate(blueprint.layers):
@@ -166,7 +223,7 @@ def experts_told(planner: Planner) -> ExpertsTold | None:
     return ExpertsTold(len(found), count, active, blueprint.experts or count, reached, dict(parts))
 
 
-def _active(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
+def active_experts(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
     """Return how many of a layer's experts each token has, as its router says on tensors without values."""
     split, seen = Split(blueprint.model, load("cpu")), list[int]()
 

@@ -35,13 +35,13 @@ from lema.model.skeleton import main_dtype
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Speeds
 from lema.plan.machine import Machine
-from lema.plan.step import LayerSeconds, StepShape, Timings
+from lema.plan.step import LayerSeconds, StepShape, Timings, by_arithmetic
 from lema.plan.workload import MicroBatch, Workload, calls_of
 from lema.stream import LayerStream
-from lema.stream.placement import LayerBytes
+from lema.stream.placement import LayerBytes, Placed
 from lema.stream.speed import ENOUGH, REPEATS, Clock, median_seconds, read_speed, upload_speed
 
-__all__ = ["calibrate", "layer_seconds", "probe", "process_bytes"]
+__all__ = ["calibrate", "estimate", "layer_seconds", "probe", "process_bytes"]
 
 
 AT_ONCE = 3  # layers being read
@@ -129,6 +129,8 @@ def made_up(tensor: Tensor) -> Tensor:
 
 
 ENOUGH_TOKENS = 512  # to time a layer with
+OPERATIONS = 100  # of a layer, or of a group of its experts, as far as handing them to the device takes time
+COPIED = 1 << 24  # elements, to see how fast memory is
 FREE_PART = 4  # what lies outside the layers is made up only if it takes less than this part of free memory
 
 
@@ -171,6 +173,40 @@ def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backen
     backend.set_rng_state(state)
     rate = max(work.forward / max(one.forward, 1e-9) for work, one in zip(workload.works, found, strict=True))
     return speeds, Timings(found, workload.head.flops / max(rate, 1.0))
+
+
+def estimate(
+    blueprint: Blueprint, workload: Workload, batch: MicroBatch, active: int, backend: Backend
+) -> tuple[Machine, Timings]:
+    """Estimate the seconds of layers whose experts are leased in groups, which are not timed because the device may not
+    hold such a layer: experts compute as fast as one of them does with the tokens that it has if routers choose all
+    alike, `active` for each token, and all else as the largest matrix does with a micro-batch."""
+    split, layers, dtype = blueprint.split, blueprint.layers, main_dtype(blueprint.model)
+    rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
+    memory = made_up(torch.empty(COPIED, dtype=torch.float32, device=backend.device))
+    copied = 2 * memory.nbytes / median_seconds(memory.clone, backend)  # read and written
+    half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
+    total, host, speeds = backend.memory().total, psutil.virtual_memory().total, _speeds(blueprint.leased, backend)
+    few = torch.ones(8, 8, dtype=dtype, device=backend.device)
+    launch = OPERATIONS * median_seconds(lambda: few @ few, backend)
+    note = "layers with experts in groups are not timed: seconds are estimated from products as large as theirs"
+    machine = Machine(backend.name, total, host, speeds, half, single, copied, launch, note=note)
+    whole, found = by_arithmetic(workload, layers, machine, dtype.itemsize), list[LayerSeconds]()
+    for kind, seconds in enumerate(whole.layers):
+        index = workload.kinds.index(kind)
+        if (experts := split.experts_of(index)) is None:
+            found.append(seconds)
+            continue
+        stacked = [tensor for tensor in _used(layers[index]) if tensor.name in experts.weights]
+        one = replace(layers[index], tensors=tuple(stacked), expansions=())
+        alone = _matmul(one, max(1, batch.tokens * active // experts.count), dtype, backend)
+        each = sum(tensor.shape[1:].numel() for tensor in stacked)  # of one expert
+        share = min(1.0, 2 * batch.tokens * active * each / max(workload.works[kind].forward, 1))
+        slower = share * rate / alone + 1 - share
+        groups = launch * len(blueprint.group_bytes.get(index, [0])[1:])  # each of which is handed over by itself
+        more = (slower * one + groups for one in (seconds.forward, seconds.recompute, seconds.backward))
+        found.append(LayerSeconds(*more, expand=seconds.expand))
+    return machine, replace(whole, layers=tuple(found))
 
 
 def _one_of_each(
@@ -220,10 +256,14 @@ def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> Speeds:
     return Speeds(read_speed(some, buffers), math.inf if backend.memory().shared else upload_speed(backend, largest))
 
 
+def _used(layer: LayerBytes) -> tuple[Placed, ...]:
+    """Return a layer's weights as they are used."""
+    return (*layer.tensors, *(expansion.placed for expansion in layer.expansions))
+
+
 def _matmul(layer: LayerBytes, tokens: int, dtype: torch.dtype, backend: Backend) -> float:
     """Return the operations per second of multiplying a micro-batch by the layer's largest matrix."""
-    placed = (*layer.tensors, *(expansion.placed for expansion in layer.expansions))
-    shapes = [tensor.shape[-2:] for tensor in placed if len(tensor.shape) > 1]
+    shapes = [tensor.shape[-2:] for tensor in _used(layer) if len(tensor.shape) > 1]
     rows, columns = max(shapes, key=lambda shape: shape.numel(), default=torch.Size((1024, 1024)))
     states = made_up(torch.empty(tokens, columns, dtype=dtype, device=backend.device))
     weight = made_up(torch.empty(rows, columns, dtype=dtype, device=backend.device))

@@ -24,9 +24,9 @@ from lema.model.skeleton import main_dtype
 from lema.plan.allocate import allocated, ample, layers_stay, of_one_process, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import Allocation, Demand, device_parts, seconds
-from lema.plan.groups import with_groups, with_waiting
+from lema.plan.groups import active_experts, with_groups, with_waiting
 from lema.plan.machine import Machine, Memory, Site, open_alone, site_of, this_machine, unknown_speeds
-from lema.plan.measure import calibrate, probe, process_bytes
+from lema.plan.measure import calibrate, estimate, probe, process_bytes
 from lema.plan.simulator import Simulated, simulate
 from lema.plan.step import StepNeeds, StepShape, Timings, by_arithmetic, demand_of, rows_each, step_shape
 from lema.plan.trainable_bytes import training_of
@@ -147,7 +147,7 @@ class Planner:
         kept = self.site.kept if self.blueprint.trained is None else 0.0  # weights that train pass through
         try:
             found = allocated(config, demand, speeds, *memory, kept=kept, device_free=self.site.device_free)
-            return replace(found, experts=self.blueprint.experts)
+            return replace(found, experts=self.blueprint.experts, runs_again=self.blueprint.runs_again)
         except MemoryLimitError as error:
             if self.blueprint.trained is not None:  # nothing of what the error advises can be set in such a phase
                 error.how = "allow that much, or train adapters, whose base model streams from disk"
@@ -279,6 +279,9 @@ def planner_of(
             # The process is looked at with what computing a layer has left behind in it, as it does in training.
             site = replace(site, machine=measured, process_bytes=process_bytes())
             planner = _fastest(replace(planner, timings=timings, site=site))
+        elif planner.workload is not None and backend is not None:
+            measured, timings = _estimated(planner, planner.workload, backend)
+            planner = _fastest(replace(planner, timings=timings, site=replace(site, machine=measured)))
         elif planner.workload is not None and site.speeds == "profile":
             itemsize = main_dtype(blueprint.model).itemsize
             timings = by_arithmetic(planner.workload, blueprint.layers, site.machine, itemsize)
@@ -325,15 +328,25 @@ def settled(planner: Planner, *, trains: bool) -> Planner:
 def timed(planner: Planner) -> Planner:
     """Return the planner of a model that is open with the seconds that it takes, if they can be told and are not known:
     LEMA does not time a layer that several processes run together alone, and small models are not worth it."""
-    blueprint, backend, site = planner.blueprint, planner.backend, planner.site
-    if blueprint.parallel.size > 1 or planner.workload is None or planner.timings is not None or backend is None:
+    blueprint, backend, site, work = planner.blueprint, planner.backend, planner.site, planner.workload
+    if blueprint.parallel.size > 1 or work is None or planner.timings is not None or backend is None:
         return planner
-    if blueprint.parts is not None:  # of layers that the device may not hold
-        return planner
+    if blueprint.parts is None:
+        found = calibrate(blueprint, work, planner.shape, backend)
+    else:
+        machine, timings = _estimated(planner, work, backend)
+        found = machine.speeds, timings
     # What processes measure differs; that they spend memory alike does not depend on it.
-    found = calibrate(blueprint, planner.workload, planner.shape, backend)
     (speeds, timings), *_ = backend.replicas.everyone(found)
     return replace(planner, timings=timings, site=replace(site, machine=replace(site.machine, speeds=speeds)))
+
+
+def _estimated(planner: Planner, work: Workload, backend: Backend) -> tuple[Machine, Timings]:
+    """Return this machine and the seconds of a micro-batch, of layers that the device may not hold whole."""
+    blueprint, batch, parts = planner.blueprint, planner.shape.micro_batch, planner.blueprint.parts
+    assert parts is not None
+    active = active_experts(blueprint, next(iter(parts.groups)), batch)
+    return estimate(blueprint, work, batch, active, backend)
 
 
 def _fitted(planner: Planner) -> Planner:

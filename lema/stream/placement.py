@@ -107,6 +107,11 @@ class LayerBytes:
     casts: tuple[Cast, ...]  # what is read aside, then cast into its place
     nbytes: int  # of the slot
     expansions: tuple[Expansion, ...] = ()  # the parameters that lie in the slot quantised
+    name: str = ""  # by which messages name a part of a layer; empty: it is a layer, and has its number
+
+    def called(self, number: int) -> str:
+        """Return how messages name what is leased by this number."""
+        return self.name or f"layer {number}"
 
     @property
     def expanded_bytes(self) -> int:
@@ -282,7 +287,7 @@ def rank_share(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
     tensors, because there are none before all shares are together. Bytes beyond the layer's end are not read."""
     nbytes = part_bytes(layer.nbytes, size)
     begin, end = rank * nbytes, (rank + 1) * nbytes
-    return LayerBytes((), tuple(_runs(layer, begin, end)), tuple(_casts(layer, begin, end)), nbytes)
+    return LayerBytes((), tuple(_runs(layer, begin, end)), tuple(_casts(layer, begin, end)), nbytes, name=layer.name)
 
 
 def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[ByteRun]:

@@ -77,7 +77,8 @@ def _arrived(
             while left and len(under_way) < TOGETHER:
                 layer = left.popleft()
                 buffer = memory(layer)
-                under_way.append((layer, buffer, reader.submit(layers[layer], buffer, name=f"layer {layer}")))
+                name = layers[layer].called(layer)
+                under_way.append((layer, buffer, reader.submit(layers[layer], buffer, name=name)))
             under_way[0][2].wait()
             yield under_way.popleft()[:2]  # by no name, because what is read next shall find the memory of this one
     finally:

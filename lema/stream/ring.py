@@ -292,7 +292,8 @@ class LayerRing:
             if buffer.layer is not None and place.layer == buffer.layer:
                 place.empty()
         buffer.empty()
-        buffer.ticket = self._reader.submit(self._layers[layer], buffer.memory, buffer.drain(), name=f"layer {layer}")
+        stored = self._layers[layer]
+        buffer.ticket = self._reader.submit(stored, buffer.memory, buffer.drain(), name=stored.called(layer))
         buffer.layer, buffer.leased = layer, False
         self._counters.layers_read += 1
 
@@ -301,7 +302,7 @@ class LayerRing:
             buffer.arrive()  # raises what a read raised
             return
         began = self._clock()
-        with self._trace.span("stall: disk", f"layer {buffer.layer}"):
+        with self._trace.span("stall: disk", self._name_of(buffer.layer)):
             buffer.arrive()
         self._counters.seconds_blocked_disk += self._clock() - began
 
@@ -312,12 +313,15 @@ class LayerRing:
             buffer.arrive()
         source = self._host[layer] if buffer is None else buffer.memory
         nbytes = span.stop - span.start
-        with self._trace.span("upload", f"layer {layer}", nbytes=nbytes):
+        with self._trace.span("upload", self._name_of(layer), nbytes=nbytes):
             upload = place.fill(layer, source[span])
         if buffer is not None:
             buffer.uploads[id(place)] = upload
         self._counters.bytes_uploaded += nbytes
         return place
+
+    def _name_of(self, layer: int | None) -> str:
+        return "" if layer is None else self._layers[layer].called(layer)
 
     def _largest(self, layers: Iterable[int]) -> int:
         return max((self._layers[layer].nbytes for layer in layers), default=0)
@@ -331,7 +335,7 @@ class _Taken:
 
     def wait(self) -> Tensor:
         ring, began = self._ring, self._ring._clock()
-        with ring._trace.span("stall: upload", f"layer {self._place.layer}"):
+        with ring._trace.span("stall: upload", ring._name_of(self._place.layer)):
             slot = self._place.lease()
         ring._counters.seconds_blocked_upload += ring._clock() - began
         return slot

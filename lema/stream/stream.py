@@ -181,7 +181,7 @@ class LayerStream:
         try:
             if expanded is not None:
                 began = self._clock()
-                with self.trace.span("expand", f"layer {layer}", nbytes=stored.expanded_bytes):
+                with self.trace.span("expand", stored.called(layer), nbytes=stored.expanded_bytes):
                     expand_into(expanded, slot, stored)
                 self._counters.seconds_expanding += self._clock() - began
             self._held[layer] = Lease(layer, slot, views(slot, stored, expanded), expanded)
@@ -200,6 +200,10 @@ class LayerStream:
         """Return the layers in the ring that may not be overwritten: those on lease, or whose parts are being sent."""
         held = self._held.keys() if self._gathered is None else self._gathered.under_way
         return held - self.residents
+
+    def name_of(self, number: int) -> str:
+        """Return how messages name what is leased by this number: a layer, or a part of one."""
+        return self.layers[number].called(number)
 
     def under_way(self) -> tuple[list[int], int | None, list[int]]:
         """Return the layers on lease, the one announced next, and those being read; any thread may ask."""

@@ -203,7 +203,8 @@ def awaited(model: StreamedModel) -> str:
     """Return where a pass is, and which layers are on lease, wanted and being read."""
     held, wanted, reading = model.stream.under_way()
     said = [model.retry.place or "before the first layer"]
-    said += [f"on lease: layer {layer}" for layer in held]
-    said += [] if wanted is None else [f"next: layer {wanted}"]
-    said += [f"being read: layer {layer}" for layer in reading]
+    name = model.stream.name_of
+    said += [f"on lease: {name(layer)}" for layer in held]
+    said += [] if wanted is None else [f"next: {name(wanted)}"]
+    said += [f"being read: {name(layer)}" for layer in reading]
     return "; ".join(said)

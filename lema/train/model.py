@@ -250,6 +250,7 @@ class LemaModel:
             padding=self._padding,
             head=self.head_in_pieces(),
         )
+        adapter.engine.runs_again = self.allocation.runs_again
         adapter.retry.advise = partial(advise, self.planner, self.allocation)
         pursue(adapter, self.config)
         return adapter

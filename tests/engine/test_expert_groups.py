@@ -186,13 +186,13 @@ def test_so_is_the_loss_of_routers_with_inputs_that_wait_elsewhere(tmp_path: Pat
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of every pass through the groups of a layer for what experts make, whether it was in the forward or later."""
-    found, results = list[str](), grouped._results
+    found, results = list[str](), grouped._Groups.results
 
     def watched(*args: Any) -> list[Tensor]:
-        found.append(args[4] if len(args) > 4 else "forward")
+        found.append(args[2] if len(args) > 2 else "forward")
         return results(*args)
 
-    monkeypatch.setattr(grouped, "_results", watched)
+    monkeypatch.setattr(grouped._Groups, "results", watched)
     return found
 
 

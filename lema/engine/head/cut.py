@@ -9,6 +9,7 @@ soft-capping and logit scales do. Where it does more, or the head trains, is ada
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any, Literal
 
@@ -136,7 +137,8 @@ class HeadCut:
             return ()
         record, dtype = self._stored.records[self.name], self._stored.dtypes[self.name]
         assert isinstance(record, TensorRecord)
-        return tuple(place({"weight": (part_of(record, 0, [span]), dtype)}) for span in self.spans(layers))
+        placed = (place({"weight": (part_of(record, 0, [span]), dtype)}) for span in self.spans(layers))
+        return tuple(replace(one, name=f"piece {number} of the head") for number, one in enumerate(placed))
 
     def pieced(self, split: Split, backend: Backend, layers: Sequence[LayerBytes]) -> PiecedHead | None:
         """Return the head as it is run in pieces that are leased after these layers; None: it is whole."""
