@@ -12,29 +12,16 @@ from rich.console import Console
 from rich.text import Text
 
 from lema.config.printing import print_table
-from lema.config.units import human_bytes, human_count, human_duration
+from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
 from lema.errors import ConfigError, DiskError
 from lema.plan import Plan
-from lema.plan.allocate import PARTS as DEVICE_PARTS
 from lema.plan.plan import BOTTLENECKS, plan_with, step_curve
 from lema.plan.planner import Planner
 
 __all__ = ["draw", "rows", "show_plan", "show_run"]
 
 
-PARTS = DEVICE_PARTS | {
-    "ring": "buffers that layers are read into",
-    "cached": "layers kept in host memory",
-    "masters": "weights in fp32",
-    "moments": "optimizer state",
-    "waiting": "gradients that wait",
-    "stepping": "optimizer working memory",
-    "process": "interpreter and libraries",
-    "model": "the model's files",
-    "checkpoint": "one checkpoint",
-}
-
-SUMS = ("in all", "takes", "tokens per second", "costs")
+SUMS = ("in all", "tokens, of full rows", "takes", "tokens per second", "costs")
 
 Row = tuple[str, str, str]
 
@@ -44,7 +31,9 @@ def rows(plan: Plan) -> Iterator[Row]:
     yield from _memory("device memory", plan.memory.device, plan.step.device_peak, plan.memory.device_limit)
     yield from _memory("host memory", plan.memory.host, plan.host_peak, plan.memory.host_limit)
     yield from (
-        (f"disk: {PARTS.get(part, part)}", "", human_bytes(size)) for part, size in plan.memory.disk.items() if size
+        (f"disk: {MEMORY_PARTS.get(part, part)}", "", human_bytes(size))
+        for part, size in plan.memory.disk.items()
+        if size
     )
     yield from _step(plan)
     if (experts := plan.experts) is not None:
@@ -94,7 +83,7 @@ def show_run(planner: Planner, data: Any, console: Console) -> None:
 def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> Iterator[Row]:
     for part, size in parts.items():
         if size:
-            yield section, PARTS[part], human_bytes(size)
+            yield section, MEMORY_PARTS[part], human_bytes(size)
     yield section, "in all", f"{human_bytes(peak)} of {human_bytes(limit)}"
 
 

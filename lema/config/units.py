@@ -1,11 +1,36 @@
-"""Amounts of memory as people write them ("4GB", "512MiB", bytes, a fraction, "auto"), and as LEMA shows them."""
+"""Amounts of memory as people write them ("4GB", "512MiB", bytes, a fraction, "auto"), and what LEMA shows of them."""
 
 import math
 import re
 
 from lema.errors import ConfigError
 
-__all__ = ["human_bytes", "human_count", "human_duration", "memory_bytes", "parse_memory"]
+__all__ = ["MEMORY_PARTS", "human_bytes", "human_count", "human_duration", "memory_bytes", "parse_memory"]
+
+# What a run spends memory on, by the names of its plan and of plan.json, in words.
+MEMORY_PARTS = {
+    "used": "in use before the first step",
+    "slots": "slots that layers stream through",
+    "residents": "layers that stay",
+    "outside": "embeddings, norm, head",
+    "adapters": "adapter, gradients, optimizer",
+    "gradients": "gradients of two layers",
+    "working": "one micro-batch in one layer",
+    "flight": "hidden states between layers",
+    "expanded": "weights of one layer, expanded",
+    "gathered": "layers assembled from parts",
+    "boundaries": "inputs of layers, kept",
+    "saved": "activations not recomputed",
+    "ring": "buffers that layers are read into",
+    "cached": "layers kept in host memory",
+    "masters": "weights in fp32",
+    "moments": "optimizer state",
+    "waiting": "gradients that wait",
+    "stepping": "optimizer working memory",
+    "process": "interpreter and libraries",
+    "model": "the model's files",  # on disk, as is the next
+    "checkpoint": "one checkpoint",
+}
 
 # "auto" leaves the rest to the allocator's rounding and to whatever else is on the machine.
 _AUTO_FRACTION = 0.9

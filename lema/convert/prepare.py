@@ -25,7 +25,7 @@ from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.diskspace import disk_errors
 from lema.storage.header import TensorRecord
 from lema.storage.hub import own_weights
-from lema.storage.index import SINGLE_NAME
+from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, origin_of
 from lema.storage.tensorfile import tensor_file
 
 __all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors", "visit_order"]
@@ -81,10 +81,12 @@ def write_weights(
     with disk_errors(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
     names: NameMap | None = None
+    origin = {}
     if isinstance(source, PreTrainedModel):
         model, dtypes = source, _dtypes_in_memory(source, dtype)
     else:
         index = GlobalBinaryIndex(own_weights(source, directory := resolve_model(source)))
+        origin = {ORIGIN_MARK: origin_of(index)}
         config = read_config(directory, trust_remote_code=trust)
         model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
         names, made = map_names(model, index), model.state_dict()
@@ -95,7 +97,7 @@ def write_weights(
     specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
     specs = specs if quantizer is None else quantizer.specs(specs)
     metadata = METADATA if quantizer is None else quantizer.metadata(order)
-    with tensor_file(file, specs, metadata, progress) as out:
+    with tensor_file(file, specs, metadata | origin, progress) as out:
         for name in order:
             quantised = quantizer is not None and name in quantizer.chosen
             stored = name if names is None else names.tied.get(name, name)
@@ -148,8 +150,9 @@ def prepare(
     """Write a model in the order it is streamed, as one `.safetensors` file or as a directory with all that it needs.
 
     Tied weights are written under each of their names. What is written appears only when it is complete; what a killed
-    run to the same place left is removed. Tensors on disk that the model has no place for are left out, and named in
-    what is returned; a tensor of the model that is not on disk is an error, though `from_pretrained` would draw it.
+    run to the same place left is removed. The header of the file names what it was made of, for adapters that are
+    trained on it. Tensors on disk that the model has no place for are left out, and named in what is returned; a tensor
+    of the model that is not on disk is an error, though `from_pretrained` would draw it.
     `ConfigError`: `out` is the model's own directory, or a file where it must be a directory; what `quantize` needs is
     not installed; `WeightsError`: the checkpoint is damaged or does not fit its config; `ModelError`: `transformers`
     cannot build the model, or it has no single stack of layers, or it is quantised already, or has nothing to quantise;

@@ -15,13 +15,14 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft import LoraConfig
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from lema.backend.timelimit import limited
+from lema.config import LemaConfig
 from lema.errors import AdapterError, ModelError, WeightsError
 from lema.lora.shards import module_of
 from lema.storage import GlobalBinaryIndex, header, resolve_model
@@ -32,7 +33,7 @@ from lema.storage.index import check_inside
 from lema.storage.modelfiles import MAX_CONFIG_BYTES
 from lema.storage.verify import base_fingerprint
 
-__all__ = ["check_base", "check_named_base", "check_patterns", "check_shapes", "write_base"]
+__all__ = ["Base", "base_of", "check_base", "check_named_base", "check_patterns", "check_shapes", "write_base"]
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 Names = list[str] | set[str] | tuple[str, ...]
@@ -193,6 +194,25 @@ BASE_NAME = "adapter_base.json"
 KEY = "fingerprint"
 
 
+class Base(NamedTuple):
+    """The model that an adapter belongs to."""
+
+    name: str  # by which others find it: a hub id, or a path
+    revision: str | None  # of a hub id
+    fingerprint: str  # of the files that the adapter is trained on
+
+
+def base_of(config: LemaConfig, index: GlobalBinaryIndex) -> Base:
+    """Return the model that the settings name; in the place of a directory that was prepared, what that was made of, if
+    it is a hub id, or a directory that is still there."""
+    fingerprint = base_fingerprint(index)
+    if Path(config.model_name_or_path).expanduser().exists() and (origin := index.origin) is not None:
+        name, commit = origin
+        if not Path(name).is_absolute() or Path(name).is_dir():
+            return Base(name, commit, fingerprint)
+    return Base(config.model_name_or_path, config.revision, fingerprint)
+
+
 def write_base(directory: Path, fingerprint: str) -> None:
     """Write beside an adapter which model it belongs to; a file that could not be written is a `DiskError`."""
     replace_file(directory / BASE_NAME, (json.dumps({KEY: fingerprint}, indent=2) + "\n").encode())
@@ -220,14 +240,15 @@ def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
 def check_named_base(directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex) -> None:
     """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it. It is
     compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the same
-    name as the user's for this `model`, the same directory, or the same files elsewhere. `AdapterError`: it is not."""
+    name as the user's for this `model`, or as what that was prepared from, the same directory, or the same files
+    elsewhere. `AdapterError`: it is not."""
     if check_base(directory, index):
         return
     named = config.base_model_name_or_path
     if not named:
         what = f"{directory} does not name the adapter's base model; LEMA assumes {model}"
         warnings.warn(what, stacklevel=3)
-    if not named or named == model:
+    if not named or named in (model, *(index.origin or ())[:1]):
         return
     try:
         place = resolve_model(named, revision=config.revision, download=False)

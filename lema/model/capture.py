@@ -50,6 +50,21 @@ class _Place:
         return shaped.permute([self.order.index(dim) for dim in range(len(self.shape))])
 
 
+def lists_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], bool]:
+    """Return what tells whether the lists among a layer's arguments still hold what they do now, because what the layer
+    leaves there would be lost to later ones. Mappings are copies of one run, and what is new in them is handed on."""
+    given = [*args, *kwargs.values()]
+    inside = [item for one in given for item in (one.values() if isinstance(one, Mapping) else [one])]
+    held = [item for item in inside if isinstance(item, list | tuple | dict)]
+    items, structure = tree_flatten(held)
+
+    def same() -> bool:
+        now, structure_now = tree_flatten(held)
+        return structure == structure_now and all(one is other for one, other in zip(items, now, strict=True))
+
+    return same
+
+
 class Between:
     """What one layer hands to the next, or the top layer to the head, for one micro-batch. `live`: the numbers of what
     is wanted later. `shared`: mappings that later layers are given too; what was written into them goes along. `more`:

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses
 from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
-from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, values_unread, without_values
 from lema.model.compiled import CompiledLayers
+from lema.model.cut import CannotCut, find_cut
 from lema.model.experts import (
     ExpertGroup,
     LayerExperts,
@@ -214,19 +214,13 @@ class Split:
         graphs = self.compiled if compiled else None
 
         def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # Compared because what it leaves in lists would be lost to the later layers. Mappings are copies of this
-            # run, and what is new in them is handed on.
-            given = [*args, *kwargs.values()]
-            inside = [item for one in given for item in (one.values() if isinstance(one, Mapping) else [one])]
-            held = [item for item in inside if isinstance(item, list | tuple | dict)]
-            items, structure = tree_flatten(held)
+            same_lists = capture.lists_in(args, kwargs)
             out: Any = NotImplemented
             if graphs is not None:
                 out = graphs.call(index, self._renamed(index, weights), args, kwargs)
             if out is NotImplemented:
                 out = self.call_layer(index, weights, args, kwargs)
-            now, structure_now = tree_flatten(held)
-            if structure != structure_now or any(one is not other for one, other in zip(items, now, strict=True)):
+            if not same_lists():
                 raise self._refusal(f"layer {index} passes something to later layers in a list")
             return out
 
@@ -350,23 +344,11 @@ class Split:
             logits = self._followed(tape, partial(self._logits, few), capture.as_leaf)
         if len(tape.calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
-        made = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]
-        for index, call in enumerate(tape.calls):
-            if capture.depends_on(tensors_in((call.args, call.kwargs)), made):
-                raise self._refusal(f"layer {index} gets more from the layers below than LEMA can follow")
-        for cut in tape.cuts(logits):
-            tape.cut = cut
-            if self._is_enough(cut, tape.values[cut].detach(), few, logits.shape):
-                steps = [step for call in tape.tied() for step in call.after]
-                if not all(step.differentiable for step in steps):
-                    raise self._refusal("between its layers it uses operations that autograd does not follow")
-                # Of a size that is known only when the layers run.
-                rest = {number for call in tape.calls for number in call.returns[1:]}
-                if any(step.uses & rest for step in steps):
-                    raise self._refusal("between its layers it uses more than the hidden state")
-                self._cut[self.model.training] = cut
-                return
-        raise self._refusal("its head needs more than the last layer's output, token by token")
+        enough = partial(self._is_enough, few=few, shape=logits.shape)
+        try:
+            self._cut[self.model.training] = find_cut(tape, logits, enough)
+        except CannotCut as error:
+            raise self._refusal(str(error)) from error
 
     def _is_enough(self, cut: int, given: Tensor, few: Mapping[str, Tensor], shape: torch.Size) -> bool:
         """Whether the head gives logits of this shape for what is `given` alone, token by token."""

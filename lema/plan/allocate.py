@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lema.backend import Replicas
 from lema.config import LemaConfig, MemoryStrategy
-from lema.config.units import human_bytes, parse_memory
+from lema.config.units import MEMORY_PARTS, human_bytes, parse_memory
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.oom import Shortage
 from lema.errors import LemaError, MemoryLimitError
@@ -25,22 +25,8 @@ from lema.stream.placement import part_bytes
 if TYPE_CHECKING:
     from lema.plan.planner import Planner
 
-__all__ = ["PARTS", "advise", "allocated", "ample", "layers_stay", "of_one_process", "untimed", "whether_recomputed"]
+__all__ = ["advise", "allocated", "ample", "layers_stay", "of_one_process", "untimed", "whether_recomputed"]
 
-
-PARTS = {
-    "slots": "slots that layers stream through",
-    "residents": "layers that stay",
-    "outside": "embeddings, norm, head",
-    "adapters": "adapter, gradients, optimizer",
-    "gradients": "gradients of two layers",
-    "working": "one micro-batch in one layer",
-    "flight": "hidden states between layers",
-    "expanded": "weights of one layer, expanded",
-    "gathered": "layers assembled from parts",
-    "boundaries": "inputs of layers, kept",
-    "saved": "activations not recomputed",
-}
 
 LARGEST = 3  # parts that are named
 WORTH_IT = 0.01  # of the peak: what saves less is not spoken of
@@ -219,7 +205,7 @@ def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
     saving = sorted(((peak - less, setting) for setting, less in options), key=lambda option: -option[0])
     named = [f"{setting} ({human_bytes(less)} less)" for less, setting in saving if less > WORTH_IT * peak]
     largest = sorted(device_parts(now, allocation).items(), key=lambda part: -part[1])[:LARGEST]
-    counted = ", ".join(f"{human_bytes(size)} {PARTS[part]}" for part, size in largest if size)
+    counted = ", ".join(f"{human_bytes(size)} {MEMORY_PARTS[part]}" for part, size in largest if size)
     return f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the peak, of it {counted}"
 
 

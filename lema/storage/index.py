@@ -10,10 +10,12 @@ from pathlib import Path
 from lema.errors import WeightsError
 from lema.storage.header import MAX_HEADER_BYTES, TensorRecord, damaged, read_header, read_json
 
-__all__ = ["INDEX_NAME", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
+__all__ = ["INDEX_NAME", "ORIGIN_MARK", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
+__all__ += ["origin_of"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+ORIGIN_MARK = "lema.origin"  # metadata key: what a prepared file was made of, as `origin_of` writes it
 PREPARED_MARK = "lema.in_memory_names"  # metadata key: a second conversion of such a file could corrupt it
 MARKED = ("true", "yes")  # transformers takes metadata of torchao's files that is JSON, as "true" is, for theirs
 MAX_NAME = 200  # characters; file systems have 255 bytes
@@ -59,9 +61,29 @@ class GlobalBinaryIndex(dict[str, TensorRecord]):
         return all(metadata.get(PREPARED_MARK) in MARKED for metadata in self.metadata.values())
 
     @property
+    def origin(self) -> tuple[str, str | None] | None:
+        """The model that the files were prepared from: a hub id and its commit, or a path; None: they do not say."""
+        if (text := self.metadata[self.files[0]].get(ORIGIN_MARK)) is None:
+            return None
+        name, _, commit = ("", "", text) if Path(text).is_absolute() else text.rpartition("@")
+        return (name, commit) if name else (text, None)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(record.nbytes for record in self.values())
+
+
+def origin_of(index: GlobalBinaryIndex) -> str:
+    """Return what names a model to others: what it was prepared from; else its hub id with its commit, where it lies in
+    the hub's cache, and its path elsewhere."""
+    if (known := index.origin) is not None:
+        return "@".join(filter(None, known))
+    root = index.root.absolute()
+    repository = root.parent.parent.name
+    if root.parent.name == "snapshots" and repository.startswith("models--"):
+        return f"{repository.removeprefix('models--').replace('--', '/')}@{root.name}"
+    return str(root)
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

@@ -75,13 +75,9 @@ class LayerStream:
             stored = tuple(rank_share(layer, replicas.rank, replicas.size) for layer in self.layers)
             shares = [share.nbytes for share in stored]
             self._gathered = GatheredBuffers(shares, backend, self._part, self._counters, trace=trace, clock=clock)
-        self._in_slots, spans = self.layers, [slice(0, layer.nbytes) for layer in stored]
         self._lazy = not has_addresses(backend.device)
-        if self._gathered is None and self._lazy:
-            # Only the bytes from the first tensor to the last are uploaded, because a tensor's place in its slot is
-            # part of a lazy device's graph, which layers must share, and layers in a file begin anywhere in a page.
-            spans = [slice(*extent(layer)) for layer in stored]
-            self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(stored, spans, strict=True))
+        spans = self._uploaded(stored)
+        self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(self.layers, spans, strict=True))
         uploads, self._host = fill(
             self.residents, self.host_cached, stored, backend, self._reader, shared=self._gathered is None, spans=spans
         )
@@ -105,6 +101,14 @@ class LayerStream:
         )
         self.slot_bytes = self._ring.slot_bytes  # of one slot: the largest streamed layer; sharded, its part
         self.sharded = self._gathered is not None  # whether this process has but a part of every layer
+
+    def _uploaded(self, stored: Sequence[LayerBytes]) -> list[slice]:
+        """Return which bytes of each layer are uploaded: all; to a lazy device those from the first tensor to the last,
+        because a tensor's place in its slot is part of a graph that layers share, and layers begin anywhere in a page.
+        """
+        if self._gathered is None and self._lazy:
+            return [slice(*extent(layer)) for layer in stored]
+        return [slice(0, layer.nbytes) for layer in stored]
 
     @property
     def counters(self) -> StreamCounters:

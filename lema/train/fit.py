@@ -14,6 +14,7 @@ from lema.backend.interrupt import Stop
 from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
+from lema.lora.checks import Base
 from lema.lora.files import CONFIG, load_weights
 from lema.model.files import ModelFiles
 from lema.train.batch import packed
@@ -166,15 +167,15 @@ class PlainRun:
         best = {f"best_{name}": value for name, value in (self.best or {}).items() if name != "only"}
         return summary | loop.last_eval | (best if summary else {})
 
-    def leave(self, result: Mapping[str, Any], base: str, files: ModelFiles | None) -> None:
-        """Leave the adapter, or the best, with card and tokenizer, and upload them; `base` is its fingerprint."""
+    def leave(self, result: Mapping[str, Any], base: Base, files: ModelFiles | None) -> None:
+        """Leave the adapter, or the best, with card and tokenizer, and upload them."""
         config, backend, alone = self._config, self.steps.model.backend, partial(first_alone, self._replicas)
         adapter = cast(PeftModel, self.steps.module)
         if config.load_best_model_at_end and self.best is not None:
             self._take_best(adapter)
         writers: list[Writer] = []
         if result or not (self._output / CARD).exists():  # that of a run that came to its end tells its results
-            card = model_card(config, self._told_of_data(), {"steps": self.done, **result})
+            card = model_card(config, base.name, self._told_of_data(), {"steps": self.done, **result})
             writers = [partial(write_beside, config=config, files=files, card=card)]
         leave = partial(leave_adapter, self._output, backend, adapter, config, base, writers)
         leave() if backend.parallel.size > 1 else alone(leave)  # of several that hold it, each has a part

@@ -33,7 +33,7 @@ from lema.engine.precision import ProductPrecision
 from lema.errors import ConfigError, named_in
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
-from lema.lora.checks import check_base, check_named_base
+from lema.lora.checks import base_of, check_base, check_named_base
 from lema.lora.files import load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
@@ -50,13 +50,12 @@ from lema.plan.plan import hiding_tokens
 from lema.plan.planner import Planner, opened_planner, settled
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
-from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
-from lema.train.checkpoint.format import checkpoints, leave_adapter
-from lema.train.checkpoint.resume import settings_then
+from lema.train.checkpoint.format import leave_adapter
+from lema.train.checkpoint.resume import newest_settings
 from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
@@ -227,7 +226,7 @@ class LemaModel:
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`; of processes the first does."""
-        given = self.backend, self._require_adapter(), self.config, base_fingerprint(self.gbi)
+        given = self.backend, self._require_adapter(), self.config, base_of(self.config, self.gbi)
         leave_adapter(Path(directory), *given)
 
     @cached_property
@@ -369,9 +368,8 @@ class LemaModel:
         `output_dir`, if it has checkpoints, else what is measured, with the errors of `hiding_tokens`."""
         if self.config.tokens_per_step != "auto":
             return False
-        begun = checkpoints(Path(self.config.output_dir))[-1:]
-        known = first_alone(self.backend.replicas, lambda: [settings_then(one).get("tokens_per_step") for one in begun])
-        tokens = known[0] if known and known[0] else hiding_tokens(self.planner)
+        then = first_alone(self.backend.replicas, partial(newest_settings, Path(self.config.output_dir)))
+        tokens = then.get("tokens_per_step") or hiding_tokens(self.planner)
         self.spend_anew()
         self.config = self.config.model_copy(update={"tokens_per_step": tokens})
         return True

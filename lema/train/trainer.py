@@ -21,13 +21,12 @@ from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, ow
 from lema.engine.padding import side_by_side
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.lora import save_adapter
-from lema.lora.checks import check_base, write_base
+from lema.lora.checks import Base, base_of, check_base, write_base
 from lema.lora.files import check_same_adapter, load_weights
 from lema.model.files import ModelFiles
 from lema.model.partition import whole_adapter
 from lema.storage import GlobalBinaryIndex
 from lema.storage.locks import one_run
-from lema.storage.verify import base_fingerprint
 from lema.stream import LayerStream
 from lema.train.batch import as_batch, as_rows, packed
 from lema.train.checkpoint.format import (
@@ -276,10 +275,15 @@ class LemaTrainer:
         adapters, parallel, config = self._adapters(), self.backend.parallel, self.config
         kept = optimizer_state(self.ready(), parallel, self.update.over)
         whole = whole_adapter(adapters, parallel)
-        state = {**about_run(config, "adapters", self._base), **states_of_all(self.backend), **about}
+        state = {**about_run(config, "adapters", self._base.fingerprint), **states_of_all(self.backend), **about}
         nbytes = nbytes_of(self._parameters() if whole is None else whole.values())
-        adapter = partial(save_adapter, adapters, base=config.model_name_or_path, revision=config.revision, whole=whole)
-        every: list[Writer] = [adapter, config.save_pretrained, partial(write_base, fingerprint=self._base), *writers]
+        adapter = partial(save_adapter, adapters, base=self._base.name, revision=self._base.revision, whole=whole)
+        every: list[Writer] = [
+            adapter,
+            config.save_pretrained,
+            partial(write_base, fingerprint=self._base.fingerprint),
+            *writers,
+        ]
         write = partial(write_checkpoint, Path(directory), kept, state, every, nbytes)
         first_alone(self.backend.replicas, write)
 
@@ -330,8 +334,8 @@ class LemaTrainer:
             set_rates(self.ready(), schedule.get_last_lr())
 
     @cached_property
-    def _base(self) -> str:
-        return base_fingerprint(self.gbi)
+    def _base(self) -> Base:
+        return base_of(self.config, self.gbi)
 
     def _adapters(self) -> PeftModel:
         if self.peft_model is None:

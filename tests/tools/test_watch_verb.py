@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 from clirun import assert_refused, lema
 
-from lema.config.units import human_bytes
+from lema.config.units import MEMORY_PARTS, human_bytes
 from lema.errors import DataError
-from lema.plan.allocate import PARTS
 from lema.train.metrics import read_metrics
-from lema_tools.rundir import LABELS, METRICS, MetricsTail, Run, read_run
+from lema_tools.rundir import METRICS, MetricsTail, Run, read_run
 from lema_tools.watch import curve, picture
 
 DOTS = re.compile("[\u2800-\u28ff]")
@@ -80,9 +79,16 @@ def test_memory_is_the_plan_of_the_run_against_the_most_that_was_measured(plain_
     assert about["steps"] == 6 and set(about["given"]) > {"device_memory", "max_steps"}
 
 
-def test_every_part_of_the_plan_has_words(plain_run: Path) -> None:
+def test_every_part_of_a_plan_has_words(plain_run: Path, phase_run: Path) -> None:
     planned = json.loads((plain_run / "plan.json").read_text())["plan"]["memory"]
-    assert {*PARTS, *planned["device"], *planned["host"]} <= LABELS.keys()
+    phases = json.loads((phase_run / "plan.json").read_text())["plan"]["phases"]
+    for parts in (planned, *(phase["memory"]["parts"] for phase in phases)):
+        assert {*parts["device"], *parts["host"], *parts["disk"]} <= MEMORY_PARTS.keys()
+
+
+def test_a_look_at_a_run_imports_no_torch() -> None:
+    code = "import sys, lema_tools.watch, lema_tools.report; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "False\n"
 
 
 def test_the_seconds_of_a_step_are_whole(plain_run: Path) -> None:

@@ -289,8 +289,11 @@ def test_a_bar_is_shown_where_somebody_looks(
 
 @torch.compiler.set_stance("force_eager")
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_with_quantised_moments_goes_on_from_its_checkpoint_to_the_bit(llama: Path, tmp_path: Path) -> None:
-    given = {"optim": "adamw_torch_8bit", "lora_rank": 128, "save_steps": 2, "lr_scheduler_type": "constant"}
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "lion_8bit"])  # torchao's, and bitsandbytes' with shared tables
+def test_a_run_with_quantised_moments_goes_on_from_its_checkpoint_to_the_bit(
+    optim: str, llama: Path, tmp_path: Path
+) -> None:
+    given = {"optim": optim, "lora_rank": 128, "save_steps": 2, "lr_scheduler_type": "constant"}
     found = []
     for name, stops in (("straight", [4]), ("resumed", [2, 4])):
         for stop in stops:

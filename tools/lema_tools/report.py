@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lema.config.units import human_bytes, human_count, human_duration
+from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
 from lema_tools.page import page, table, tiles
-from lema_tools.rundir import LABELS, TIMES, Run, by_step, read_json, read_run
+from lema_tools.rundir import TIMES, Run, by_step, read_json, read_run
 from lema_tools.steptrace import find_trace, read_step
 from lema_tools.svg import Bar, Series, bars, chart, columns, timeline
 
@@ -203,7 +203,7 @@ def _memory(run: Run) -> str:
     cards = []
     for one in run.memories:
         ordered = dict(sorted(one.parts.items(), key=lambda part: -part[1]))
-        parts = {LABELS.get(name, name): float(size) for name, size in ordered.items()}
+        parts = {MEMORY_PARTS.get(name, name): float(size) for name, size in ordered.items()}
         told = {name: human_bytes(size) for name, size in parts.items()}
         limit = f"The plan takes {human_bytes(one.planned)}" + (f" of {human_bytes(one.limit)}." if one.limit else ".")
         if one.name == "memory":

@@ -17,7 +17,7 @@ from typing import Any
 
 from lema.errors import ConfigError, DataError
 
-__all__ = ["LABELS", "TIMES", "Memory", "MetricsTail", "Run", "by_step", "read_json", "read_run"]
+__all__ = ["TIMES", "Memory", "MetricsTail", "Run", "by_step", "read_json", "read_run"]
 
 METRICS, PLAN, LOCK = "metrics.jsonl", "plan.json", ".lock"
 NON_FINITE = ("NaN", "Infinity", "-Infinity")  # what JSON has no numbers for
@@ -33,36 +33,13 @@ TIMES = {
     "optimizer": "seconds_optimizer",
 }
 
-# What the plan spends memory on, by its own names.
-LABELS = {
-    "used": "in use before the first step",
-    "slots": "slots that layers stream through",
-    "residents": "layers that stay",
-    "outside": "embeddings, norm, head",
-    "adapters": "adapter, gradients, optimizer",
-    "gradients": "gradients of two layers",
-    "working": "one micro-batch in one layer",
-    "flight": "hidden states between layers",
-    "expanded": "weights of one layer, expanded",
-    "gathered": "layers assembled from parts",
-    "boundaries": "inputs of layers, kept",
-    "saved": "activations not recomputed",
-    "ring": "buffers that layers are read into",
-    "cached": "layers kept in host memory",
-    "masters": "weights in fp32",
-    "moments": "optimizer state",
-    "waiting": "gradients that wait",
-    "stepping": "optimizer working memory",
-    "process": "interpreter and libraries",
-}
-
 
 @dataclass(frozen=True)
 class Memory:
     """What the plan spends one memory on, in bytes, and what was measured there."""
 
     name: str  # "device memory", "host memory", or "memory" where the device computes in the host's
-    parts: Mapping[str, int]  # by the names of `LABELS`
+    parts: Mapping[str, int]  # by the names of `MEMORY_PARTS`
     limit: int  # that the settings allow, or that there is; 0: nobody knows
     measured: int | None  # the most of all lines of metrics; None: it is not measured
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.config.units import human_bytes, human_count, human_duration
-from lema_tools.rundir import LABELS, METRICS, RECENT, Memory, MetricsTail, Run, by_step, read_run
+from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
+from lema_tools.rundir import METRICS, RECENT, Memory, MetricsTail, Run, by_step, read_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -214,7 +214,7 @@ def _memories(run: Run, width: int) -> "Iterator[Text]":
 
 def _largest(memory: Memory) -> dict[str, int]:
     ordered = sorted(memory.parts.items(), key=lambda part: -part[1])
-    shown = {LABELS.get(name, name): size for name, size in ordered[:LARGEST]}
+    shown = {MEMORY_PARTS.get(name, name): size for name, size in ordered[:LARGEST]}
     rest = sum(size for _, size in ordered[LARGEST:])
     return shown | ({"the rest": rest} if rest else {})
 

@@ -38,9 +38,9 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```"""
 
 
-def model_card(config: LemaConfig, data: Mapping[str, str], results: Mapping[str, Any]) -> str:
-    """Return the README.md of an adapter: base model, data, settings, and the results, where there are any."""
-    base, name = config.model_name_or_path, _repository(config)
+def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: Mapping[str, Any]) -> str:
+    """Return the README.md of an adapter: `base` model, data, settings, and the results, where there are any."""
+    name = _repository(config)
     local = Path(base).expanduser().exists()
     shown = Path(base).name if local else base  # the hub takes nothing but ids for a base model
     tags = ["lema", "lora", *([] if local else [f"base_model:adapter:{base}"])]

@@ -31,7 +31,7 @@ from lema.backend.layout import Layout
 from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError
 from lema.lora import save_adapter
-from lema.lora.checks import write_base
+from lema.lora.checks import Base, write_base
 from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_tensor
 from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
@@ -134,17 +134,17 @@ def leave_adapter(
     backend: Backend,
     adapters: PeftModel,
     config: LemaConfig,
-    base: str,
+    base: Base,
     writers: Sequence[Writer] = (),
 ) -> None:
-    """Write PEFT's files and the settings, and what `writers` add, or raise `DiskError`; `base` is the fingerprint of
-    the model. Processes that hold the model together all call this, and the first of all writes."""
+    """Write PEFT's files and the settings, and what `writers` add, or raise `DiskError`. Processes that hold the
+    model together all call this, and the first of all writes."""
     whole = whole_adapter(adapters, backend.parallel)
 
     def write() -> None:
-        save_adapter(adapters, directory, config.model_name_or_path, config.revision, whole, writers)
+        save_adapter(adapters, directory, base.name, base.revision, whole, writers)
         config.save_pretrained(directory)
-        write_base(directory, base)
+        write_base(directory, base.fingerprint)
 
     if whole is None:
         write()
@@ -246,11 +246,15 @@ def optimizer_state(
     layouts = _layouts(optimizer)
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
+    places: set[int] = set()  # where tensors are in memory
     for index, entries in whole["state"].items():
         for key, value in _flat(entries):
             if isinstance(value, Tensor):
                 divided = parallel is not None and value.dim()  # how many steps there were is the same for all
                 kept = whole_tensor(parallel, value, layouts[index]) if parallel and divided else value.detach().cpu()
+                if (place := kept.untyped_storage().data_ptr()) in places:
+                    kept = kept.clone()  # because no file holds a tensor that is another's, as bitsandbytes' tables are
+                places.add(place)
                 tensors[f"{index}.{key}"] = kept.contiguous()
             else:
                 plain.setdefault(str(index), {})[key] = value

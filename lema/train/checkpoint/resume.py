@@ -27,7 +27,7 @@ from lema.config.settings import Change
 from lema.errors import AdapterError, ConfigError, listed
 from lema.lora.files import WEIGHTS, adapter_differences, read_lora_config
 from lema.storage.manifest import check_manifest
-from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, read_state
+from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, checkpoints, read_state
 
 __all__ = [
     *("SCHEDULE", "UPDATE", "Changed", "Generators", "Say", "check_same_run", "check_sound", "newest_sound"),
@@ -172,6 +172,12 @@ def say_changed(changed: Sequence[Changed], say: Say) -> None:
     """Say which settings are others from here on, if any are."""
     if changed:
         say(f"settings changed from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+
+
+def newest_settings(directory: Path) -> dict[str, Any]:
+    """Read the settings of the newest checkpoint in a directory, as `settings_then` does; none where it has none."""
+    found = checkpoints(directory)
+    return settings_then(found[-1]) if found else {}
 
 
 def settings_then(checkpoint: Path) -> dict[str, Any]:

@@ -26,11 +26,10 @@ from lema.config import LemaConfig
 from lema.engine.head.routers import coefficient_of
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
-from lema.lora.checks import read_json
+from lema.lora.checks import base_of, read_json
 from lema.lora.files import CONFIG, settings_of
 from lema.lora.materialize import make_real
 from lema.storage.modelfiles import load_generation_config
-from lema.storage.verify import base_fingerprint
 from lema.train.model import LemaModel
 
 __all__ = ["StreamedPeftModel", "streamed"]
@@ -161,14 +160,14 @@ class StreamedPeftModel(PeftModel):
         skeleton, settings = opened.skeleton, opened.config
         model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))
         one = model.peft_config["default"]
-        one.base_model_name_or_path, one.revision = settings.model_name_or_path, settings.revision
+        one.base_model_name_or_path, one.revision, fingerprint = base_of(settings, opened.gbi)
         if skeleton.can_generate():
             skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
         # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
         # by itself, within a visit that recomputes it already and whose lease ends before.
         skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign] # its own
         _recompute(opened, enable=opened.adapter.recompute)
-        digest = hashlib.sha256(base_fingerprint(opened.gbi).encode()).digest()
+        digest = hashlib.sha256(fingerprint.encode()).digest()
         # In the state dict, because what tells a model by its tensors shall tell one base from another.
         model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         model.register_state_dict_post_hook(_leave_out_base)

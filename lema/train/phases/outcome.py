@@ -125,8 +125,9 @@ def _of_run(file: PhaseFile) -> dict[str, Any]:
 
 
 def _of_phase(phase: Phase) -> dict[str, Any]:
-    values = phase.to_dict()
-    return values | values.pop("overrides")
+    values: dict[str, Any] = phase.to_dict()
+    overrides: dict[str, Any] = values.pop("overrides")
+    return values | overrides
 
 
 def evaluate_end(

@@ -93,7 +93,7 @@ class PhaseReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
-        return asdict(self)
+        return {**asdict(self), "verdict": self.verdict}
 
 
 def phase_report(
@@ -204,7 +204,8 @@ def report_rows(report: PhaseReport) -> Iterator[Row]:
 
 
 def show_report(report: PhaseReport, console: Console) -> None:
-    """Print a report; a table has its notes below it, where they may be as long as they are."""
+    """Print the verdict, then the report; a table has its notes below it, where they may be as long as they are."""
+    console.print(report.verdict, style="bold", soft_wrap=True, markup=False, highlight=False)
     told = (row for row in report_rows(report) if not (console.is_terminal and row[0] == "note"))
     print_table(([cell for cell in row if cell] for row in told), console, amounts=True)
     for warning in report.warnings if console.is_terminal else ():

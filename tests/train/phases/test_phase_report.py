@@ -203,11 +203,13 @@ def test_it_is_legible_at_a_hundred_columns_and_parted_by_tabs_where_it_is_piped
     )
     show_report(report, Console(highlight=False))
     lines = capsys.readouterr().out.splitlines()
+    assert lines.pop(0) == report.verdict
     assert [line.split("\t") for line in lines] == [[part for part in row if part] for row in report_rows(report)]
     terminal = Console(force_terminal=True, width=100, color_system=None)
     with terminal.capture() as captured:
         show_report(report, terminal)
     told = captured.get().splitlines()
+    assert told.pop(0) == report.verdict  # as long as it is
     assert all(len(line) <= 100 for line in told if not line.startswith("note: "))
     for word in ("every weight", "adapters", "learning rate", "tokens of two", "host memory", "in all"):
         assert any(word in line for line in told)

@@ -68,6 +68,7 @@ def _rows(model: Any, data: list[str] | None, outcome: Any) -> dict[str, Any]:
     from lema.model.files import read_data
     from lema.train.run import load_data
 
+    found: dict[str, Any]
     if data is None and outcome is not None:
         found = outcome.held_out(model)
     elif paths := data or model.config.eval_data:

@@ -1,0 +1,105 @@
+"""An adapter that was trained on a prepared directory names what that was made of, which others can load."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clirun import lema
+from hubcache import COMMIT, files_of, write_cache
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from smallrun import settings, token_rows, write_model
+from transformers import AutoModelForCausalLM
+
+from lema import LemaModel
+from lema.convert.prepare import prepare
+from lema.errors import AdapterError
+from lema.lora.checks import base_of
+from lema.storage import GlobalBinaryIndex
+from lema.storage.verify import base_fingerprint
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128}  # rows as long as blocks of four bits
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a model `org/tiny` into the hub's cache; return its snapshot."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return write_cache(cache, files_of(write_model(tmp_path / "model", **WIDE)))
+
+
+def named(directory: Path) -> dict[str, Any]:
+    """Return what an adapter says its base is: to PEFT, and to LEMA."""
+    peft, own = (json.loads((directory / f"{name}_config.json").read_text()) for name in ("adapter", "lema"))
+    return {"peft": (peft["base_model_name_or_path"], peft["revision"]), "own": own["model_name_or_path"]}
+
+
+@pytest.mark.parametrize("kind", ["nf4", None])
+def test_an_adapter_names_the_model_that_its_base_was_prepared_from(
+    kind: str | None, hub: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    assert lema("prepare", "org/tiny", base, *(["--quantize", kind] if kind else [])) == 0
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in token_rows(8)))
+    file, config = tmp_path / "run.yaml", settings(base, out, save_steps=2, max_steps=4, eval_split=2)
+    written = config.model_dump(exclude_unset=True, mode="json") | {"train_data": str(rows)}
+    file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in written.items()))
+    assert lema("train", file, "--set", "max_steps=2") == 0 and lema("train", file, "--resume") == 0
+
+    expected = {"peft": ("org/tiny", COMMIT), "own": str(base)}
+    assert named(out) == expected and named(out / "checkpoint-2") == expected
+    assert "base_model: org/tiny" in (out / "README.md").read_text()
+    whole = AutoModelForCausalLM.from_pretrained("org/tiny", cache_dir=tmp_path / "cache")
+    adapted = PeftModel.from_pretrained(whole, out)
+    ids = torch.tensor([token_rows(1)[0]["input_ids"]])
+    with adapted.disable_adapter():
+        plain = adapted(ids).logits
+    assert not torch.equal(adapted(ids).logits, plain)
+
+    capfd.readouterr()
+    assert lema("merge", out, tmp_path / "merged") == 0
+    assert lema("eval", out, "--data", rows) == 0
+    assert lema("generate", out, "--prompt", "the miller", "--max-new-tokens", "2") == 0
+    name = "model.layers.0.mlp.up_proj.weight"
+    merged, onto_origin = load_file(tmp_path / "merged" / "model.safetensors"), adapted.merge_and_unload().state_dict()
+    assert torch.allclose(merged[name], onto_origin[name]) is (kind is None)  # that is, onto what it was trained on
+    assert GlobalBinaryIndex(tmp_path / "merged").origin is None
+
+
+def test_what_is_prepared_twice_has_the_origin_of_the_first_and_a_path_is_named_while_it_is_there(
+    hub: Path, tmp_path: Path
+) -> None:
+    prepare("org/tiny", tmp_path / "once")
+    prepare(tmp_path / "once", tmp_path / "twice", quantize="nf4")
+    assert GlobalBinaryIndex(tmp_path / "twice").origin == ("org/tiny", COMMIT)
+    prepare(hub, tmp_path / "snapshot.safetensors")  # the same, by the path of its place in the cache
+    assert GlobalBinaryIndex(tmp_path / "snapshot.safetensors").origin == ("org/tiny", COMMIT)
+
+    prepare(tmp_path / "model", tmp_path / "local")
+    index = GlobalBinaryIndex(tmp_path / "local")
+    assert index.origin == (str(tmp_path / "model"), None)
+    config = settings(tmp_path / "local", tmp_path / "out")
+    assert base_of(config, index)[:2] == (str(tmp_path / "model"), None)
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    assert base_of(config, index)[:2] == (str(tmp_path / "local"), None)
+    assert base_of(config, index).fingerprint == base_fingerprint(index)
+
+
+def test_an_adapter_of_the_origin_is_one_to_begin_with_on_what_was_prepared_from_it(hub: Path, tmp_path: Path) -> None:
+    prepare("org/tiny", tmp_path / "base", quantize="nf4")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(hub), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    for name in ("org/tiny", "org/other"):
+        model.peft_config["default"].base_model_name_or_path = name
+        model.save_pretrained(tmp_path / name, save_embedding_layers=False)
+    with closing(LemaModel(settings(tmp_path / "base", tmp_path / "out"))) as opened:
+        with pytest.raises(AdapterError, match="the adapter is of the model org/other"):
+            opened.begin_with_adapter(tmp_path / "org/other")
+        opened.begin_with_adapter(tmp_path / "org/tiny")
