@@ -164,7 +164,9 @@ def _make_matrices(module: LoraLayer, init: Any, device: torch.device, adapter: 
     # As PEFT: a fresh adapter has its module's dtype, then fp32.
     dtype = cast(Tensor, base).dtype if draw else torch.float32
     for matrix in matrices:
-        matrix.to(dtype).float().to(device)
+        for value in matrix.parameters():
+            value.data.copy_(value.data.to(dtype))  # in place, because memory that is new costs more than rounding
+        matrix.to(device)
     for one in rows:
         one[adapter].data = one[adapter].data.to(dtype).float().to(device)
 

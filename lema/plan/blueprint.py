@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +57,14 @@ class Blueprint:
     waiting: dict[Any, Any] = field(default_factory=dict)  # by micro-batch, bytes that wait for these, as far as known
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
+    splits: list[Split] = field(default_factory=list)  # `split`, once it was asked for
 
-    @cached_property
+    @property
     def split(self) -> Split:
-        """The parts of the model, for who runs it without values."""
-        return Split(self.model, load("cpu"), parallel=self.parallel)
+        """The parts of the model, for who runs it without values; one for all blueprints of this model."""
+        if not self.splits:
+            self.splits.append(Split(self.model, load("cpu"), parallel=self.parallel))
+        return self.splits[0]
 
     @property
     def leased(self) -> Sequence[LayerBytes]:

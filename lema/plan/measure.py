@@ -45,6 +45,7 @@ __all__ = ["calibrate", "estimate", "layer_seconds", "probe", "process_bytes"]
 
 
 AT_ONCE = 3  # layers being read
+ALONE = 256 << 20  # bytes of a layer that keeps the disk busy by itself: no memory is taken for more of them
 PERIOD = 1 << 16  # elements drawn; larger tensors repeat them
 
 
@@ -251,7 +252,7 @@ def process_bytes() -> int:
 def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> Speeds:
     """Return the speeds of the disk that the layers are on, and of the link to the device."""
     largest, began = max(layer.nbytes for layer in layers), time.perf_counter()
-    buffers = [backend.host_buffer(largest) for _ in range(AT_ONCE)]
+    buffers = [backend.host_buffer(largest) for _ in range(1 if largest > ALONE else AT_ONCE)]
     some = takewhile(lambda _: time.perf_counter() - began < ENOUGH, cycle(layers))
     return Speeds(read_speed(some, buffers), math.inf if backend.memory().shared else upload_speed(backend, largest))
 

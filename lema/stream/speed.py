@@ -19,7 +19,7 @@ from lema.stream.workers import Ticket
 __all__ = ["ENOUGH", "REPEATS", "Clock", "download_speed", "median_seconds", "read_speed", "upload_speed"]
 
 Clock = Callable[[], float]
-ENOUGH = 0.5  # seconds that one measurement takes, about: a run waits for it before its first step
+ENOUGH = 0.3  # seconds that one measurement takes, about: a run waits for it before its first step
 REPEATS = 5
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import lema.backend.hostmemory
 import lema_tools.proof.arms
+import lema_tools.prove
 from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema_tools.proof.arms import ARMS, Case, Outcome, streamed, whole
@@ -102,6 +103,19 @@ def test_a_model_that_does_not_fit_whole_is_refused(
     assert run(app, ["prove", case.model]) == 4
     assert "needs the whole model in memory" in capsys.readouterr().err
     assert run(app, ["prove", case.model, "--dtype", "int8"]) == 2
+
+
+@pytest.mark.parametrize("device", ["nowhere", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_is_not_there_is_told_before_a_model_is_made(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(lema_tools.prove, "write_model", made.append)
+    assert run(app, ["prove", "--device", device, "--output", str(tmp_path / "proof")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and device in err.lower()
+    assert "\n  fix: " in err
+    assert made == [] and not (tmp_path / "proof").exists()
 
 
 def test_what_is_missing_or_not_a_number_is_no_equality() -> None:

@@ -9,6 +9,7 @@ import torch
 from clirun import assert_refused, lema
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
 from lema.train.fit import PlainRun
@@ -152,3 +153,32 @@ def test_a_phase_is_profiled_by_its_name(config: Path, tmp_path: Path, capfd: py
     assert told["tokens"] == 2 * 16
     assert told["parts"]["adapter matmuls"]["flops"] > 0
     assert not (tmp_path / "out").exists()
+
+
+def test_products_of_experts_are_those_of_the_base_and_of_adapters(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a mixture of experts: nothing of theirs is counted as attention, which has its own arithmetic and no more."""
+    hidden, inner, experts, chosen, layers, length, rows = 32, 64, 8, 4, 4, 16, 2
+    settings: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 64}
+    settings |= {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": experts}
+    settings |= {"num_experts_per_tok": chosen, "num_hidden_layers": layers, "decoder_sparse_step": 1}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **settings)).save_pretrained(tmp_path / "model")
+    ids = torch.randint(0, 64, (8, length), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids))
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model_name_or_path: {tmp_path / 'model'}\ntrain_data: {tmp_path / 'rows.jsonl'}\ndevice: cpu\n"
+        f"output_dir: {tmp_path / 'out'}\nbatch_size: {rows}\nmicro_batch_size: 1\ngradient_checkpointing: true\n"
+        "max_steps: 4\nlora_rank: 5\n"
+    )
+    capfd.readouterr()
+    assert lema("profile", config, "--steps", "1", "--json") == 0
+    parts = json.loads(capfd.readouterr().out)["parts"]
+    tokens = rows * length
+    once = tokens * layers * chosen * 3 * 2 * hidden * inner  # of the experts, forward
+    assert parts["base matmuls"]["flops"] > 2 * once  # with their gradients, and most of it recomputed
+    assert parts["adapter matmuls"]["flops"] > once * 5 / (hidden + inner)
+    # Two products forward and five backward, recomputed at most once more, of all tokens of a row with each other.
+    assert parts["attention"]["flops"] <= 9 * 2 * layers * rows * length * length * hidden

@@ -74,8 +74,9 @@ def test_before_the_first_step_only_what_is_outside_the_layers_is_read_and_once(
     assert stored <= sum(end - begin for _, begin, end in first) <= stored + 2 * PAGE * len(first)
 
 
+@pytest.mark.parametrize("head", ["device", "stream"])
 def test_planning_and_timing_look_once_at_what_layers_return(
-    write_config: Any, monkeypatch: pytest.MonkeyPatch
+    write_config: Any, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learnt = list[Split]()
     learn = Split._learn
@@ -85,7 +86,7 @@ def test_planning_and_timing_look_once_at_what_layers_return(
         learn(split, *given)
 
     monkeypatch.setattr(Split, "_learn", counted)
-    model = LemaModel(LemaConfig.from_yaml(write_config(device_memory="20MB")))
+    model = LemaModel(LemaConfig.from_yaml(write_config(device_memory="20MB", head=head)))
     try:
         model.initialize_lora()
         planner = timed(model.planner)
