@@ -44,7 +44,7 @@ _RESUMED = {
 
 _HEAD = """# Settings
 
-This page lists every setting of a run. A setting stands in a YAML file, after `--set NAME=VALUE`, or in the arguments of
+This page lists every setting of a run. A setting is in a YAML file, after `--set NAME=VALUE`, or in the arguments of
 `LemaConfig`. `python tests/support/settingspage.py > docs/settings.md` generates the page from the schema.
 `lema config schema` prints the schema, from which editors complete YAML.
 
