@@ -188,7 +188,7 @@ class LemaModel:
 
     def begin_with_adapter(self, directory: str | PathLike[str], *, dropout: float | None = None) -> None:
         """Attach a saved adapter, in PEFT's files, instead of a new one. Its rank, targets, options and values apply,
-        and its dropout unless the settings give another. Raises `AdapterError` if there is no complete adapter that fits;
+        and its dropout unless the settings give another. Raises `AdapterError` if no complete adapter fits;
         `ConfigError` if the model already has an adapter."""
         path = Path(directory)
         saved = the_lora_config(path, self._task)
