@@ -205,7 +205,7 @@ class StreamedPeftModel(PeftModel):
         """Set the mode, as every module does; refuse a trainer that is about to divide the model."""
         kind = AcceleratorState._shared_state.get("distributed_type")
         if kind is not None and any(name in str(kind) for name in WRAPPERS):
-            self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but those of a streamed model are in files")
+            self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but its weights are in files")
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002 - as torch has it
@@ -214,13 +214,15 @@ class StreamedPeftModel(PeftModel):
         for device, dtype in here:
             like = fn(torch.empty(0, dtype=dtype, device=device))
             if (like.device, like.dtype) != (device, dtype):
-                what = f"the model cannot move from {dtype} on {device} to {like.dtype} on {like.device}"
-                self._refuse(f"{what}: its layers come from files", "open it with lema.streamed(device=, dtype=)")
+                what = f"moving from {dtype} on {device} to {like.dtype} on {like.device}"
+                self._refuse(
+                    f"{what}, because its layers come from files", "open it with lema.streamed(device=, dtype=)"
+                )
         return self
 
     def merge_adapter(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
-        what = "it cannot merge an adapter into weights that are in files"
+        what = "merging an adapter into weights that are in files"
         self._refuse(what, "use the adapter's files (save_pretrained), or run `lema merge`")
 
     def merge_and_unload(self, *_: Any, **__: Any) -> NoReturn:
@@ -229,17 +231,17 @@ class StreamedPeftModel(PeftModel):
 
     def unload(self) -> NoReturn:
         """Refuse: a model without adapters has nothing that trains."""
-        self._refuse("its adapters cannot be removed", "use disable_adapter()")
+        self._refuse("removing its adapters", "use disable_adapter()")
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        self._refuse("it cannot run on several devices at once (DataParallel)", "make only one device visible")
+        self._refuse("running on several devices at once (DataParallel)", "make only one device visible")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its layers are in files that a copy would have to open."""
-        self._refuse("it cannot be copied or pickled", "call save_pretrained, then lema.streamed on the result")
+        self._refuse("copying or pickling it", "call save_pretrained, then lema.streamed on the result")
 
     def _refuse(self, what: str, how: str = "train it in one process without a wrapper") -> NoReturn:
-        raise ConfigError(f"a streamed model cannot do this: {what}", where=type(self).__name__, how=how)
+        raise ConfigError(f"this is refused for a streamed model: {what}", where=type(self).__name__, how=how)
 
 
 def _room_of(opened: LemaModel) -> Callable[[], int] | None:
