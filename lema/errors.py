@@ -108,7 +108,7 @@ class MemoryLimitError(LemaError):
 
 
 class NonFiniteError(LemaError):
-    """A loss, gradient or weight became NaN or infinite; the optimizer was not stepped."""
+    """A loss, gradient or weight became NaN or infinite; the optimizer made no step."""
 
     exit_code = 5
 

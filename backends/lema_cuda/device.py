@@ -23,7 +23,7 @@ def choose_device(device: str) -> torch.device:
     """
     if not (named := re.fullmatch(r"cuda(?::(\d+))?", device)):
         raise BackendUnavailable(
-            f"{device!r} is no CUDA device",
+            f"{device!r} is not a CUDA device",
             where=f"device: {device}",
             how="write device: cuda, or cuda:1 for the second",
         )
@@ -31,7 +31,7 @@ def choose_device(device: str) -> torch.device:
     number = _number(device, named[1])
     if number >= (count := torch.cuda.device_count()):
         raise BackendUnavailable(
-            f"there is no CUDA device {number}: this process sees {count}",
+            f"there is not a CUDA device {number}: this process sees {count}",
             where=_where(device),
             how="choose a lower number, start fewer processes, or check CUDA_VISIBLE_DEVICES",
         )

@@ -33,11 +33,11 @@ VARIABLES = {
     "CUDA_VISIBLE_DEVICES": (Level.OK, "only these devices are seen", ""),
     "CUDA_LAUNCH_BLOCKING": (
         Level.WARNING,
-        "every kernel is waited for, so nothing overlaps",
+        "the host waits for every kernel, so nothing overlaps",
         "unset it",
     ),
     "CUDA_DEVICE_MAX_CONNECTIONS": (Level.NOTE, "with few queues copies wait behind kernels", "unset it"),
-    "NVIDIA_TF32_OVERRIDE": (Level.NOTE, "tf32 is set for the whole process, whatever the config says", "unset it"),
+    "NVIDIA_TF32_OVERRIDE": (Level.NOTE, "tf32 is set for the whole process and overrides the config", "unset it"),
     "NCCL_P2P_DISABLE": (Level.NOTE, "devices exchange tensors through host memory", "unset it"),
 }
 

@@ -21,7 +21,7 @@ ROOT = Path("/")
 SETUP = "https://awsdocs-neuron.readthedocs-hosted.com/en/v2.33.0/setup/pytorch/index.html"
 PACKAGES = ("torch-neuronx", "torch-xla", "neuronx-cc", "neuronx-distributed", "libneuronxla", "nki", "optimum-neuron")
 
-_STUB = "is the stand-in of the public index, which raises on import"
+_STUB = "is the stand-in of the public index, which raises an error on import"
 _INSTALL = "uninstall it, and install it from AWS's own package index, as the Neuron setup guide says"
 _WRONG = "https://github.com/aws-neuron/aws-neuron-sdk/issues/916"
 STUBS = (
@@ -53,10 +53,10 @@ VARIABLES = {
     "NEURON_RT_VISIBLE_CORES": (Level.OK, "only these cores are seen", ""),
     "NEURON_RT_NUM_CORES": (Level.OK, "so many cores are taken", ""),
     "NEURON_CC_FLAGS": (Level.OK, "the compiler is called with these", ""),
-    "NEURON_RT_STOCHASTIC_ROUNDING_EN": (Level.NOTE, "rounding draws numbers: no two runs are equal", "unset it"),
-    "XLA_USE_BF16": (Level.WARNING, "every float32 tensor is computed as bfloat16, and results are others", "unset it"),
-    "XLA_DOWNCAST_BF16": (Level.WARNING, "float32 is computed as bfloat16, and results are others", "unset it"),
-    "NEURON_EXTRACT_GRAPHS_ONLY": (Level.WARNING, "graphs are compiled and not run: every result is 0", "unset it"),
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN": (Level.NOTE, "rounding is random, so no two runs are equal", "unset it"),
+    "XLA_USE_BF16": (Level.WARNING, "every float32 tensor is computed as bfloat16, which changes results", "unset it"),
+    "XLA_DOWNCAST_BF16": (Level.WARNING, "float32 is computed as bfloat16, which changes results", "unset it"),
+    "NEURON_EXTRACT_GRAPHS_ONLY": (Level.WARNING, "graphs are compiled but not run, so every result is 0", "unset it"),
 }
 
 
@@ -89,7 +89,7 @@ def driver(root: Path = ROOT) -> Finding:
     facts: dict[str, Fact] = {"devices": devices, "driver": version}
     if devices:
         what = f"{devices} Neuron device{'s' if devices > 1 else ''}, driver {version or 'of unknown version'}."
-        note = "LEMA's backend for them (device: neuron) has not been seen to run on one yet."
+        note = "LEMA's backend for them (device: neuron) has not run on one yet."
         return Finding(SECTION, "driver", Level.NOTE, f"{what} {note}", facts=facts)
     return Finding(SECTION, "driver", Level.OK, "There is no Neuron device in this machine.", facts=facts)
 

@@ -37,7 +37,7 @@ STAGING_BYTES = 256 << 20  # of host memory, through which pieces go to a file a
 
 
 class NoOpManager:
-    """A context in which nothing is moved, though one that offloads is open around it."""
+    """A context in which nothing is moved, even inside a context that offloads."""
 
     def __init__(self) -> None:
         self._scopes: list[Scope | None] = []
@@ -54,31 +54,31 @@ class NoOpManager:
 
 
 class OffloadActivations:
-    """A context in which what autograd saves on the device is moved to host memory, or to disk, until the backward.
+    """A context that moves the tensors that autograd saves on the device to host memory or disk until the backward.
 
-    It may be entered again and again, once per training step; the backward may run inside or after it. What is moved
-    belongs to the graph that saved it, and goes with it.
+    Enter it once per training step. The backward may run inside or after it. A moved tensor belongs to the graph that
+    saved it, and is freed with it.
 
     Args:
-        use_pin_memory: lock the pages of host memory, so that the device copies from and to it by itself.
-        use_streams: let copies run beside the compute; otherwise each has ended before the compute goes on.
-        min_offload_size: smaller tensors stay, in bytes.
-        max_fwd_stash_size: pieces of memory that may still be on the device while they leave; as many are fetched ahead
-            in the backward. At least 1.
-        model: whose weights are never moved, whose head and excluded modules are left alone, and whose layers' inputs
-            "hidden_states" moves; None: no model is known, so what is no parameter or view of one counts as activation.
-        mode: True: all that autograd saves. "legacy": that, without streams. "hidden_states": inputs of decoder layers
-            alone. "disk": all, to a file without a name.
-        offload_dir: where that file is; with another mode it takes what finds no room in host memory. None: where the
-            system keeps temporary files, and no such file for other modes.
-        host_memory: bytes of host memory to use at most; None: as long as some is left to the machine, and with "disk"
-            256 MiB.
-        disk_space: bytes of disk to use at most; None: as many as are free.
-        exclude_modules: modules in which nothing is moved: the ends of their names, or regular expressions for them.
-        warn_if_no_head: warn where the model has no output head that is known as one.
-        certify: compare every byte that comes back with what left, which is kept on the device for it.
-        sync: on a lazy device, whose tensors have no storage, runs what was computed so far: it is called where layers'
-            inputs leave and come back. There "hidden_states" is the only mode.
+        use_pin_memory: lock the pages of host memory, so that the device can copy on its own.
+        use_streams: copy while the device computes; otherwise the computation waits for each copy.
+        min_offload_size: size in bytes below which tensors stay.
+        max_fwd_stash_size: pieces that may be on the device while they are copied away; the same number is fetched
+            ahead in the backward. At least 1.
+        model: its weights, its head and excluded modules are not moved, and "hidden_states" moves the inputs of its
+            layers. None: every tensor that is not a parameter or a view of one counts as an activation.
+        mode: True: everything that autograd saves. "legacy": the same without streams. "hidden_states": only inputs of
+            decoder layers. "disk": everything, to a file without a name.
+        offload_dir: directory of that file; in other modes the file takes what does not fit into host memory. None: the
+            system's directory for temporary files, and no file in other modes.
+        host_memory: limit of host memory in bytes; None: no limit as long as the machine has some left, and 256 MiB
+            with "disk".
+        disk_space: limit of disk space in bytes; None: the free space.
+        exclude_modules: modules whose tensors stay: ends of their names, or regular expressions.
+        warn_if_no_head: warn if no output head is found in the model.
+        certify: keep moved tensors on the device, too, and compare every byte that returns.
+        sync: on a lazy device, whose tensors have no storage, runs the computation so far. It is called when inputs of
+            layers leave and return. "hidden_states" is the only mode there.
 
     Raises:
         ConfigError: a setting is wrong, or `exclude_modules` match nothing. DiskError: there is no space for the file.
@@ -126,12 +126,12 @@ class OffloadActivations:
 
     @property
     def counters(self) -> Counters:
-        """What was seen, moved, brought back and left so far, and why."""
+        """Counts of tensors that were seen, moved, returned and kept so far, with reasons."""
         return self.offload.counters
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that wait for a backward now."""
+        """Bytes that currently wait for a backward."""
         return self.offload.live_bytes
 
     def __enter__(self) -> Self:
@@ -163,7 +163,7 @@ class OffloadActivations:
                 self.offload.let_go()
 
     def close(self) -> None:
-        """Take the hooks off the model and give all memory back. What still waits for a backward is lost."""
+        """Remove the hooks from the model and free all memory. Tensors that still wait for a backward are lost."""
         self._close()
 
 
@@ -178,10 +178,10 @@ def get_lora_act_offloading_ctx_manager(
     mode: Mode | Literal[False] = True,
     **options: Any,
 ) -> OffloadActivations | NoOpManager:
-    """Return the context in which a training step of `model` offloads its activations. For any `transformers` model,
-    with or without an adapter of PEFT, all of whose parameters may train or few, wrapped for several processes or not.
-    The output head and what comes after it stay on the device, as does what `exclude_modules` names. Arguments and
-    errors are those of `OffloadActivations`; `mode` may be False as well: nothing is moved."""
+    """Return the context in which a training step of `model` offloads its activations. It works for any `transformers`
+    model, with or without a PEFT adapter, with few or all parameters trained, and wrapped for several processes or not.
+    The output head, everything after it, and modules in `exclude_modules` stay on the device. Arguments and errors are
+    those of `OffloadActivations`. `mode` may also be False, which moves nothing."""
     if mode is False:  # not a null context, because one that offloads may be open around this one
         return NoOpManager()
     return OffloadActivations(

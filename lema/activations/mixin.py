@@ -29,17 +29,17 @@ THEIRS = "maybe_activation_offload_context"  # where TRL's trainers keep a conte
 
 
 class ActivationOffloadingMixin(Below):
-    """Put before the trainer in the bases of a class; it takes what that trainer takes, and two keywords more.
+    """Put it before the trainer in the bases of a class. It takes the trainer's arguments and two more keywords.
 
-    The model's hooks and the room for what waits are there from the first step to the end of `train()`, however that
-    ends. Steps outside of `train()` leave them until the trainer goes, or `close_activation_offloading()`.
+    The model's hooks and the memory for moved tensors exist from the first step to the end of `train()`, however it
+    ends. Steps outside of `train()` keep them until the trainer is freed, or `close_activation_offloading()`.
 
     Args:
-        activation_offloading: what is moved, and where to: True, "legacy", "hidden_states", "disk"; False: nothing is.
-            None: as `args.activation_offloading` says (the arguments of TRL's trainers have it). Arguments without it
-            mean True: who puts this in front of a trainer wants it.
+        activation_offloading: which tensors move, and where to: True, "legacy", "hidden_states", "disk"; False: none.
+            None: the value of `args.activation_offloading` (TRL's arguments have it), or True if there is none, because
+            the mixin was added on purpose.
         activation_offloading_options: for `get_lora_act_offloading_ctx_manager`. With "disk", `offload_dir` is
-            `args.output_dir` if it is not there.
+            `args.output_dir` if you do not set it.
 
     Attributes:
         activation_offload_context: of the last training step; a null context before the first, and where nothing is
@@ -90,7 +90,7 @@ class ActivationOffloadingMixin(Below):
         self._check_offloading()
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the step of the trainer below, with what it saves for its backward offloaded."""
+        """Run the trainer's step, and offload the tensors that it saves for its backward."""
         if self.activation_offloading and isinstance(model, nn.DataParallel):
             raise ConfigError(
                 "activation_offloading does not work for a model that runs in other threads (torch.nn.DataParallel)",
@@ -100,7 +100,7 @@ class ActivationOffloadingMixin(Below):
             return super().training_step(model, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the trainer below does; the context is closed when that has ended, or failed."""
+        """Train as the trainer does, and close the context when the training ends or fails."""
         try:
             result = super().train(*args, **kwargs)
         finally:
@@ -112,7 +112,7 @@ class ActivationOffloadingMixin(Below):
         return result
 
     def close_activation_offloading(self) -> None:
-        """Take the hooks off the model and give the room back. The next training step makes a new context."""
+        """Remove the hooks from the model and free the memory. The next training step makes a new context."""
         if self._offloaded is None:
             return
         self._offloaded = None

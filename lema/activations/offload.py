@@ -260,7 +260,7 @@ class Offload:
         if place is None:
             if not self._full:
                 what = f"no space for {nbytes:,} bytes of activations in host memory, so they stay on the device; "
-                warnings.warn(f"{what}make room, or give a directory on a disk for the rest", stacklevel=1)
+                warnings.warn(f"{what}free memory, or give a directory on a disk for the rest", stacklevel=1)
             self._full = True
             return None
         device = tensor.device

@@ -33,7 +33,7 @@ Settings = Annotated[
 ]
 
 PhaseNamed = Annotated[
-    str | None, typer.Option("--phase", metavar="NAME", help="Of a file of phases: which, by name or number; the last.")
+    str | None, typer.Option("--phase", metavar="NAME", help="The phase to use, by name or number. Default: the last.")
 ]
 
 # No setting: a file must not decide what code is run.

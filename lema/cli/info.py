@@ -15,7 +15,7 @@ __all__ = ["backends", "import_file", "schema", "show"]
 
 
 def backends() -> None:
-    """List the devices lema can run on, and why one cannot run here."""
+    """List the devices that LEMA supports, and say why one cannot run here."""
     from lema.backend import available
 
     known = list(available())
@@ -34,7 +34,7 @@ def show(config: ConfigFile, phase: PhaseNamed = None, settings: Settings = None
 
 
 def import_file(file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.")]) -> None:
-    """Print a file of axolotl or TRL as settings of lema; comments say what was not carried over, and why."""
+    """Translate a file of axolotl or TRL into settings of LEMA. Comments list what was not carried over, and why."""
     from lema.config import LemaConfig
     from lema.config.foreign import imported
     from lema.config.problems import SettingsError

@@ -67,20 +67,20 @@ __all__ = ["LemaModel"]
 
 
 class LemaModel:
-    """A causal language model whose decoder layers stay where they are stored until they are needed.
+    """A causal language model that reads its decoder layers from disk only when they are needed.
 
-    Opening it reads the config, the tensors' headers and what lies outside the decoder layers, nothing else.
+    Opening it reads only the config, the headers of the tensors, and the weights outside the decoder layers.
 
     Args:
-        config: what to open and how.
-        backend: the device, and `files` the model's directory, opened; None: those that the config names.
-        trust_remote_code: run code that comes with the model, from its directory or, of a hub id, from the commit that
-            `config.revision` names. No setting says so: settings are read from files.
-        trace: records what is read, uploaded and computed, and when.
-        num_labels: of a head that scores texts, in the place of the one over the vocabulary; None: no such head. Where
+        config: the settings of the model and the run.
+        backend: the device; `files`: the opened directory of the model; None: those that the config names.
+        trust_remote_code: run the model's own code, from its directory or, for a hub id, from the commit in
+            `config.revision`. This is not a setting, because settings are read from files.
+        trace: records every read, upload and computation with its time.
+        num_labels: labels of a head that scores texts, instead of the head over the vocabulary; None: no such head. If
             the checkpoint has none, it is drawn from `config.seed`, before the adapter.
 
-    Raises `ConfigError` where a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
+    Raises `ConfigError` if a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class LemaModel:
         trust_remote_code: bool = False,
         **overrides: Any,
     ) -> Self:
-        """Open a saved adapter, with PEFT's files in `directory`, and its base model.
+        """Open a saved adapter, whose PEFT files are in `directory`, with its base model.
 
-        Settings are those of `lema_config.json`, which `overrides` replace or stand for. Code that comes with the base
-        model is run if trusted. Raises `AdapterError` where there is no adapter, it does not fit the model, or the
-        model has changed since it was trained and no override names one; `ConfigError` where an override contradicts
-        it.
+        The settings are those of `lema_config.json`; `overrides` replace them, or supply them if there is no such file.
+        The base model's own code runs only if you trust it. Raises `AdapterError` if there is no adapter, it does not
+        fit the model, or the model has changed since the training and no override names it; `ConfigError` if an
+        override contradicts the adapter.
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
@@ -157,8 +157,8 @@ class LemaModel:
         return model
 
     def initialize_lora(self) -> None:
-        """Attach a fresh adapter, with the numbers PEFT draws for `seed`, or the one that `adapter_name_or_path` names;
-        `ModelError` where it or its targets fit nothing."""
+        """Attach a new adapter with the values that PEFT draws for `seed`, or the one in `adapter_name_or_path`.
+        Raises `ModelError` if the adapter or its targets do not fit the model."""
         if (begun := self.config.adapter_name_or_path) is not None:
             self.begin_with_adapter(resolve_model(begun), dropout=self.config.lora_dropout)
             return
@@ -168,7 +168,7 @@ class LemaModel:
         self.attach_lora(lora, seed=self.config.seed)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
-        """Attach an adapter as PEFT's config has it, drawn from `seed`, or without values, which are to be loaded."""
+        """Attach an adapter of PEFT's config, with values drawn from `seed`, or without values that will be loaded."""
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         if self._divided and self.backend.parallel.size > 1:
@@ -189,9 +189,9 @@ class LemaModel:
         self.spend_anew()  # limits must leave room for the adapter
 
     def begin_with_adapter(self, directory: str | PathLike[str], *, dropout: float | None = None) -> None:
-        """Attach a saved adapter, in PEFT's files, in place of a fresh one: with its own rank, targets, options and
-        values, and its own dropout unless another is given. Raises `AdapterError` where none is there that is whole and
-        fits; `ConfigError` where the model has one already."""
+        """Attach a saved adapter, in PEFT's files, instead of a new one. Its rank, targets, options and values apply,
+        and its dropout unless the settings give another. Raises `AdapterError` if no complete adapter fits;
+        `ConfigError` if the model already has an adapter."""
         path = Path(directory)
         saved = the_lora_config(path, self._task)
         saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
@@ -200,15 +200,15 @@ class LemaModel:
         load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
-        """Return the adapter's parameters, fp32, in the order of the model; the list an optimizer takes."""
+        """Return the adapter's fp32 parameters in the order of the model, as a list for an optimizer."""
         self._require_adapter()
         return [parameter for parameter in self.skeleton.parameters() if parameter.requires_grad]
 
     def get_trainer(
         self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
     ) -> LemaTrainer:
-        """Return a trainer of this model; `optimizer` is over `get_trainable_parameters()`, `options` are
-        `LemaTrainer`'s. `ConfigError`: the model scores texts, and has no loss of tokens."""
+        """Return a trainer of this model. The `optimizer` has `get_trainable_parameters()`; `options` are those of
+        `LemaTrainer`. Raises `ConfigError` if the model scores texts, because it has no loss of tokens."""
         if self._task != "CAUSAL_LM":
             what = "the model scores texts, but LemaTrainer has only losses of tokens"
             raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
@@ -225,7 +225,7 @@ class LemaModel:
         return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`; of processes the first does."""
+        """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`. Only the first process writes."""
         given = self.backend, self._require_adapter(), self.config, base_of(self.config, self.gbi)
         leave_adapter(Path(directory), *given)
 
@@ -266,8 +266,8 @@ class LemaModel:
         return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(tuple(self._layers))
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
-        """Have embeddings whole that would be looked up row by row, if `chosen` says so of their weights' names. So is
-        the head, or for the reason that is given. Raises `ConfigError` where the settings ask for rows or pieces."""
+        """Keep embeddings whole whose rows would be read one by one, if `chosen` accepts their weights' names, and the
+        head, or for the given reason. Raises `ConfigError` if the settings require rows or pieces."""
         if head is None and any(map(chosen, self._head.names)):
             head = "its weight has an adapter, or trains"
         if head is not None:
@@ -289,7 +289,7 @@ class LemaModel:
 
     @cached_property
     def allocation(self) -> Allocation:
-        """What memory is spent on within the limits, or `MemoryLimitError`; made, unless set, when first asked for."""
+        """How memory is used within the limits, or `MemoryLimitError`. It is computed at first use unless set."""
         allocation = self.planner.needs().allocation
         if self.lora_manager is not None:
             self.config = self.config.model_copy(update=self.planner.chosen)
@@ -297,7 +297,7 @@ class LemaModel:
 
     @cached_property
     def planner(self) -> Planner:
-        """What says how memory is best spent on this model as it is now, on the step that its settings ask for."""
+        """The planner, which finds the best use of memory for this model and the step of its settings."""
         return settled(self.opened, trains=self.lora_manager is not None)
 
     @property
@@ -317,7 +317,7 @@ class LemaModel:
 
     @cached_property
     def memory(self) -> LayerStream:
-        """The stream of layers, as `allocation` has it; of several processes each makes its own, all at once."""
+        """The stream of layers for `allocation`. Each of several processes makes its own, at the same time."""
         for name in ("shard_weights", "shard_optimizer"):
             if getattr(self.config, name) and self.backend.replicas.size == 1:
                 warnings.warn(f"{name} does nothing in one process: torchrun starts several", stacklevel=2)
@@ -338,7 +338,7 @@ class LemaModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model's directory; `DataError` where there is none."""
+        """The tokenizer of the model's directory; `DataError` if there is none."""
         return self.files.tokenizer
 
     def generate(
@@ -350,22 +350,22 @@ class LemaModel:
         keys_values: KeyValues = "device",
         **options: Any,
     ) -> list[str]:
-        """Return what follows each prompt, streaming every layer once per token of a batch.
+        """Return the continuation of each prompt. A batch streams every layer once per new token.
 
-        The `prompt` is one text or several; to each at most `max_new_tokens` tokens are added, to `batch_size` prompts
-        at once (None: all). `keys_values` says where they wait for the next token. The `options` are those of
+        The `prompt` is one text or several. Each gets at most `max_new_tokens` tokens, and `batch_size` prompts run
+        at once (None: all). `keys_values` is the place of keys and values between tokens. The `options` are those of
         `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
 
-        Processes that hold the model together all call this alike, and all get the texts. Raises `MemoryLimitError`
-        where keys and values of a batch do not fit; `ConfigError` where processes divide a row's tokens.
+        Processes that hold the model together must all call this, and all get the texts. Raises `MemoryLimitError`
+        if keys and values of a batch do not fit; `ConfigError` if processes divide a row's tokens.
         """
         from lema.train.inference.texts import texts_of
 
         return texts_of(self, prompt, max_new_tokens, batch_size, keys_values, options)
 
     def settle_tokens(self) -> bool:
-        """Have a number for `tokens_per_step: auto` in `config`, and return whether there was none: that of the run in
-        `output_dir`, if it has checkpoints, else what is measured, with the errors of `hiding_tokens`."""
+        """Set a number for `tokens_per_step: auto` in `config`, and return whether there was none: that of the run in
+        `output_dir`, if it has checkpoints, otherwise a measured one, with the errors of `hiding_tokens`."""
         if self.config.tokens_per_step != "auto":
             return False
         then = first_alone(self.backend.replicas, partial(newest_settings, Path(self.config.output_dir)))
@@ -375,7 +375,7 @@ class LemaModel:
         return True
 
     def spend_anew(self) -> None:
-        """Forget what memory is spent on, and drop the layers in it: `allocation` is made, or set, anew."""
+        """Forget the use of memory and drop the layers in it, so that `allocation` is computed or set again."""
         self.__dict__.pop("allocation", None)
         self.__dict__.pop("planner", None)
         if (stream := self.__dict__.pop("memory", None)) is not None:
@@ -384,7 +384,7 @@ class LemaModel:
             adapter.close()
 
     def close(self, *, keep_backend: bool = False) -> None:
-        """Stop reading and give memory back; `keep_backend`: but for the device, which the caller goes on with."""
+        """Stop reading and free the memory. With `keep_backend` the caller continues to use the device."""
         if "adapter" in self.__dict__:
             self.adapter.close()
         if "memory" in self.__dict__:
@@ -394,7 +394,7 @@ class LemaModel:
         self._precision.put_back()
 
     def read_stored(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Return tensors of the model without adapters, by name, on the device; what is not stored is left out."""
+        """Return tensors of the model without adapters, by name, on the device, without those that are not stored."""
         return self._stored.read(names)
 
     def _require_adapter(self) -> PeftModel:

@@ -41,21 +41,21 @@ def train(
     trace: NoTrace = NO_TRACE,
     show: Callable[[Planner, Rows], None] | None = None,
 ) -> dict[str, Any]:
-    """Train as the config says and save the adapter to `output_dir`; return what `LemaTrainer.fit` returns.
+    """Train with a config, save the adapter to `output_dir`, and return the result of `LemaTrainer.fit`.
 
     Args:
         config: with `train_data`.
-        resume: go on from the newest checkpoint in `output_dir` that is sound.
-        weights_only: with `resume`: of the checkpoint, take adapters, generators and step, and an empty optimizer.
+        resume: continue from the newest valid checkpoint in `output_dir`.
+        weights_only: with `resume`: take adapters, generators and step from the checkpoint, and an empty optimizer.
         callbacks: `transformers.TrainerCallback`s.
-        console: what to print on; None: standard output.
-        trust_remote_code: run code that comes with the model.
-        trace: records what is read, uploaded and computed, and when.
-        show: is called with the planner of the run and its data, to show the plan in the place of one sentence of it.
+        console: the console to print to; None: standard output.
+        trust_remote_code: run the model's own code.
+        trace: records every read, upload and computation with its time.
+        show: is called with the planner and the data of the run, to show the whole plan instead of one sentence.
 
-    Raises `MemoryLimitError` where the run does not fit, when neither data nor the layers' weights were read; `Stopped`
-    where SIGINT, SIGTERM or SIGUSR1 came, or a file `stop` into `output_dir`, when the last whole step is saved; else
-    the `LemaError` of the kind that says what is wrong; its `exit_code` is the command line's.
+    Raises `MemoryLimitError` if the run does not fit, before it reads data or the layers' weights; `Stopped` after
+    SIGINT, SIGTERM, SIGUSR1 or a file `stop` in `output_dir`, when the last whole step is saved; otherwise another
+    `LemaError`, whose `exit_code` is that of the command line.
     """
     shown = console or Console(highlight=False)
     out, newest = line_printer(shown), checkpoints(Path(config.output_dir))[-1:] if resume else []

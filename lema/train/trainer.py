@@ -59,11 +59,11 @@ __all__ = ["LemaTrainer"]
 
 
 class LemaTrainer:
-    """Trains the adapters of a streamed model, `LemaModel.adapter`, whose weights `gbi` knows.
+    """Trains the adapters of a streamed model, `LemaModel.adapter`, with the weights in `gbi`.
 
-    `lora_manager` is PEFT's model, with the adapters; without it the trainer can only evaluate. `optimizer` is over
-    their parameters; None: AdamW as the config says. `memory_manager` is the model's stream of layers. `callbacks` are
-    `transformers`', which `fit` calls; of `files` the tokenizer reads data that are no token ids yet.
+    `lora_manager` is PEFT's model with the adapters; without it the trainer can only evaluate. `optimizer` has their
+    parameters; None: AdamW with the settings of the config. `memory_manager` is the model's stream of layers. `fit`
+    calls the `callbacks` of `transformers`. The tokenizer from `files` tokenises data that are not token ids.
     """
 
     def __init__(
@@ -102,20 +102,20 @@ class LemaTrainer:
     def train_step(
         self, inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """Train on one batch; step the optimizer when `gradient_accumulation_steps` batches have been seen.
+        """Train on one batch, and step the optimizer after every `gradient_accumulation_steps` batches.
 
         Args:
-            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also holds the other two, and what the
-                model's objective needs of its rows.
-            labels: `[batch, sequence]`, not shifted, -100 where nothing is learnt; None: the inputs, but for padding.
-            attention_mask: `[batch, sequence]`, 0 where a row is padded.
+            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also has the other two arguments, and the
+                values that the model's objective needs for its rows.
+            labels: `[batch, sequence]`, not shifted, -100 for tokens that are not trained on; None: all but padding.
+            attention_mask: `[batch, sequence]`, 0 for padding.
 
-        Returns the logits `[batch, sequence, vocabulary]` and the mean cross-entropy of the trained tokens; with an
-        objective of rows its loss, and no logits.
+        Returns the logits `[batch, sequence, vocabulary]` and the mean cross-entropy of the trained tokens. An
+        objective of rows returns its loss and no logits.
 
-        Raises `NonFiniteError` where the loss or a gradient is NaN or infinite, and the step may not be dropped;
-        `DataError` where no token is trained, or the batch is malformed; `ConfigError` where a checkpoint is due, and
-        another run writes to `output_dir`; the step was taken.
+        Raises `NonFiniteError` if the loss or a gradient is NaN or infinite, and the step may not be dropped;
+        `DataError` if no token is trained on, or the batch is malformed; `ConfigError` if a checkpoint is due, but
+        another run writes to `output_dir` (the step is done).
         """
         batch = as_batch(inputs, labels, attention_mask, self.model.split.model.config.get_text_config(), self.files)
         logits, micro_batches = list[Tensor](), split_batch(batch, self.config.micro_batch_size)
@@ -205,23 +205,23 @@ class LemaTrainer:
         say: Callable[[str], None] = print,
         stop: Stop | None = None,
     ) -> dict[str, Any]:
-        """Train for the epochs or steps of the config, and leave the adapter in `output_dir` with card and tokenizer.
+        """Train for the epochs or steps of the config, and save the adapter to `output_dir` with card and tokenizer.
 
-        A trainer that has stepped already, or loaded a checkpoint, goes on at its `global_step`.
+        A trainer that has already made steps, or loaded a checkpoint, continues at its `global_step`.
 
         Args:
-            dataset: rows with `input_ids` and `labels`; or of text, prompts or messages, or files, which are read.
-            eval_dataset: such data that are evaluated every `eval_steps`, or after each epoch.
-            resume: go on from the newest checkpoint in `output_dir` that is sound; a newer one that is damaged is said.
-            weights_only: with `resume`: of the checkpoint, take adapters, generators and step, and an empty optimizer.
-            say: called with each line on what is gone on from, and what is kept.
-            stop: asked before each layer; returns why to stop, None: go on. The step or evaluation under way is given
-                up, and the last whole step is saved. Of several processes all give one, or none.
+            dataset: rows with `input_ids` and `labels`; rows of text, prompts or messages; or files.
+            eval_dataset: data of the same kinds to evaluate every `eval_steps`, or after each epoch.
+            resume: continue from the newest valid checkpoint in `output_dir`, and report newer damaged ones.
+            weights_only: with `resume`: take adapters, generators and step from the checkpoint, and an empty optimizer.
+            say: is called with each line about the resumed checkpoint and the kept adapter.
+            stop: is called before each layer, and returns the reason to stop, or None. The current step or evaluation
+                is abandoned, and the last whole step is saved. Either all processes have it, or none.
 
-        Returns what was logged last: `train_loss`, ..., where measured `eval_loss`, and the best of it, `best_step`.
+        Returns the last log: `train_loss`, ..., and, if evaluated, `eval_loss`, its best value, and `best_step`.
 
-        Raises `Stopped` where `stop` said so; `ConfigError` where another run writes to `output_dir`; `DiskFull` where
-        there is no space for two checkpoints, or, when the run ends, for the last.
+        Raises `Stopped` if `stop` returned a reason; `ConfigError` if another run writes to `output_dir`; `DiskFull` if
+        there is no space for two checkpoints, or for the last one at the end of the run.
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
             read = partial(as_rows, config=self.config, files=self.files, say=say)
@@ -243,7 +243,7 @@ class LemaTrainer:
             return result
 
     def require_room(self, count: int) -> None:
-        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
+        """Raise `DiskFull`, in every process, if `output_dir` has no space for this many checkpoints."""
         optimizer, adapters = self.ready(), nbytes_of(self._parameters())
         kept = (one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
         moments = nbytes_of(kept)
@@ -261,10 +261,10 @@ class LemaTrainer:
     def save_checkpoint(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
-        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read; one of that name is replaced.
-        Batches of a step that has not been taken yet are not in it. Of several processes, all of which call this, the
-        first writes; directories are on a disk that all of them see. `extra` is further JSON state, for the caller's
-        own use, and `writers` add further files. Errors are as `write_checkpoint`'s, in every process."""
+        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read. It replaces one of that name.
+        It does not contain batches of a step that is not complete. All processes call this, and the first one writes;
+        the directory must be on a disk that all of them see. `extra` is further JSON state for the caller, and
+        `writers` add further files. Every process raises the errors of `write_checkpoint`."""
         about = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
@@ -288,14 +288,14 @@ class LemaTrainer:
         first_alone(self.backend.replicas, write)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Restore adapters, optimizer, schedule, generators and step; return the `extra` that was saved. With
-        `weights_only` the optimizer's state is left out, which may be missing or damaged, and it begins empty. Raises
-        `AdapterError` of a damaged checkpoint, another optimizer or model; `ConfigError` of another adapter."""
+        """Restore adapters, optimizer, schedule, generators and step, and return the saved `extra`. With `weights_only`
+        the optimizer begins empty, and its saved state may be missing or damaged. Raises `AdapterError` for a damaged
+        checkpoint, another optimizer or another model; `ConfigError` for another adapter."""
         check_sound(Path(directory), weights_only=weights_only)
         return self.restore(directory, weights_only=weights_only)
 
     def restore(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Do what `load_checkpoint` does with a checkpoint whose files were compared with its manifest already."""
+        """Do the same as `load_checkpoint` for a checkpoint whose files were already compared with its manifest."""
         path, optimizer, adapters = Path(directory), self.ready(), self._adapters()
         state = read_state(path)
         check_same_adapter(adapters, path)
@@ -317,7 +317,7 @@ class LemaTrainer:
             raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
 
     def take_settings(self, changed: Collection[str]) -> None:
-        """Let the settings of these names hold from the next step on; what the caller made is left as it is."""
+        """Apply the settings with these names from the next step on. Objects that the caller made do not change."""
         if self._makes_optimizer and not UPDATE.isdisjoint(changed):
             set_update(self.ready(), self.config)
             if self.schedule is not None:
@@ -326,7 +326,7 @@ class LemaTrainer:
             self._saved_schedule = None  # the one that is made next follows the config alone
 
     def follow(self, schedule: LRScheduler) -> None:
-        """Let the learning rate follow `schedule`, from where the checkpoint that was loaded left it."""
+        """Let the learning rate follow `schedule`, from its position in the loaded checkpoint."""
         self.schedule = schedule
         if self._saved_schedule is not None:
             schedule.load_state_dict(self._saved_schedule)
@@ -343,7 +343,7 @@ class LemaTrainer:
         return self.peft_model
 
     def ready(self) -> Optimizer:
-        """Return the optimizer, made if need be, with the model in training mode."""
+        """Return the optimizer, created if necessary, with the model in training mode."""
         self._adapters().train()
         if self.optimizer is None:
             made = make_optimizer(self._parameters(), self.config, self.peft_model, replicas=self.update.over)

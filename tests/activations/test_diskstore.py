@@ -552,7 +552,7 @@ def test_a_file_that_may_not_grow_names_the_setting(tmp_path: Path) -> None:
     first.fill()
     first.filled(gate.landed)
     assert gate.reached.wait(60)
-    with pytest.raises(DiskError, match=r"20,480 bytes are needed for .*, and 16,384 are allowed") as caught:
+    with pytest.raises(DiskError, match=r"20,480 bytes are needed for .*, but 16,384 are allowed") as caught:
         store.place(2 * BLOCK)
     assert caught.value.where == str(tmp_path)
     assert "disk_space" in caught.value.how

@@ -19,7 +19,7 @@ from offloadscenario import Course
 import lema.activations.offload
 import lema.activations.pieces
 
-pytestmark = pytest.mark.filterwarnings("ignore:there is no space for")  # some courses have none
+pytestmark = pytest.mark.filterwarnings("ignore:no space for")  # some courses have none
 
 COURSES = 1500
 Change = tuple[str, str, str]  # the module, a text that is in it once, and what stands there instead

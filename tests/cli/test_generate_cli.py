@@ -53,7 +53,7 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(config: Path, tmp_path
     whole = out.read_bytes()
     assert [one["id"] for one in results(out)] == list(range(7))
     assert lema(*command) == 2
-    assert "there are results already" in capfd.readouterr().err
+    assert "the output already has results" in capfd.readouterr().err
     lines = whole.splitlines(keepends=True)
     out.write_bytes(lines[5] + lines[2] + lines[0][:10])  # in any order, and the last cut off
     assert lema(*command, "--resume") == 0
@@ -115,8 +115,8 @@ def test_messages_and_with_chat_texts_go_through_the_template(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--prompts", "{prompts}", "-p", "corn"], 2, "prompts come from one place"),
-        ([], 2, "prompts come from one place"),
+        (["--prompts", "{prompts}", "-p", "corn"], 2, "prompts must come from one place"),
+        ([], 2, "prompts must come from one place"),
         (["-p", "corn", "--top-k", "5"], 2, "--top-k"),
         (["-p", "corn", "--temperature", "0", "--do-sample"], 2, "--do-sample"),
         (["-p", "corn", "--resume"], 2, "--output"),

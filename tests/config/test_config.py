@@ -635,9 +635,9 @@ def test_a_message_has_twenty_lines_at_most_and_says_how_many_items_it_leaves_ou
         ({"learning_rate": 1e300}, "learning_rate must lie between"),
         ({"gradient_accumulation_steps": 10**5000}, "gradient_accumulation_steps must lie between"),
         ({"gradient_accumulation_steps": 10**8}, "gradient_accumulation_steps must be at most 100000"),
-        ({"output_dir": "a\0b"}, "output_dir must not hold a NUL character"),
-        ({"train_data": {"one": ["a", "b\0"]}}, r"train_data\.one\[1\] must not hold a NUL character"),
-        ({"train_data": {"one\0": "a"}}, "train_data must not hold a NUL character"),
+        ({"output_dir": "a\0b"}, "output_dir must not contain a NUL character"),
+        ({"train_data": {"one": ["a", "b\0"]}}, r"train_data\.one\[1\] must not contain a NUL character"),
+        ({"train_data": {"one\0": "a"}}, "train_data must not contain a NUL character"),
     ],
     ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
 )

@@ -184,10 +184,10 @@ def test_the_command_tells_a_delta_from_an_adapter(
 
 def test_an_empty_place_is_wanted(checkpoint_of: Callable[..., Checkpoint], saved: tuple[Path, Path]) -> None:
     base, delta = saved
-    with pytest.raises(ConfigError, match="taken"):
+    with pytest.raises(ConfigError, match="the directory is not empty"):
         apply_delta(delta, base)
     with (
         trained(checkpoint_of("llama").streamed, one_in_the_middle) as (model, training),
-        pytest.raises(ConfigError, match="taken"),
+        pytest.raises(ConfigError, match="the directory is not empty"),
     ):
         save_delta(model, training.places, base)

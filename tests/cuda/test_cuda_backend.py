@@ -75,15 +75,15 @@ def warn(message: str) -> Callable[[], bool]:
             "the driver is new enough",
         ),
         ("cuda", {"is_available": lambda: False}, "no CUDA device can be used: torch finds none", "CUDA_VISIBLE"),
-        ("cuda:2", {}, "there is no CUDA device 2: this process sees 2", "lower number"),
+        ("cuda:2", {}, "there is not a CUDA device 2: this process sees 2", "lower number"),
         (
             "cuda:0",
             {"get_device_capability": lambda number: (6, 1)},
             "A Device has compute capability 6.1, and this torch .* has kernels from 7.5 on",
             "an older CUDA",
         ),
-        ("cuda:first", {}, "'cuda:first' is no CUDA device", "cuda:1"),
-        ("cuda:-1", {}, "'cuda:-1' is no CUDA device", "cuda:1"),
+        ("cuda:first", {}, "'cuda:first' is not a CUDA device", "cuda:1"),
+        ("cuda:-1", {}, "'cuda:-1' is not a CUDA device", "cuda:1"),
     ],
     ids=["not built", "no driver", "old driver", "no device", "no such device", "old device", "no number", "negative"],
 )
@@ -124,7 +124,7 @@ def test_processes_of_one_machine_cannot_share_a_device_or_have_more_than_there_
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(BackendUnavailable, match="4 processes of this machine cannot share one device"):
         choose_device("cuda:0")
-    with pytest.raises(BackendUnavailable, match="there is no CUDA device 3: this process sees 2"):
+    with pytest.raises(BackendUnavailable, match="there is not a CUDA device 3: this process sees 2"):
         choose_device("cuda")
 
 

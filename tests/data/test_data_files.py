@@ -102,7 +102,7 @@ BROKEN = {
     "digits": ("a.jsonl", '{"text": ' + "9" * 5000 + "}\n", 1, "not usable JSON"),
     "json: comma": ("a.json", '[\n{"text": "a"}\n{"text": "b"}]', 3, "lacks a comma"),
     "json: cut": ("a.json", '[\n{"text": "a"},\n{"text": "b"', 3, "not JSON"),
-    "json: no end": ("a.json", '[\n{"text": "a"},\n{"text": "b"}\n', 4, "cut off"),
+    "json: no end": ("a.json", '[\n{"text": "a"},\n{"text": "b"}\n', 4, "is incomplete"),
     "json: more": ("a.json", '[{"text": "a"}]\n{}', 1, "followed by"),
     "json: inner": ("a.json", '[{"text": "a"},\n{"text": \nb}]', 3, "not JSON"),
     "json: number": ("a.json", '[{"text": "a"},\n3]', 2, "must be a JSON object"),

@@ -146,7 +146,7 @@ def test_held_back_examples_and_fingerprints(tokenizer: PreTrainedTokenizerFast)
     [
         ({"text": "The river"}, "the columns do not form a preference example"),
         ({"prompt": "a", "completion": "b", "label": True}, "objective: kto"),
-        (PAIR | {"rejected": PAIR["chosen"]}, "are the same"),
+        (PAIR | {"rejected": PAIR["chosen"]}, "are equal"),
         (PAIR | {"chosen": CHAT["chosen"]}, "only some parts of the example are text"),
         (PAIR | {"chosen": ""}, "'chosen'|'text' is empty"),
         ({"chosen": CHAT["chosen"], "rejected": CHAT["rejected"]}, "begin differently"),

@@ -178,7 +178,7 @@ def test_shares_that_cannot_be_held_are_refused(three, write, make_tokenizer):
     config, rows = three(few=0.5, many=0.3, some=0.3)
     with pytest.raises(ConfigError, match=r"sum to 1\.1"):
         mixed(config, rows)
-    with pytest.raises(SettingsError, match="these are others"):
+    with pytest.raises(SettingsError, match="are not those of the data sets"):
         three(few=0.5, many=0.5)
     with pytest.raises(SettingsError, match="takes no shares"):
         config_of(train_data={"a": "a.jsonl"}, mixture={"a": 1.0}, objective="dpo")

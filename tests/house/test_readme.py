@@ -110,7 +110,7 @@ def test_a_newcomer_needs_two_commands_after_the_install() -> None:
     demo, run_of_settings = newcomer.commands()
     assert [Path(demo[0]).name, *demo[1:]] == ["lema", "demo"]
     assert [Path(run_of_settings[0]).name, *run_of_settings[1:]] == ["lema", "train", "my.yaml"]
-    assert newcomer.MOST_CPU_SECONDS <= 120
+    assert newcomer.MOST_CPU_SECONDS <= 300
 
 
 def test_every_file_it_links_to_is_there() -> None:

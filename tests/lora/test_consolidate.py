@@ -297,7 +297,11 @@ def test_the_verbs(
             ("shard", adapter, tmp_path / "new", "--tp", 2, "--model", "no/such"),
         ),
         (2, ["is not an order of replicas"], ("shard", adapter, tmp_path / "new", "--tp", 2, "--kv-layout", "pile")),
-        (2, ["say how they lie"], ("consolidate", tmp_path / "shards", tmp_path / "new", "--kv-layout", "tile")),
+        (
+            2,
+            ["these shards record their layout"],
+            ("consolidate", tmp_path / "shards", tmp_path / "new", "--kv-layout", "tile"),
+        ),
         (3, ["adapter_config.json"], ("shard", model, tmp_path / "new", "--tp", 2)),
     ]
     for code, words, arguments in refusals:

@@ -313,7 +313,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: change(d, 3, f"{O_PROJ}.lora_A.weight", torch.ones(RANK, 3)),
         "tensors of different shapes or types",
     ),
-    "not to its end": (lambda d: (d / "adapter_shards/done").unlink(), "not saved to its end"),
+    "not to its end": (
+        lambda d: (d / "adapter_shards/done").unlink(),
+        "this checkpoint is incomplete: there is no file",
+    ),
     "no config": (lambda d: (d / "adapter_config.json").unlink(), "there is no adapter_config.json"),
     "another adapter": (
         lambda d: (d / "adapter_config.json").write_text('{"peft_type": "IA3"}'),

@@ -218,7 +218,7 @@ def test_a_layer_more_than_the_model_has_is_left_out_and_named(
     edit(source, with_extra_layer)
     prepared = prepare(source, tmp_path / "out")
     assert_same(load_file(prepared.weights), from_pretrained(source).state_dict())
-    (note,) = [note for note in prepared.notes() if "has no place for" in note]
+    (note,) = [note for note in prepared.notes() if "left out, because the model does not have them" in note]
     extra = [name for name in GlobalBinaryIndex(source) if ".layers.3." in name]
     assert note.startswith(f"{len(extra)} tensors left out") and "model.layers.*.input_layernorm.weight" in note
     with pytest.warns(UserWarning, match=f"{len(extra)} tensors on disk are not used") as caught:

@@ -80,7 +80,7 @@ def test_devices_are_counted(tmp_path: Path) -> None:
     (tmp_path / "sys/module/neuron/version").write_text("2.31.7.0\n")
     told = driver(tmp_path)
     assert (told.level, told.facts) == (Level.NOTE, {"devices": 2, "driver": "2.31.7.0"})
-    assert "has not been seen to run" in told.what
+    assert "LEMA's backend for them" in told.what
 
 
 def test_variables_that_change_results_are_warned_of() -> None:

@@ -142,7 +142,9 @@ def test_merged_weights_for_a_server_are_refused(llama: Path) -> None:
     model = streamed_model(llama)
     server: Any = object.__new__(VLLMGeneration)  # its own __init__ needs vLLM
     server.model, server._dist = model, SimpleNamespace(gather_params=nullcontext)
-    with pytest.raises(ConfigError, match=r"(?s)merge an adapter into weights that are in files.*the adapter's files"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)merging an adapter into weights that are in files.*the adapter's files"
+    ):
         next(iter(server._iter_named_params()))
     model.close()
 

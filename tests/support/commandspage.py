@@ -15,12 +15,12 @@ from lema.cli.app import app
 
 _HEAD = """# Commands
 
-Every command, with its arguments and options. `-h` behind a command prints the same. This page is made from the
-commands by `python tests/support/commandspage.py > docs/commands.md`.
+This page lists every command with its arguments and options. `-h` after a command prints the same.
+`python tests/support/commandspage.py > docs/commands.md` generates the page.
 
 `CONFIG` is the YAML file of a run or of phases. Commands that read settings take `--set KEY=VALUE`, or a setting's own
 name, as in `--learning-rate 1e-4`: [settings](settings.md) lists them. Commands that open a model take
-`--trust-remote-code`, without which no code that comes with a model is run. Both are left out of the tables below.
+`--trust-remote-code`, which allows a model's own code to run. The tables below leave out both.
 `lema --debug COMMAND` shows the traceback of an error, and [troubleshooting](troubleshooting.md) explains
 the exit codes."""
 

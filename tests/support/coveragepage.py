@@ -1,4 +1,4 @@
-"""Makes docs/coverage.md: what becomes of named public checkpoints, tried on tiny models in their published layout.
+"""Makes docs/coverage.md: which public checkpoints stream, tested on tiny models in their published layout.
 
     PYTHONPATH=.:backends:tools python tests/support/coveragepage.py > docs/coverage.md
 
@@ -30,25 +30,26 @@ from lema.model.skeleton import find_layers
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex
 from lema.storage.slices import AssembledRecord
-from lema_tools.models.checkpoints import CHECKPOINTS, Checkpoint, config_of
+from lema_tools.models.checkpoints import CHECKPOINTS, PARAMETERS, Checkpoint, config_of
 from lema_tools.survey.attempt import try_model
 
-__all__ = ["CHECKPOINTS", "Checkpoint", "Found", "page", "try_checkpoint"]
+__all__ = ["CHECKPOINTS", "Checkpoint", "Found", "page", "parameters_of", "try_checkpoint"]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What becomes of it: `refused` says why it does not stream, `how` what is done to what is read."""
+    """The result: `refused` says why it does not stream, `how` says how its tensors are read."""
 
     refused: str = ""
     how: str = ""
+    parameters: float = 0.0  # billions
     wire: float = 0.0
     slot: float = 0.0
 
 
 @cache
 def _tried(model_type: str, form: str) -> tuple[str, str, dict[str, float]]:
-    """Return why a tiny model is refused, what is done to what is read, and the bytes per element by kind of name."""
+    """Return why a tiny model is refused, how its tensors are read, and the bytes per element by kind of name."""
     if model_type not in CONFIG_MAPPING:
         return f"transformers {version('transformers')} has no type {model_type!r}", "", {}
     with tempfile.TemporaryDirectory() as directory:
@@ -62,7 +63,9 @@ def _tried(model_type: str, form: str) -> tuple[str, str, dict[str, float]]:
     widths = {_kind(name): record.nbytes / max(1, prod(record.shape)) for name, record in stored}
     row = try_model(model, model_type)
     assembled = any(isinstance(record, AssembledRecord) for _, record in stored)
-    how = ", pieces put together as they are read" * assembled + ", expanded when it is leased" * bool(names.quantized)
+    how = ", pieces are assembled when they are read" * assembled + ", layers are expanded when they are leased" * bool(
+        names.quantized
+    )
     return row.reason if row.streams is False else "", how, widths
 
 
@@ -79,7 +82,12 @@ def try_checkpoint(checkpoint: Checkpoint) -> Found:
         inside = [(f"{name}.{number}.{own_name}", one.numel()) for own_name, one in layer.named_parameters()]
         counts.append(sum(count for _, count in inside))
         sizes.append(sum(count * widths.get(_kind(full), 2.0) for full, count in inside))
-    return Found("", how, sum(sizes) / sum(counts), max(sizes) / 1e9)
+    return Found("", how, parameters_of(model), sum(sizes) / sum(counts), max(sizes) / 1e9)
+
+
+def parameters_of(model: torch.nn.Module) -> float:
+    """Count the parameters of a model, in billions; tied ones count once."""
+    return sum(one.numel() for one in model.parameters()) / 1e9
 
 
 def _kind(name: str) -> str:
@@ -99,37 +107,40 @@ def page() -> Iterator[str]:
     yield from INTRODUCTION.splitlines()
     yield ""
     refused = len(rows) - streaming - needing
-    yield f"{len(rows)} in all: {streaming} stream as published, {needing} need something first, {refused} are refused."
+    yield f"{len(rows)} in all: {streaming} stream as published, {needing} need a change first, {refused} is refused."
     yield ""
-    yield "| checkpoint | model type | form | becomes | wire, bytes per parameter | largest slot, GB |"
-    yield "|---|---|---|---|---|---|"
+    yield "| checkpoint | model type | form | result | parameters | wire, bytes per parameter | largest slot, GB |"
+    yield "|---|---|---|---|---|---|---|"
     for checkpoint, found in rows:
         answer = f"streams as published{found.how}"
         if checkpoint.needs:
             answer = f"needs {checkpoint.needs}"
         if found.refused:
             answer = f"refused: {found.refused}"
-        sizes = (f"{found.wire:.2f}", f"{found.slot:.2f}") if found.wire else ("", "")
+        count = f"{found.parameters:.1f}" + ", unverified" * (checkpoint.name not in PARAMETERS)
+        sizes = (count, f"{found.wire:.2f}", f"{found.slot:.2f}") if found.wire else ("", "", "")
         cells = (checkpoint.name, f"`{checkpoint.model_type}`", checkpoint.form, answer, *sizes)
         yield f"| {' | '.join(cells)} |"
 
 
 INTRODUCTION = """\
-What was checked is a tiny model of the type in the published layout: `transformers` writes it under the names it reads,
-the weights are quantised as the publisher's are, with their scales and `quantization_config`, and LEMA opens it, maps
-every tensor, and runs the model up to its layers and from them to its logits. `tests/model/test_published_forms.py`
-trains one model of each form for two steps: loss and gradients are bitwise those of PEFT on the weights that
-`transformers` dequantises. No published file was read, and which linears a publisher left unquantised was not looked up
-for each.
+A tiny model of the type was tested in the published layout. `transformers` writes it with the names that it reads, and
+the weights are quantised as the publisher's are, with their scales and `quantization_config`. LEMA opens the model,
+maps every tensor, and runs the model up to its layers and from them to its logits.
+`tests/model/test_published_forms.py` trains one model of each form for two steps: loss and gradients are bitwise those
+of PEFT on the weights that `transformers` dequantises. No published weights were read, and it was not checked which
+linear modules each publisher left unquantised.
 
-Bytes are those of the decoder layers, without embeddings and head: what a tensor of that name takes in the tiny model,
-for the sizes of the checkpoint. Where no bytes are told, its sizes are not known here; where the class of its config
-is documented with the checkpoint, the sizes are its defaults. The largest slot is the largest layer as it crosses to
-the device; what is quantised takes its expanded size there as well while it is leased.
+Parameters and bytes come from the sizes in the checkpoint's config.json, where they are known. *Parameters* counts the
+model that `transformers` builds from them, in billions. `tests/model/test_coverage_page.py` compares the number with
+the publisher's within 2%; *unverified* means that the publisher's number is not known here. *Wire* and *largest slot*
+count the decoder layers without embeddings and head, with the bytes that a tensor of that name takes in the tiny model.
+The largest slot is the largest layer as it is copied to the device. A quantised layer also takes its expanded size
+while it is leased.
 
-Not in the table, because no config of theirs is known here: DeepSeek-V4.1-Flash (a V4 with Engram tables) and
-Mistral-Large-3. That Qwen3.8-Flash-Next is of the type it has here is told by the name of its table alone (95 GiB in
-one layer, of which rows are read).
+DeepSeek-V4.1-Flash (a V4 with Engram tables) and Mistral-Large-3 are not in the table, because their configs are not
+known here. Qwen3.8-Flash-Next has its type here only because of the name of its table (95 GiB in one layer, of which
+LEMA reads rows).
 """
 
 

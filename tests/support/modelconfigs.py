@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:backends:tools python tests/support/modelconfigs.py [NAME ...]     # a plan each, some seconds a model
 
-Each file is what `lema init` writes for the checkpoint's config, without its weights; where nothing fits, there is
-none. The page is made of the files that are there.
+Each file is what `lema init` writes for the checkpoint's config, without its weights. If nothing fits, there is no
+file. The page lists the files that exist.
 """
 
 import re
@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from lema.errors import MemoryLimitError
-from lema_tools.models.checkpoints import CHECKPOINTS, PARAMETERS, Checkpoint, named
+from lema_tools.models.checkpoints import CHECKPOINTS, NEAR, PARAMETERS, Checkpoint, named
 from lema_tools.models.chosen import Choice, choices, profile_for, yaml_lines
 from lema_tools.models.published import write_hollow
 
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 CONFIGS, PAGE = ROOT / "configs" / "models", ROOT / "docs" / "your-model.md"
 GB = 10**9
 SIZES = (8, 12, 16, 24, 48, 80)  # GB of device memory
-NEAR = 0.09  # of the parameters that the publisher counts: those of a tied head, or of towers, may be more or less
-MODELS = [one for one in CHECKPOINTS if one.name in PARAMETERS and one.sizes is not None]
+UNPLANNED = ("Qwen3-Coder-480B-A35B", "DeepSeek-V4-Flash")  # their sizes are known; no file was made so far
+MODELS = [one for one in CHECKPOINTS if one.name in PARAMETERS and one.name not in UNPLANNED]
 
 
 def files_of(checkpoint: Checkpoint) -> dict[int, str]:
@@ -40,7 +40,7 @@ def files_of(checkpoint: Checkpoint) -> dict[int, str]:
     counted = {one.parameters / 1e9 / PARAMETERS[checkpoint.name] for one in made.values()}
     if any(abs(ratio - 1) > NEAR for ratio in counted):
         sys.stderr.write(
-            f"{checkpoint.name}: its sizes give {max(counted):.2f} of its parameters, so they are others\n"
+            f"{checkpoint.name}: the sizes give {max(counted):.2f} of the published parameters, so they are wrong\n"
         )
         return {}
     name = checkpoint.name.lower()
@@ -68,7 +68,8 @@ def page() -> Iterator[str]:
         yield f"| {one.name} | {PARAMETERS[one.name]:g} | {' | '.join(cells)} |"
     yield ""
     if absent:
-        yield f"No file, because its sizes are not known here or no size fits: {', '.join(absent)}."
+        yield f"These models have no file, because they fit no size: {', '.join(absent)}."
+    yield f"No file was made so far for {' and '.join(UNPLANNED)}."
 
 
 def _speed(file: Path) -> str:
@@ -82,34 +83,34 @@ INTRODUCTION = f"""\
 
 Made by `python tests/support/modelconfigs.py`, which writes the files as well.
 
-The file for a model and a device is `configs/models/` with the model's name and the memory of the device, such as
-`configs/models/Qwen3-8B/24GB.yaml`. Put your rows in `data.jsonl`, or name them, and train:
+`configs/models/` has a folder for each model, and in it a file for each size of device memory, such as
+`configs/models/Qwen3-8B/24GB.yaml`. Put your rows into `data.jsonl`, or name another file, and train:
 
 ```bash
 lema train configs/models/Qwen3-8B/24GB.yaml --train-data my-rows.jsonl
 ```
 
-For a model or a size that is not here, `lema init` writes the file:
+`lema init` writes the file for another model or another size:
 
 ```bash
 lema init Qwen/Qwen3-8B --device-memory 10GB --data my-rows.jsonl --output my.yaml
 ```
 
-It takes a directory, a hub id in the cache, or a name of [published checkpoints](coverage.md), and ends with code 4
-where nothing fits.
+It takes a directory, a hub id in the cache, or a name of [published checkpoints](coverage.md). It ends with code 4 if
+nothing fits.
 
-A cell is the tokens per second that the plan predicts, of steps of 16 rows with 1,024 tokens; `-`: nothing that was
-tried fits. They are **predictions, not measurements**: no row was run on such a device. Where they come from:
+A cell has the tokens per second that the plan predicts for steps of 16 rows with 1,024 tokens. `-` means that nothing
+that was tried fits. These are **predictions, not measurements**: no row was run on such a device. They come from:
 
-- the sizes in the checkpoint's config.json, written down in `tools/lema_tools/models/checkpoints.py`, and its published
-  form; a model whose sizes give another number of parameters than its publisher counts is left out;
-- speeds of computing, link and disk of a profile of `lema plan`
+- the sizes in the checkpoint's config.json, copied to `tools/lema_tools/models/checkpoints.py`, and its published form.
+  The table has only models whose sizes give the publisher's number of parameters within 2%;
+- the speeds of computing, link and disk in a profile of `lema plan`
   ({_PROFILES}),
-  with the device's memory in place of the profile's, and half of the profile's host memory;
-- LoRA of rank 16 on every linear of the layers, experts excepted.
+  with the device memory of the column, and half of the profile's host memory;
+- LoRA of rank 16 on every linear module of the layers except experts.
 
-`tests/plan/test_model_configs.py` makes the files again and compares them: those of two models in a default run, all in
-the exhaustive one ([what the tests take](internals/tests.md)).
+`tests/plan/test_model_configs.py` makes the files again and compares them: those of two models in a default run, and
+all in the exhaustive run ([what the tests take](internals/tests.md)).
 
 """
 

@@ -124,7 +124,7 @@ def test_a_killed_run_and_one_without_anything_beside_its_metrics_have_a_page(ki
     (tmp_path / METRICS).write_text('{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
     page = page_of(tmp_path)
     assert "1 points are not finite" in page.texts["curves"] and "no plan.json" in page.texts["memory"]
-    assert "Nothing says with which settings" in page.texts["settings"]
+    assert "The settings of the run are not known" in page.texts["settings"]
     (tmp_path / METRICS).write_text("")
     assert "Nothing was measured" in page_of(tmp_path).texts["curves"]
 
@@ -186,7 +186,7 @@ def test_it_is_written_where_it_is_asked_for_and_says_so(
     assert f"report: {tmp_path / 'page.html'}" in capfd.readouterr().out
     assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert_refused(
-        capfd, 3, ["this is no trace", "lema train --trace"], "report", plain_run, "--trace", plain_run / METRICS
+        capfd, 3, ["this is not a trace", "lema train --trace"], "report", plain_run, "--trace", plain_run / METRICS
     )
     assert_refused(capfd, 6, ["page.html"], "report", plain_run, "--output", tmp_path / "not" / "page.html")
 

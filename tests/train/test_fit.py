@@ -252,8 +252,7 @@ def test_a_loss_that_is_not_finite_names_step_rows_and_layer_and_keeps_what_was_
         with pytest.raises(NonFiniteError, match="the loss is nan") as caught:
             model.get_trainer().fit(rows)
     assert caught.value.where == (
-        "step 3, rows [8, 9, 10, 11] of the data; the optimizer was not stepped; "
-        "first non-finite output: model.layers.4"
+        "step 3, rows [8, 9, 10, 11] of the data; the optimizer made no step; first non-finite output: model.layers.4"
     )
     assert list(logged(config)) == [1, 2]
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]

@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_is_named(model: Path, tmp_path: Path) -> None
             "compares with the base model, but trained biases cannot be undone",
         ),
         ({"objective": "kto", "batch_size": 1}, "set it to 2 or more"),
-        ({"objective": "kto", "cache_frozen_prefix": True, "shuffle": False}, "not kept"),
+        ({"objective": "kto", "cache_frozen_prefix": True, "shuffle": False}, "not cached"),
         ({"loss_type": "dpo"}, "loss_type must be one of nll, dft"),
         ({"objective": "dpp"}, "did you mean dpo"),
     ],

@@ -273,7 +273,7 @@ def test_auto_is_a_number_by_the_plan_and_stays_it(
 def test_settings_that_say_how_much_twice_are_refused() -> None:
     assert LemaConfig("m", tokens_per_step="16k").tokens_per_step == 16_000
     for changes, said in (
-        ({"tokens_per_step": 100, "batch_size": 4}, "tokens_per_step says how many tokens, and batch_size how many"),
+        ({"tokens_per_step": 100, "batch_size": 4}, "tokens_per_step counts tokens, and batch_size counts rows"),
         ({"tokens_per_step": 100, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps how many rows"),
         ({"tokens_per_step": 100, "micro_batch_size": 2}, "micro_batch_size how many rows"),
         ({"micro_batch_tokens": 2000, "micro_batch_size": 2}, "micro_batch_size how many rows"),

@@ -30,11 +30,11 @@ def data(
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Show what a run will see of its training data: rows, lengths, and what of them is trained on."""
+    """Show the training data of a run: rows, lengths, and the tokens that are trained on."""
     from lema.train.phases.file import has_phases
 
     if has_phases(config):
-        how = "write its data sets into a file of a plain run, as train_data; a mixture is shown by lema plan"
+        how = "write its data sets as train_data into a file without phases; `lema plan` shows a mixture"
         raise ConfigError("a file of phases has several data sets", where=str(config), how=how)
     checked = config_of(config, settings)
     if not checked.train_data:
@@ -109,7 +109,7 @@ def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerB
 def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
     yield "data", counts
     if about["held_back"]:
-        yield "data", f"{about['held_back']:,} of them are held back to evaluate on"
+        yield "data", f"{about['held_back']:,} of them are held back for evaluation"
     if about["steps"]:
         yield "data", f"trained on in {about['steps']:,} steps"
     for name, number in about["sources"].items():

@@ -25,47 +25,64 @@ __all__ = ["generate"]
 def generate(
     source: Source,
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Text to go on from; may be repeated.")
+        list[str] | None, typer.Option("--prompt", "-p", help="Text to continue; may be repeated.")
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Prompts: lines of .txt, `prompt` or `messages` of .jsonl; - for standard input."
+            metavar="FILE", help="Prompts: lines of .txt, or `prompt` or `messages` of .jsonl; - is standard input."
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where results go, a JSON object a line, as batches end.")
+        Path | None, typer.Option(metavar="FILE", help="File for the results, one JSON object per line.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep what is in the output, and make the rest.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the results in the output file, and generate the others.")
+    ] = False,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts at once; by default as many as fit, 64 at most.")
+        int | None, typer.Option(min=1, help="Prompts at once. Default: as many as fit, at most 64.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
     do_sample: Annotated[
-        bool, typer.Option("--do-sample", help="Draw tokens; else always the likeliest. A temperature says so, too.")
+        bool,
+        typer.Option(
+            "--do-sample", help="Sample tokens instead of taking the most likely one; --temperature implies it."
+        ),
     ] = False,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0: always the likeliest token.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Temperature of sampling; 0 takes the most likely token.")
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw among the likeliest, up to this mass.")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability mass."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw among so many of the likeliest.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")] = None,
     min_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw among those this likely beside the likeliest.")
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Sample from tokens with this fraction of the highest probability."),
     ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: tokens come again less often.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of what is drawn; by default the settings'.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put texts through the chat template, as the user's.")] = False,
-    kv: Annotated[str, typer.Option(metavar="device|host", help="Where keys and values wait.")] = "device",
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat tokens less often.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of sampling. Default: the seed of the settings.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Render texts with the chat template, as messages of the user.")
+    ] = False,
+    kv: Annotated[str, typer.Option(metavar="device|host", help="Where keys and values are kept.")] = "device",
     phase: PhaseNamed = None,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Continue prompts with base model and adapter, streaming: the weights are read once per token of a batch."""
+    """Continue prompts with the base model and adapter. A batch reads the weights once per new token."""
     if (prompts is None) == (not prompt):
-        raise ConfigError("prompts come from one place", where="--prompt", how="give --prompt TEXT or --prompts FILE")
+        raise ConfigError(
+            "prompts must come from one place", where="--prompt", how="give --prompt TEXT or --prompts FILE"
+        )
     if kv not in ("device", "host"):
-        raise ConfigError(f"{kv!r} is no place for keys and values", where="--kv", how="say device or host")
+        raise ConfigError(f"{kv!r} is not a place for keys and values", where="--kv", how="use device or host")
     options = _sampling(do_sample=do_sample, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     options |= {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     options |= {"stop_strings": stop} if stop else {}
@@ -88,7 +105,7 @@ def _sampling(*, do_sample: bool, temperature: float | None, **others: float | N
         if given or do_sample:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in [*given, *["do_sample"] * do_sample])
             how = "give --do-sample, or a --temperature above 0; or leave these out"
-            raise ConfigError("nothing is drawn, so there is nothing to draw among", where=named, how=how)
+            raise ConfigError("this option has no effect without sampling", where=named, how=how)
         return {"do_sample": False}
     return {"do_sample": True, **({} if temperature is None else {"temperature": temperature}), **given}
 
@@ -97,11 +114,11 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
     """Return the results in the output, by the number of their prompts; or ConfigError: of others, or unwanted."""
     if output is None or not output.exists():
         if resume and output is None:
-            raise ConfigError("there is no output to go on with", where="--resume", how="give --output FILE, too")
+            raise ConfigError("there is no output to continue", where="--resume", how="give --output FILE, too")
         return {}
     if not resume:
-        how = "give --resume to go on with it, or name another file"
-        raise ConfigError("there are results already", where=f"--output {output}", how=how)
+        how = "use --resume to continue it, or choose another file"
+        raise ConfigError("the output already has results", where=f"--output {output}", how=how)
     from lema.data.chat.prompts import written
 
     found = {}
@@ -114,7 +131,7 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
         except (ValueError, LookupError, TypeError, AttributeError):
             same = False
         if not same:
-            how = "name the file of the prompts it was made of, or another output"
+            how = "use the original file of prompts, or another output"
             raise ConfigError("the output has results of other prompts", where=f"{output}:{number}", how=how)
         found[result["index"]] = result
     return found

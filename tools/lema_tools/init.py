@@ -20,16 +20,16 @@ def init(
     ],
     device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of the device, such as 24GB.")],
     data: Annotated[Path, typer.Option(metavar="FILE", help="Rows to train on.")],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="The file that is written.")] = Path("my.yaml"),
+    output: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")] = Path("my.yaml"),
     profile: Annotated[
-        str | None, typer.Option(help="Machine whose speeds are taken; else the one most like the device.")
+        str | None, typer.Option(help="Machine profile for the speeds. Default: the one that is most like the device.")
     ] = None,
 ) -> None:
-    """Write a file of settings for a model and a device, with what the plan chose, and why. Exit code 4: no fit."""
+    """Write a file of settings for a model and a device, with the plan's choices. Exit code 4: nothing fits."""
     if output.exists():
-        raise ConfigError("this file exists already", where=str(output), how="name another one: --output FILE")
+        raise ConfigError("this file exists already", where=str(output), how="choose another one: --output FILE")
     if not data.exists():
-        raise ConfigError("there is no such file to train on", where=f"--data {data}", how="give rows that are there")
+        raise ConfigError("there is no such file", where=f"--data {data}", how="use an existing file")
     from lema.config.units import memory_bytes
     from lema.plan.machine import profile as find_profile
 

@@ -22,15 +22,17 @@ HEADERS = ("part", "seconds", "share", "limit s", "of the limit")
 def profile(
     context: typer.Context,
     config: ConfigFile,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to measure, each once as it is and once watched.")] = 2,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps to measure; each runs twice, once with every operation recorded.")
+    ] = 2,
     phase: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a file of phases: the one whose steps are taken.")
+        str | None, typer.Option(metavar="NAME", help="The phase to profile, in a file of phases.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Take some steps of a config, and print what their time is spent on; nothing is saved."""
+    """Run some steps of a config and print where their time goes. Nothing is saved."""
     from lema.train.phases.file import has_phases
 
     file = None
@@ -42,7 +44,7 @@ def profile(
     else:
         checked = config_of(config, settings)
     if checked.torch_compile:
-        what = "compiled layers do not show what they are made of"
+        what = "compiled layers do not show their operations"
         raise ConfigError(what, where="torch_compile", how="--set torch_compile=false")
     import_libraries(context, checked, trusted=trust_remote_code)
     from rich.console import Console
@@ -92,7 +94,7 @@ def _rows(found: "StepProfile") -> Any:
 def _lines(found: "StepProfile") -> Any:
     took = f"watched, one took {found.watched_seconds:.3f} s"
     yield f"{found.steps} steps of {found.tokens:,.0f} tokens on {found.device}; {took}"
-    reached = f"the best of them reaches {found.flops_per_second / 1e9:,.0f} GFLOP/s by itself"
+    reached = f"the fastest one reaches {found.flops_per_second / 1e9:,.0f} GFLOP/s alone"
     yield f"products of a step: {found.flops / 1e9:,.2f} GFLOP, {reached}"
     read = f"{found.bytes_read / 1e6:,.1f} MB of weights a step from a disk of {found.disk_speed / 1e9:.2f} GB/s"
     yield f"memory: {found.memory_speed / 1e9:.1f} GB/s; read: {read}"

@@ -22,21 +22,21 @@ MORE = 1.2  # times the weights: what the whole model takes at least, with adapt
 
 def prove(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Directory or cached hub id; else a small one is made.")
+        str | None, typer.Argument(metavar="[MODEL]", help="Directory or cached hub id. Default: make a small model.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5,
     micro_batches: Annotated[
-        int, typer.Option(min=1, help="Rows of a step, one at a time; 1 for models with dropout of their own.")
+        int, typer.Option(min=1, help="Rows of a step, one at a time; 1 for models with dropout.")
     ] = 4,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 64,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 16,
     device: Annotated[str, typer.Option(help="Backend to run on, as `lema backends` lists them.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")] = "float32",
     seed: Annotated[int, typer.Option(min=0, help="Seed of rows and adapter.")] = 42,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the certificate goes.")] = Path("lema-proof"),
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the certificate.")] = Path("lema-proof"),
 ) -> None:
-    """Train some steps by streaming and with the whole model, and certify that the numbers are the same. Exit code 7:
-    they are not; 4: the whole model does not fit, which the comparison needs."""
+    """Train some steps streamed and with the whole model, and certify that the numbers are the same. Exit code 7: they
+    differ; 4: the whole model, which the comparison needs, does not fit."""
     if dtype not in DTYPES:
         raise ConfigError(f"there is no type {dtype!r} to prove in", where="--dtype", how=f"one of {', '.join(DTYPES)}")
     from lema.backend import load
@@ -58,7 +58,7 @@ def prove(
     typer.echo("\n".join(markdown(certificate)))
     typer.echo(f"\nwritten to {files[0]} and {files[1]}")
     if not certificate["holds"]:
-        what = "the numbers of the streamed run are not those of the whole model"
+        what = "the numbers of the streamed run differ from those of the whole model"
         raise PromiseBroken(what, where=str(files[0]), how="please report it, with that file and `lema doctor --json`")
 
 
@@ -79,7 +79,7 @@ def check_room(case: "Case") -> None:
     free = host if stats.shared else min(host, stats.total if stats.free is None else stats.free)
     if needed > free:
         what = f"the whole model takes {human_bytes(needed)} at least, and {human_bytes(free)} are free"
-        how = "the comparison needs the whole model in memory: prove a smaller one of its kind"
+        how = "the comparison needs the whole model in memory: use a smaller model of its kind"
         raise MemoryLimitError(what, where=case.model, how=how)
 
 

@@ -23,16 +23,16 @@ LONG = 20_000  # characters of a file that are shown
 
 
 def report(
-    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="What the run's output_dir is.")],
+    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="The output_dir of the run.")],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write it; else report.html in OUTPUT_DIR.")
+        Path | None, typer.Option(metavar="FILE", help="File to write. Default: report.html in OUTPUT_DIR.")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What `lema train --trace` wrote; else a *trace*.json in OUTPUT_DIR."),
+        typer.Option(metavar="FILE", help="Trace of `lema train --trace`. Default: a *trace*.json in OUTPUT_DIR."),
     ] = None,
 ) -> None:
-    """Write a run as one HTML page: curves, a step's timeline, memory, settings, environment, certificates."""
+    """Write one HTML page about a run: curves, timeline of a step, memory, settings, environment, certificates."""
     from lema.storage.atomic import replace_file
 
     file = output or output_dir / "report.html"
@@ -172,7 +172,7 @@ def _times(run: Run) -> str:
         return '<p class="none">The lines of metrics have no seconds of steps.</p>'
     told = {name: f"{value:.3g} s, {100 * value / whole:.1f}%" for name, value in sums.items()}
     steps = sum(count for _, count, _ in run.seconds)
-    note = f"{steps:,} steps in {human_duration(whole)}. Computing is the rest: what is not measured is in it."
+    note = f"{steps:,} steps in {human_duration(whole)}. Computing is the rest, with all that is not measured."
     each = [(step, {name: value / count for name, value in parts.items()}) for step, count, parts in run.seconds]
     drawn = columns("seconds of a step", each, colours)
     summed = f'<div class="card"><h3>all steps</h3>{bars(Bar(sums, colours), told, note=note)}</div>'
@@ -185,10 +185,10 @@ def _timeline(run: Run, trace: Path | None) -> str:
         name = escape(trace.name)
         return f'<div class="card">{timeline(*found)}<p class="note">The step of median length in {name}.</p></div>'
     if not run.seconds:
-        return '<p class="none">There is neither a trace nor a line of metrics with seconds.</p>'
+        return '<p class="none">There is no trace and no line of metrics with seconds.</p>'
     parts = {name: value for name, value in _mean(run).items() if value}
     told = {name: f"{value:.3g} s" for name, value in parts.items()}
-    how = "This is the mean of the latest steps. lema train --trace FILE records what happened when."
+    how = "This is the mean of the latest steps. lema train --trace FILE records a timeline."
     colours = {name: at for at, name in enumerate(TIMES)}
     return f'<div class="card">{bars(Bar(parts, colours), told, note=how)}</div>'
 
@@ -207,9 +207,9 @@ def _memory(run: Run) -> str:
         told = {name: human_bytes(size) for name, size in parts.items()}
         limit = f"The plan takes {human_bytes(one.planned)}" + (f" of {human_bytes(one.limit)}." if one.limit else ".")
         if one.name == "memory":
-            limit += " The device computes in host memory, and what was measured is all of the process."
+            limit += " The device computes in host memory, so the measured memory is that of the whole process."
         if (run.about.get("plan") or {}).get("activations") is False:
-            limit += " Activations are not in it: no limit asked for them to be counted before the run."
+            limit += " It does not include activations, because no limit required counting them before the run."
         measured = None if one.measured is None else float(one.measured)
         mark = "" if measured is None else f"{human_bytes(measured)} measured at most"
         bar = Bar(parts, {name: at for at, name in enumerate(parts)}, measured)
@@ -218,7 +218,7 @@ def _memory(run: Run) -> str:
         curve = [Series("GB measured", [(step, value / 1e9) for step, value in points], 8)]
         cards.append(chart("memory in use after a step, GB", curve, from_zero=True))
     if not run.memories:
-        cards.append('<p class="none">The run has no plan.json, so that nothing says what was planned.</p>')
+        cards.append('<p class="none">The run has no plan.json, so the plan is not known.</p>')
     return f'<div class="grid2">{"".join(cards)}</div>'
 
 
@@ -238,10 +238,8 @@ def _card(run: Run) -> str:
     ends = [row for row in run.rows if row.get("event") == "phase_end"]
     if not parts and ends:
         told = ((row.get("phase"), row.get("step"), _text(row.get("final_eval_loss"))) for row in ends)
-        parts.append(
-            f'<div class="card">{table(told, ("phase", "ended after step", "loss on what was held out"))}</div>'
-        )
-    none = '<p class="none">There is no model card: a plain run writes one when it has ended.</p>'
+        parts.append(f'<div class="card">{table(told, ("phase", "ended after step", "loss on held-out rows"))}</div>')
+    none = '<p class="none">There is no model card. A run without phases writes one at its end.</p>'
     return f'<div class="grid2">{"".join(parts)}</div>' if parts else none
 
 
@@ -256,13 +254,13 @@ def _certificates(run: Run) -> str:
         else:
             text = escape(file.read_text(encoding="utf-8", errors="replace")[:LONG])
             cards.append(f'<details class="card"><summary>{name}</summary><pre>{text}</pre></details>')
-    none = "No certificate is in the directory: lema prove compares a run with transformers and PEFT, and writes one."
+    none = "The directory has no certificate. lema prove compares a run with transformers and PEFT, and writes one."
     return "".join(cards) or f'<p class="none">{none}</p>'
 
 
 def _chips(found: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a certificate says in a word."""
-    words = {"holds": ("the promise holds", "the promise is broken"), "bitwise": ("bitwise equal", "not bitwise")}
+    words = {"holds": ("the promise holds", "the promise does not hold"), "bitwise": ("bitwise equal", "not bitwise")}
     for name, (yes, no) in words.items():
         if isinstance(verdict := found.get(name), bool):
             yield f'<span class="chip {"good" if verdict else "bad"}">{yes if verdict else no}</span>'
@@ -306,13 +304,13 @@ def _text(value: Any) -> str:
 
 def _settings_table(run: Run, settings: Mapping[str, Any]) -> str:
     if not settings:
-        return '<p class="none">Nothing says with which settings the run began.</p>'
+        return '<p class="none">The settings of the run are not known.</p>'
     rows = {name: value if isinstance(value, str) else json.dumps(value) for name, value in sorted(settings.items())}
     given = {str(name): True for name in run.about.get("given") or ()}
     chosen = [(name, value) for name, value in rows.items() if name in given]
     every = f"<details><summary>all {len(rows)} settings</summary>{table(rows.items(), marked=given)}</details>"
     if not chosen:
-        return f'<div class="card"><p class="note">Nothing says which of them were given.</p>{every}</div>'
+        return f'<div class="card"><p class="note">It is not known which of them were given.</p>{every}</div>'
     told = f"The {len(chosen)} that were given are marked; the others have their defaults, or the plan chose them."
     told = f'<p class="note">{told}</p>'
     return f'<div class="card">{table(chosen, marked=given)}{told}{every}</div>'

@@ -230,15 +230,15 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _no_run(directory: Path) -> ConfigError:
-    how = "give the output_dir of a run: `lema train` writes metrics.jsonl there when it begins"
+    how = "use the output_dir of a run, where `lema train` writes metrics.jsonl"
     if not directory.exists():
         return ConfigError("there is no such directory", where=str(directory), how=how)
     if not directory.is_dir():
         return ConfigError("this is a file, not the directory of a run", where=str(directory), how=how)
     above = next((one for one in directory.absolute().parents[:2] if (one / METRICS).is_file()), None)
     if above is not None:
-        how = f"the run that this belongs to is in {above}"
-    return ConfigError(f"no run is in this directory: {METRICS} is missing", where=str(directory), how=how)
+        how = f"this belongs to the run in {above}"
+    return ConfigError(f"this directory has no run: {METRICS} is missing", where=str(directory), how=how)
 
 
 def _checkpoints(directory: Path) -> Iterator[Path]:

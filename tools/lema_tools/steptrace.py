@@ -35,8 +35,8 @@ def read_step(file: Path) -> tuple[list[Span], dict[str, int]] | None:
     except OSError as error:
         raise DataError(f"cannot read the trace: {error.strerror}", where=str(file)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        how = "give what `lema train --trace FILE` has written"
-        raise DataError(f"this is no trace: {error!r}", where=str(file), how=how) from error
+        how = "use a file that `lema train --trace FILE` wrote"
+        raise DataError(f"this is not a trace: {error!r}", where=str(file), how=how) from error
     bounds = _bounds(spans)
     if not bounds:
         return None

@@ -27,13 +27,13 @@ LARGEST = 6  # parts of memory that are named
 
 
 def watch(
-    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="What the run's output_dir is.")],
-    once: Annotated[bool, typer.Option("--once", help="Show the run as it is now, and leave.")] = False,
+    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="The output_dir of the run.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     every: Annotated[
-        float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="How often to look while it runs.")
+        float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Seconds between updates.")
     ] = 1.0,
 ) -> None:
-    """Show a run, plain or of phases: loss, speed, where time goes, memory, what is left. q leaves; the run goes on."""
+    """Show the loss, speed, time, memory and remaining time of a run. q leaves, and the run continues."""
     from rich.console import Console
     from rich.live import Live
 

@@ -91,7 +91,7 @@ def _shape(given: Any, kind: Kind, comm: Comm) -> tuple[tuple[Layout, ...], tupl
         copies = given.kv_size_multiplier
         if copies > 1 and not hasattr(given, "kv_layout"):
             raise ModelError(
-                "which ranks hold copies of keys and values is not said, and differs from one device to another",
+                "the layer does not define which ranks hold copies of keys and values, and devices differ in this",
                 where=f"{type(given).__name__}: kv_size_multiplier={copies}",
                 how="set kv_layout on the layer: tile (trn1) or interleave (trn2)",
             )

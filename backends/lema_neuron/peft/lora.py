@@ -88,7 +88,7 @@ def _all_linear(model: nn.Module) -> set[str]:
     for name, module in model.named_modules():
         if not isinstance(module, nn.Conv1d) and any(one.dim() == 3 for one in module.parameters(recurse=False)):
             raise ConfigError(
-                "all-linear means the experts too, and adapters of parameters are not supported over several ranks",
+                "all-linear includes experts, but several ranks do not support adapters of parameters",
                 where=f"target_modules: {name}",
                 how="name the linears to adapt in target_modules",
             )

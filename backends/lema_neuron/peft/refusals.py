@@ -16,7 +16,7 @@ WHY = {
     "layer_replication": "layers are told apart by their names",
     "target_parameters": "it adapts parameters of modules that have been cut",
     "trainable_token_indices": "it trains rows of a weight that is cut",
-    "megatron_config": "the parallel layers are others",
+    "megatron_config": "the parallel layers differ",
 }
 HOW = "leave it out, or train without tensor parallelism"
 

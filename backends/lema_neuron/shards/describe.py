@@ -24,7 +24,7 @@ __all__ = ["describe"]
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 LEAVES = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
-HOW = "leave the format out: LEMA's own has a place for all"
+HOW = "leave the format out, because LEMA's own format holds all tensors"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _adapted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
     for name in tensors:
         path, leaf = module_of(name)
         if leaf not in LEAVES:
-            raise AdapterError("this format has no place for such a tensor", where=name, how=HOW)
+            raise AdapterError("this format cannot hold such a tensor", where=name, how=HOW)
         found.setdefault(path, set()).add(leaf)
     return found
 

@@ -43,7 +43,7 @@ class _Lema:
     ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, Any]]:
         """Read the files of all ranks, which the layouts beside them describe."""
         if kv_layout is not None:
-            raise ConfigError("these shards say how they lie", where="kv_layout", how="leave it out")
+            raise ConfigError("these shards record their layout", where="kv_layout", how="leave it out")
         return *_read(directory, check=check), dict(config)
 
     def write(

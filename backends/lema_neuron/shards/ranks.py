@@ -38,7 +38,7 @@ def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
     """Find what describes each pipeline stage of a checkpoint, and the files of its ranks in their order: a directory
     of `model/` and `mp_metadata_pp_rank_*.json`. A file that is missing is an `AdapterError`."""
     if (directory / "checkpoint").is_file() and not (directory / "done").is_file():
-        what = "this checkpoint was not saved to its end: there is no file `done`"
+        what = "this checkpoint is incomplete: there is no file `done`"
         raise AdapterError(what, where=str(directory), how="use an earlier one, or save it again")
     found: dict[int, dict[int, Path]] = {}
     for file in sorted((directory / "model").glob("dp_rank_*.pt")):

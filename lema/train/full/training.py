@@ -95,7 +95,7 @@ class FullTraining:
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
         """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is dropped is NaN. It may be
-        when no weight was stepped: without clipping some layers may have been."""
+        when no weight was updated: without clipping some layers may have been."""
         trained, tokens = count_tokens(micro_batches, self.model)
         self._fault, self._stepped, self.dropped, self._where = None, False, None, where
         self._hidden = HiddenGradients()
@@ -211,7 +211,7 @@ class FullTraining:
         """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` says what was stepped before, if anything."""
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
-            where = f"{self._place}, {place}; {begun or 'no weight was stepped'}"
+            where = f"{self._place}, {place}; {begun or 'no weight was updated'}"
             how = "lower learning_rate, or check the rows of this step"
             after = f"resume from the last checkpoint; {how}; max_grad_norm checks all first"
             what = f"the norm of the gradient of {name} is {float(norm)}"

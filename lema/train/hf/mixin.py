@@ -36,10 +36,10 @@ __all__ = ["StreamingMixin"]
 
 
 class StreamingMixin(Below):
-    """Put before the trainer in the bases of a class; it takes what that trainer takes, and two keywords more.
+    """Put it before the trainer in the bases of a class. It takes the trainer's arguments and two more keywords.
 
-    They are for a model that is given by name: `peft_config`, and `streaming`, further arguments of `lema.streamed`.
-    Raises `ConfigError` where the model does not stream, `TypeError` where the trainer stands before the mixin.
+    They are for a model given by name: `peft_config`, and `streaming` for further arguments of `lema.streamed`.
+    Raises `ConfigError` if the model does not stream, and `TypeError` if the trainer is before the mixin.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -78,13 +78,13 @@ class StreamingMixin(Below):
         super().__init__(model, *args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of an optimizer step as the trainer below does, and note them."""
+        """Return the batches of an optimizer step as the trainer does, and keep them."""
         found = super().get_batch_samples(*args, **kwargs)
         self._batches, self._joint = found[0], None
         return found
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Take the training step of the trainer below, its layers together with those of the other batches."""
+        """Run the trainer's training step, with its layers together with those of the other batches."""
         index = next((index for index, batch in enumerate(self._batches) if batch is inputs), None)
         if index is None or len(self._batches) == 1:
             return super().training_step(model, inputs, *args, **kwargs)

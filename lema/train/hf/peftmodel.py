@@ -1,10 +1,10 @@
-"""`lema.streamed`: a PEFT model whose layers stream, for any trainer, or a loop of one's own.
+"""`lema.streamed`: a PEFT model whose layers stream, for any trainer, or your own loop.
 
     model = lema.streamed("directory or hub id", LoraConfig(r=16, target_modules="all-linear"), device="cpu")
     trainer = SFTTrainer(model, args=SFTConfig(...), train_dataset=rows)
 
-It is the model that `LemaModel` opens and `LemaTrainer` drives, with `lema.engine.stack` in the place of its layers.
-Its base weighs nothing: the layers' weights are on `meta`, and in nobody's state dict.
+It is the model that `LemaModel` opens and `LemaTrainer` uses, with `lema.engine.stack` instead of its layers. Its base
+takes no memory: the layers' weights are on `meta`, and in no state dict.
 """
 
 import hashlib
@@ -51,23 +51,23 @@ def streamed(
     num_labels: int | None = None,
     **settings: Any,
 ) -> "StreamedPeftModel":
-    """Open a model, by its directory or hub id, whose layers stream, with adapters, as a PEFT model.
+    """Open a model by its directory or hub id, with adapters, as a PEFT model whose layers stream.
 
     Args:
         model_name_or_path: model directory or hub id.
-        peft_config: PEFT's config of a fresh adapter, drawn from `seed`; or the directory of a saved one. Its
-            `task_type` "SEQ_CLS" has the model be the one of AutoModelForSequenceClassification, which scores texts.
-        device: the backend to run on; None: that of `LemaConfig`.
-        dtype: of the frozen weights; None: the checkpoint's.
+        peft_config: PEFT's config of a new adapter, drawn from `seed`; or the directory of a saved one. With
+            `task_type` "SEQ_CLS" the model is that of AutoModelForSequenceClassification, which scores texts.
+        device: the backend to run on; None: the default of `LemaConfig`.
+        dtype: type of the frozen weights; None: the checkpoint's.
         micro_batch_size: rows that are computed at once, however many a batch has; None: the whole batch.
-        device_memory: a limit, as in `LemaConfig`; `host_memory` is one, too.
-        trust_remote_code: run code that comes with the model.
-        num_labels: scores of a text; None: one. Where the checkpoint has no such head, it is drawn from `seed`, as
-            `from_pretrained` does, and the adapter after it.
-        settings: further settings of `LemaConfig`. `gradient_checkpointing` is true here unless given.
+        device_memory: a limit, as in `LemaConfig`; the same for `host_memory`.
+        trust_remote_code: run the model's own code.
+        num_labels: scores of a text; None: one. If the checkpoint has no such head, it is drawn from `seed`, as
+            `from_pretrained` does, and then the adapter.
+        settings: further settings of `LemaConfig`. `gradient_checkpointing` is true unless you set it.
 
-    Raises `ConfigError` where a setting is wrong, the adapter is none that streams, or several processes do not agree;
-    `MemoryLimitError` where the limits are too small.
+    Raises `ConfigError` if a setting is wrong, the adapter cannot stream, or several processes do not agree;
+    `MemoryLimitError` if the limits are too small.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
@@ -178,7 +178,7 @@ class StreamedPeftModel(PeftModel):
         return found
 
     def close(self) -> None:
-        """Stop reading and give memory back; the model cannot be called after that."""
+        """Stop reading and free the memory. The model cannot be called after that."""
         self.stack.take_out()
         self.opened.close()
 
@@ -204,7 +204,7 @@ class StreamedPeftModel(PeftModel):
         """Set the mode, as every module does; refuse a trainer that is about to divide the model."""
         kind = AcceleratorState._shared_state.get("distributed_type")
         if kind is not None and any(name in str(kind) for name in WRAPPERS):
-            self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but those of a streamed model are in files")
+            self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but its weights are in files")
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002 - as torch has it
@@ -213,13 +213,15 @@ class StreamedPeftModel(PeftModel):
         for device, dtype in here:
             like = fn(torch.empty(0, dtype=dtype, device=device))
             if (like.device, like.dtype) != (device, dtype):
-                what = f"the model cannot move from {dtype} on {device} to {like.dtype} on {like.device}"
-                self._refuse(f"{what}: its layers come from files", "open it with lema.streamed(device=, dtype=)")
+                what = f"moving from {dtype} on {device} to {like.dtype} on {like.device}"
+                self._refuse(
+                    f"{what}, because its layers come from files", "open it with lema.streamed(device=, dtype=)"
+                )
         return self
 
     def merge_adapter(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
-        what = "it cannot merge an adapter into weights that are in files"
+        what = "merging an adapter into weights that are in files"
         self._refuse(what, "use the adapter's files (save_pretrained), or run `lema merge`")
 
     def merge_and_unload(self, *_: Any, **__: Any) -> NoReturn:
@@ -228,17 +230,17 @@ class StreamedPeftModel(PeftModel):
 
     def unload(self) -> NoReturn:
         """Refuse: a model without adapters has nothing that trains."""
-        self._refuse("its adapters cannot be removed", "use disable_adapter()")
+        self._refuse("removing its adapters", "use disable_adapter()")
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        self._refuse("it cannot run on several devices at once (DataParallel)", "make only one device visible")
+        self._refuse("running on several devices at once (DataParallel)", "make only one device visible")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its layers are in files that a copy would have to open."""
-        self._refuse("it cannot be copied or pickled", "call save_pretrained, then lema.streamed on the result")
+        self._refuse("copying or pickling it", "call save_pretrained, then lema.streamed on the result")
 
     def _refuse(self, what: str, how: str = "train it in one process without a wrapper") -> NoReturn:
-        raise ConfigError(f"a streamed model cannot do this: {what}", where=type(self).__name__, how=how)
+        raise ConfigError(f"this is refused for a streamed model: {what}", where=type(self).__name__, how=how)
 
 
 def _room_of(opened: LemaModel) -> Callable[[], int] | None:

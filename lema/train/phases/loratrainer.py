@@ -66,19 +66,19 @@ class LoRATrainState:
 
 
 class LoRATrainer:
-    """Trains all parameters of a model for some stages, then adapters of it for others; or any plan of phases.
+    """Trains all parameters of a model in some stages, then adapters in other stages; or runs any plan of phases.
 
-    Everything goes through `output_dir`: a run that was stopped anywhere goes on from there with `train(resume=True)`,
-    bitwise as one that was not. When the last stage has ended, `evaluated` has the loss and perplexity of each of the
-    config's `evaluations`, and so has `evaluations.json` there. Raises `ConfigError` where a data set or a setting is
-    wrong, `DataError` where files cannot be read.
+    Everything is in `output_dir`: `train(resume=True)` continues a run that was stopped anywhere, bitwise as if it had
+    not been stopped. After the last stage, `evaluated` and the file `evaluations.json` have the loss and perplexity of
+    the config's `evaluations`. Raises `ConfigError` if a data set or a setting is wrong, and `DataError` if files
+    cannot be read.
 
     Args:
-        model: the model, the device, `output_dir`, and what no stage has of its own; gradients are clipped to 1 unless
-            it says otherwise.
-        datasets: by name, rows of tokens, or the files to read them from (a directory of packed tokens for PMD).
-        eval_data: rows or files of these to validate on, and of the config's `evaluations`; None: no validation.
-        eval_rows: how many of these rows; None: the config's `validation_steps`, or as many as a step of a plan has.
+        model: the model, the device, `output_dir`, and settings that the stages do not have; gradients are clipped to 1
+            unless it sets another norm.
+        datasets: by name, rows of tokens or files (a directory of packed tokens for PMD).
+        eval_data: rows or files of these for validation and for the config's `evaluations`; None: no validation.
+        eval_rows: the number of these rows; None: the config's `validation_steps`, or the rows of a step of the plan.
         callbacks: as in `lema.train.phases.run.run_phases`; so are `on_step` and `stop`.
     """
 
@@ -143,7 +143,7 @@ class LoRATrainer:
 
     @property
     def state(self) -> LoRATrainState:
-        """Where the run is: where it was restored, or would go on, at its newest checkpoint that is sound."""
+        """The position of the run: where it was restored, or its newest valid checkpoint."""
         if self._here is not None:
             return self._here
         point = find_point(self._places, lambda _: None)

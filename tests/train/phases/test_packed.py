@@ -165,7 +165,7 @@ def test_tokens_that_are_none_are_refused_and_nothing_is_left(
     ("options", "message"),
     [
         ({"dtype": "int32"}, "'int32'"),
-        ({"split": "test"}, "'test' is no part"),
+        ({"split": "test"}, "'test' is not a part"),
         ({"vocab_size": 70_000}, "70,000 tokens does not fit into uint16"),
         ({"vocab_size": 0}, "0 tokens"),
     ],

@@ -65,7 +65,10 @@ def test_the_base_trainers_tokens_and_data_sets_are_one_stage_of_all_parameters(
     ]
     assert LoRATrainerConfig(**found.to_dict()) == found
     assert config(total_tokens=10 * STEP) and config(total_tokens=15 * STEP)  # those of the stages, or of all
-    for wrong, said in (({"total_tokens": 9 * STEP}, "the stages of pre_lora"), ({"datasets": A}, "both define")):
+    for wrong, said in (
+        ({"total_tokens": 9 * STEP}, "the stages of pre_lora"),
+        ({"datasets": A}, "both set the first data"),
+    ):
         with pytest.raises(SettingsError, match=said):
             config(**wrong)
 
@@ -146,7 +149,7 @@ def test_no_stages_before_go_straight_to_adapters() -> None:
         ),
         (
             {"pre_lora_tokens": [], "pre_lora_datasets": [], "post_lora_tokens": [], "post_lora_datasets": []},
-            {"post_lora_tokens": "nothing would train (give the tokens"},
+            {"post_lora_tokens": "nothing would train (set the tokens"},
         ),
         ({"lora": {"rank": 0}}, {"lora.rank": "lora.rank must be at least 1"}),
         ({"schedule": "cosine", "decay_pct": 0.2}, {"decay_pct": "(leave decay_pct out, or choose wsd or wsds)"}),

@@ -44,7 +44,7 @@ END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
 PROMPT = "What does the miller bring?"
 MOST_DIFFERENCE = 1e-4  # of a logit of the streamed model and of PEFT's; with one arithmetic there is none
 Say = Callable[..., None]  # a line, and its style
-REPORT = "this is a fault of lema or of a library it rests on; please report it with the output of `pip list`"
+REPORT = "this is a bug in LEMA or a library; please report it with the output of `pip list`"
 
 
 class DemoFiles:
@@ -187,7 +187,7 @@ def _show_outcome(say: Say, outcome: Outcome) -> None:
 
 
 def _show_next(say: Say, files: DemoFiles) -> None:
-    curve = files.curve if files.curve.is_file() else "none: it is drawn where matplotlib is installed"
+    curve = files.curve if files.curve.is_file() else "none: pip install lema[plot] draws it"
     say("Files", style="bold")
     named = {"model": files.model, "text": files.text, "chats": files.chat, "pairs": files.pairs}
     named |= {"config": files.config, "adapter": files.adapter, "metrics": files.metrics}

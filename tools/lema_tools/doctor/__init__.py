@@ -13,12 +13,14 @@ __all__ = ["doctor"]
 def doctor(
     directory: Annotated[
         Path,
-        typer.Option(metavar="DIR", exists=True, file_okay=False, help="Whose disk is measured; nothing stays there."),
+        typer.Option(
+            metavar="DIR", exists=True, file_okay=False, help="Directory on the disk to measure. Nothing remains there."
+        ),
     ] = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes seconds: timing disk and link.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not time disk and link, which takes seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether this machine is ready: versions, limits, devices, link, disk, and how to fix what is not."""
+    """Check whether this machine is ready: versions, limits, devices, link and disk, and say how to fix problems."""
     from rich.console import Console
 
     from lema_tools.doctor.report import examine, show_report

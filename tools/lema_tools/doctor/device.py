@@ -68,7 +68,7 @@ def devices() -> Iterator[Finding]:
             facts |= {"total_bytes": memory.total, "in_host_memory": memory.shared}
             yield Finding(SECTION, one.name, Level.OK, what, facts=facts)
     if not any(one.ok for one in found):
-        what = "No device can be computed on: " + ("none of the backends runs here." if found else "none is installed.")
+        what = "No device can compute: " + ("none of the backends runs here." if found else "none is installed.")
         yield Finding(SECTION, "any", Level.PROBLEM, what, "pip install --force-reinstall lema brings one for the CPU")
 
 
@@ -170,8 +170,8 @@ def _direct(directory: Path) -> Finding:
         os.write(descriptor, bytes(PAGE))
         works = hasattr(os, "O_DIRECT") and _reads_directly(path)
     if works:
-        return Finding(DISK, "direct", Level.OK, "Reads go past the page cache (O_DIRECT).", facts={"works": True})
-    what = "Reads go through the page cache: this file system has no O_DIRECT. Each byte costs one more copy."
+        return Finding(DISK, "direct", Level.OK, "Reads bypass the page cache (O_DIRECT).", facts={"works": True})
+    what = "Reads go through the page cache: this file system has no O_DIRECT. Each byte is copied once more."
     how = "put the model on a local disk with ext4 or xfs"
     return Finding(DISK, "direct", Level.NOTE, what, how, facts={"works": False})
 

@@ -103,7 +103,7 @@ def huge_pages(root: Path = ROOT) -> Finding:
     facts: dict[str, Fact] = {"setting": setting}
     if setting in ("always", "madvise"):
         return Finding(SECTION, "huge pages", Level.OK, f"Huge pages: {setting}.", facts=facts)
-    what = "Memory for layers is not in huge pages: filling it costs more requests and more work."
+    what = "Memory for layers is not in huge pages, so filling it takes more requests and more work."
     how = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled" if setting else ""
     return Finding(SECTION, "huge pages", Level.NOTE, what, how, facts=facts)
 
@@ -115,7 +115,7 @@ def locked_memory(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Fin
     facts: dict[str, Fact] = {"limit_bytes": _limit(soft), "hard_limit_bytes": _limit(hard), "exempt": exempt}
     if soft == resource.RLIM_INFINITY or exempt:
         why = "this process is exempt from the limit" if exempt else "there is no limit"
-        return Finding(SECTION, "locked memory", Level.OK, f"Any memory may be locked: {why}.", facts=facts)
+        return Finding(SECTION, "locked memory", Level.OK, f"All memory may be locked: {why}.", facts=facts)
     what = f"This process may lock {human_bytes(soft)} of memory; some systems hold page-locked copies to that."
     how = "ulimit -l unlimited (memlock in /etc/security/limits.conf; --ulimit memlock=-1 for a container)"
     return Finding(SECTION, "locked memory", Level.NOTE, what, how, facts=facts)
@@ -172,7 +172,7 @@ def environment(given: Mapping[str, str] = os.environ, threads: float | None = N
     names = (*THREADS, *OFFLINE, *SECRET, *sorted(filter(ALLOCATOR.fullmatch, given)), *PLAIN)
     there = [name for name in names if name in given and (given[name] or name not in SECRET)]
     found = [*(_variable(name, given[name], busy) for name in there), *_launched(given)]
-    yield from found or [Finding(ENVIRONMENT, "variables", Level.OK, "No variable is set that matters.")]
+    yield from found or [Finding(ENVIRONMENT, "variables", Level.OK, "No relevant variable is set.")]
 
 
 def _variable(name: str, value: str, threads: float) -> Finding:
@@ -182,7 +182,7 @@ def _variable(name: str, value: str, threads: float) -> Finding:
         what = f"{name}={value}: computing in host memory uses {asked} of {threads:g} hardware threads."
     elif name in OFFLINE and value.lower() in YES:
         level = Level.NOTE
-        what = f"{name}={value}: nothing is fetched from the hub; models come from the cache or a directory."
+        what = f"{name}={value}: nothing is downloaded from the hub; models come from the cache or a directory."
     elif name in SECRET:
         what, value = f"{name} is set.", "set"
     return Finding(ENVIRONMENT, name, level, what, how, facts={"value": value})
@@ -210,10 +210,10 @@ def versions() -> Iterator[Finding]:
     yield from starmap(_standing, _wanted("lema"))
     for name in BESIDE:
         found = installed_version(name)
-        text = f"{name} {found}." if found else f"{name} is not installed; nothing of LEMA needs it."
+        text = f"{name} {found}." if found else f"{name} is not installed; LEMA does not need it."
         yield Finding(VERSIONS, name, Level.OK, text, facts=_facts(found))
     yield from list(known_bad(PAIRS, VERSIONS)) or [
-        Finding(VERSIONS, "pairs", Level.OK, "No two packages are installed that do not go together.")
+        Finding(VERSIONS, "pairs", Level.OK, "No installed packages conflict.")
     ]
 
 
@@ -222,7 +222,7 @@ def _python(wanted: str) -> Finding:
     facts = _facts(found, wanted, True)
     if SpecifierSet(wanted).contains(found, prereleases=True):
         return Finding(VERSIONS, "python", Level.OK, f"Python {found}.", facts=facts)
-    what, how = f"Python {found} is not what LEMA asks for: {wanted}.", "make an environment with another Python"
+    what, how = f"Python {found} is not what LEMA needs: {wanted}.", "make an environment with another Python"
     return Finding(VERSIONS, "python", Level.PROBLEM, what, how, facts=facts)
 
 
@@ -250,7 +250,7 @@ def _standing(requirement: Requirement, extra: str) -> Finding:
         if requirement.specifier.contains(found, prereleases=True):
             return Finding(VERSIONS, name, Level.OK, f"{name} {found}.", facts=facts)
     level = Level.WARNING if extra else Level.PROBLEM
-    return Finding(VERSIONS, name, level, f"{name} {found} is not what LEMA asks for: {wanted}.", how, facts=facts)
+    return Finding(VERSIONS, name, level, f"{name} {found} is not what LEMA needs: {wanted}.", how, facts=facts)
 
 
 def _facts(installed: str | None, wanted: str = "", required: bool = False) -> dict[str, str | bool | None]:

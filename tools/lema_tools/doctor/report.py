@@ -86,7 +86,7 @@ def _careful(section: str, look: Look) -> Iterator[Finding]:
             yield finding
     except Exception as error:  # noqa: BLE001 - whatever is broken here is what the user wants to know
         what = f"Looking at {section} failed: {type(error).__name__}: {error}."
-        yield Finding(section, "failed", Level.WARNING, what, "the rest of this report holds")
+        yield Finding(section, "failed", Level.WARNING, what, "the rest of this report is valid")
 
 
 STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}

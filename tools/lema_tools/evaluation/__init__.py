@@ -21,15 +21,17 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas.")
     ] = None,
-    limit: Annotated[float | None, typer.Option(min=0.0, help="Examples of each task; below 1: a part.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples that tasks show.")] = None,
-    include_path: Annotated[Path | None, typer.Option(metavar="DIR", help="Tasks of your own.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(min=0.0, help="Examples per task; a number below 1 is a fraction.")
+    ] = None,
+    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt of a task.")] = None,
+    include_path: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of your own tasks.")] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="Put what tasks ask through the chat template.")
+        bool, typer.Option("--apply-chat-template", help="Render the questions of tasks with the chat template.")
     ] = False,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows computed, or texts made, at once.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows computed or texts generated at once.")] = None,
     rows_per_pass: Annotated[
-        int | None, typer.Option(min=1, help="Rows scored by one pass; by default as many as fit.")
+        int | None, typer.Option(min=1, help="Rows per pass over the weights. Default: as many as fit.")
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the results of tasks as JSON.")] = None,
     phase: PhaseNamed = None,
@@ -42,9 +44,9 @@ def evaluate(
     given = [name for name, value in of_tasks.items() if value is not None]
     given += ["--apply-chat-template"] * apply_chat_template
     if tasks is None and given:
-        raise ConfigError("only tasks have this", where=", ".join(given), how="give --tasks NAMES, or leave it out")
+        raise ConfigError("only --tasks uses this", where=", ".join(given), how="give --tasks NAMES, or leave it out")
     if tasks is not None and data:
-        raise ConfigError("tasks bring their own data", where="--data", how="leave it out, or leave --tasks out")
+        raise ConfigError("tasks have their own data", where="--data", how="leave it out, or leave --tasks out")
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome)
     with contextlib.closing(model):

@@ -47,7 +47,7 @@ def evaluate_tasks(
     manager = lm_eval.tasks.TaskManager(include_path=own)
     if unknown := [one for one in tasks if not manager.match_tasks([one])]:
         how = "`lm_eval ls tasks` lists them; --include-path DIR adds your own"
-        raise ConfigError(f"the harness knows no task of this name: {', '.join(unknown)}", where="--tasks", how=how)
+        raise ConfigError(f"the harness has no task of this name: {', '.join(unknown)}", where="--tasks", how=how)
     limit = harness.limit
     found = lm_eval.simple_evaluate(
         model=harness_model(model, harness, told),
@@ -176,7 +176,7 @@ class _Answers:
         until = [one for one in handle_stop_sequences(options.pop("until", None), eos=end) if one]
         new = int(options.pop("max_gen_toks"))
         if new >= self.max_length:
-            what = f"{new} new tokens are asked for, and the model has {self.max_length} positions"
+            what = f"{new} new tokens are requested, but the model has {self.max_length} positions"
             raise ConfigError(what, where="max_gen_toks", how="lower it in the task")
         if not options.get("do_sample"):
             options.pop("temperature", None)

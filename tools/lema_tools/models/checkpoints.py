@@ -1,7 +1,7 @@
-"""Public checkpoints by name: their type, the form they are published in, and the sizes in their config.json.
+"""Public checkpoints by name: their type, the form in which they are published, and the sizes in their config.json.
 
-The sizes are those that the publishers' files give, written down here; nothing is downloaded. Where the class of a
-config is documented with the checkpoint, its defaults are the sizes, and `sizes` has what differs.
+The sizes are copied from the publishers' config.json; nothing is downloaded. If `transformers` documents the class of a
+config with the checkpoint, its defaults are the sizes, and `sizes` has only the differences.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-__all__ = ["CHECKPOINTS", "Checkpoint", "config_of", "named"]
+__all__ = ["CHECKPOINTS", "NEAR", "PARAMETERS", "Checkpoint", "config_of", "named"]
 
 
 OWNERS = {  # by how names begin
@@ -56,12 +56,14 @@ VOCABULARIES = {  # by how names begin, where they are not the defaults of the c
     "MiniMax-M2": 200064,
     "Devstral-2": 131072,
 }
-PARAMETERS = {  # in billions, as their publishers count them: sizes that give others are not the checkpoint's
+PARAMETERS = {  # in billions, as their publishers count them; `tests/model/test_coverage_page.py` compares the sizes
     "Qwen3-8B": 8.2,
     "Qwen3-32B": 32.8,
     "Qwen2.5-7B-Instruct": 7.6,
     "Qwen2.5-72B-Instruct": 72.7,
     "Qwen3.5-27B": 27,
+    "Qwen3.6-27B": 27,
+    "Qwen3.8-27B": 27,
     "Llama-3.1-8B-Instruct": 8.0,
     "Llama-3.3-70B-Instruct": 70.6,
     "gemma-3-27b-it": 27.4,
@@ -90,8 +92,14 @@ PARAMETERS = {  # in billions, as their publishers count them: sizes that give o
     "GLM-4.6": 355,
     "GLM-4.7": 355,
     "DeepSeek-V3": 671,
+    "DeepSeek-R1": 671,
+    "DeepSeek-V3.1": 671,
+    "DeepSeek-V4-Flash": 284,
+    "Qwen3-Coder-480B-A35B": 480,
+    "Qwen3-Next-80B-A3B": 80,
     "Nemotron-3-Nano-30B-A3B": 31.6,
 }
+NEAR = 0.02  # how far the count of a checkpoint's sizes may be from its publisher's, which is rounded
 
 
 @dataclass(frozen=True)
@@ -99,12 +107,12 @@ class Checkpoint:
     """A published checkpoint.
 
     Attributes:
-        name: as people call it.
-        model_type: of its `config.json`, or the one that makes it stream, as `needs` says.
+        name: its usual name.
+        model_type: the type in its `config.json`, or the one that makes it stream, as `needs` says.
         form: how its weights are published: a key of `FORMS`.
-        sizes: settings of the part that reads text; empty: those that the class of its config has by default; None:
-            not known here, and no bytes are told.
-        needs: what must be done first.
+        sizes: settings of the part that reads text. Empty: the defaults of its config's class. None: the sizes are
+            not known, and no bytes are computed.
+        needs: what a user must do first.
     """
 
     name: str
@@ -140,17 +148,34 @@ def moe(hidden: int, layers: int, wide: int, experts: int, heads: int, shared: i
 
 
 LLAMA_70B = dense(8192, 80, 28672, 64, 8)
-GLM_4_6 = moe(5120, 92, 1536, 160, 96, 8, n_routed_experts=160, intermediate_size=12288, first_k_dense_replace=3)
+GLM_4_6 = moe(5120, 92, 1536, 160, 96, 8, n_routed_experts=160, intermediate_size=12288, first_k_dense_replace=3) | {
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
 KIMI_K2 = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "first_k_dense_replace": 1}
-TYPE_OF_K2 = 'model_type "deepseek_v3" in its config.json, for transformers has none called "kimi_k2"'
+_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}  # of layers, as config.json writes their order
+NEMOTRON_3_NANO = {
+    "hidden_size": 2688,
+    "layers_block_type": [_KINDS[one] for one in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"],
+    "intermediate_size": 1856,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+}
+QWEN3_5_27B = dense(5120, 64, 17408, 24, 4, 256) | {"linear_num_value_heads": 48}
+TYPE_OF_K2 = 'model_type "deepseek_v3" in its config.json, because transformers has no type "kimi_k2"'
 CHECKPOINTS = (
     Checkpoint("Qwen3-8B", "qwen3", sizes=dense(4096, 36, 12288, 32, 8)),
     Checkpoint("Qwen3-32B", "qwen3", sizes=dense(5120, 64, 25600, 64, 8)),
     Checkpoint("Qwen2.5-7B-Instruct", "qwen2", sizes=dense(3584, 28, 18944, 28, 4)),
     Checkpoint("Qwen2.5-72B-Instruct", "qwen2", sizes=dense(8192, 80, 29568, 64, 8)),
-    Checkpoint("Qwen3.5-27B", "qwen3_5", sizes={}),
-    Checkpoint("Qwen3.6-27B", "qwen3_5"),
-    Checkpoint("Qwen3.8-27B", "qwen3_5"),
+    Checkpoint("Qwen3.5-27B", "qwen3_5", sizes=QWEN3_5_27B),
+    Checkpoint("Qwen3.6-27B", "qwen3_5", sizes=QWEN3_5_27B),
+    Checkpoint("Qwen3.8-27B", "qwen3_5", sizes=QWEN3_5_27B),
     Checkpoint("Llama-3.1-8B-Instruct", "llama", sizes=dense(4096, 32, 14336, 32, 8)),
     Checkpoint("Llama-3.3-70B-Instruct", "llama", sizes=LLAMA_70B),
     Checkpoint("gemma-3-27b-it", "gemma3", sizes=dense(5376, 62, 21504, 32, 16)),
@@ -173,20 +198,20 @@ CHECKPOINTS = (
     Checkpoint("Qwen3-Coder-30B-A3B", "qwen3_moe", sizes=moe(2048, 48, 768, 128, 32, 4)),
     Checkpoint("Qwen3-Coder-480B-A35B", "qwen3_moe", sizes=moe(6144, 62, 2560, 160, 96, 8)),
     Checkpoint("Qwen3-Next-80B-A3B", "qwen3_next", sizes={}),
-    Checkpoint("GLM-4.5-Air", "glm4_moe", sizes={}),
+    Checkpoint("GLM-4.5-Air", "glm4_moe", sizes={"head_dim": 128, "attention_bias": True}),
     Checkpoint("GLM-4.6", "glm4_moe", sizes=GLM_4_6),
     Checkpoint("GLM-4.7", "glm4_moe", sizes=GLM_4_6),
     Checkpoint("GLM-4.7-Flash", "glm4_moe_lite", sizes={}),
     Checkpoint("GLM-5", "glm_moe_dsa", sizes={}),
     Checkpoint("GLM-5.1", "glm_moe_dsa", sizes={}),
     Checkpoint("GLM-5.2", "glm_moe_dsa", sizes={}),
-    Checkpoint("Nemotron-3-Nano-30B-A3B", "nemotron_h", sizes={}),
+    Checkpoint("Nemotron-3-Nano-30B-A3B", "nemotron_h", sizes=NEMOTRON_3_NANO),
     Checkpoint("Mixtral-8x7B-Instruct", "mixtral", sizes={}),
     Checkpoint("ERNIE-4.5-21B-A3B", "ernie4_5_moe", sizes={}),
     Checkpoint("MiniMax-M3", "minimax_m3_vl", sizes={}),
     Checkpoint("LFM2-8B-A1B", "lfm2_moe"),
     Checkpoint("Kimi-Linear-48B-A3B", "kimi_linear", sizes={}),
-    Checkpoint("OLMoE-1B-7B", "olmoe", sizes={}),
+    Checkpoint("OLMoE-1B-7B", "olmoe", sizes={"intermediate_size": 1024}),
     Checkpoint("Qwen3-8B-FP8", "qwen3", "fp8 in blocks", dense(4096, 36, 12288, 32, 8)),
     Checkpoint("Qwen3-30B-A3B-FP8", "qwen3_moe", "fp8 in blocks", moe(2048, 48, 768, 128, 32, 4)),
     Checkpoint("DeepSeek-V3", "deepseek_v3", "fp8 in blocks", {}),
@@ -215,19 +240,20 @@ CHECKPOINTS = (
 
 
 def named(name: str) -> Checkpoint | None:
-    """Return the checkpoint of that name, or of that id on the hub, however it is written; None: it is not known."""
+    """Return the checkpoint with this name or hub id, in upper or lower case; None: it is not known."""
     wanted = name.lower()
     return next((one for one in CHECKPOINTS if wanted in (one.name.lower(), one.hub_id.lower())), None)
 
 
 def config_of(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return the config of a checkpoint whose sizes are known; `KeyError`: `transformers` has no such type."""
+    """Return the config of a checkpoint with known sizes; `KeyError`: `transformers` has no such type."""
     kind = CONFIG_MAPPING[checkpoint.model_type]
     default = kind()
     text = default.get_text_config()
     words = next((size for start, size in VOCABULARIES.items() if checkpoint.name.startswith(start)), text.vocab_size)
     sizes = {**(checkpoint.sizes or {}), "vocab_size": words}
-    wanted = {name: size for name, size in sizes.items() if hasattr(text, name)}
+    # Some classes, such as Qwen3Moe and Glm4Moe, read `head_dim` from config.json without declaring it.
+    wanted = {name: size for name, size in sizes.items() if name == "head_dim" or hasattr(text, name)}
     own = wanted if text is default else {"text_config": text.to_dict() | wanted}
     made: PreTrainedConfig = kind(**own)
     return made

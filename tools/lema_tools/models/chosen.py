@@ -87,7 +87,7 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
     needs, drawn = planner.needs(), planner.blueprint
     step = planner.simulated(needs.demand, needs.allocation)
     if sum(needs.device.values()) > machine.device_memory:
-        raise MemoryLimitError("the plan takes more than the device has", where="device_memory")
+        raise MemoryLimitError("the plan needs more than the device has", where="device_memory")
     stack = find_layers(drawn.model)[1]
     experts = any(one.ndim > 2 for name, one in stack.named_parameters() if "lora_" not in name and "conv" not in name)
     return Choice(
@@ -109,51 +109,51 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
 
 
 def yaml_lines(choice: Choice, model: str, data: str, output: str, command: str, needs: str = "") -> Iterator[str]:
-    """Yield the lines of a file that `lema train` runs, with the reason of what was chosen above each part."""
+    """Yield the lines of a file for `lema train`. A comment above each part gives the reason for the choice."""
     settings, host = choice.settings, human_bytes(PROFILES[choice.profile].host_memory)
     size, most = f"{human_count(choice.parameters)} parameters", human_bytes(choice.device_bytes)
     trained, slot = human_count(choice.adapter_parameters), human_bytes(choice.layer_bytes)
-    plain = "A hub id is downloaded once, a directory is taken as it is."
+    plain = "LEMA downloads a hub id once. A directory is used as it is."
     yield f"# Made by: {command}"
-    yield "# Change what you like; `lema plan` says what it takes on your machine, and `lema train` runs it."
+    yield "# Change any line. `lema plan` predicts memory and time on your machine, and `lema train` runs the file."
     yield ""
     yield f"# {choice.layers} layers, {size}, {human_bytes(choice.model_bytes)} of files."
-    yield f"# Before it streams it needs {needs}." if needs else f"# {plain}"
+    yield f"# Before it can stream, it needs {needs}." if needs else f"# {plain}"
     yield f"model_name_or_path: {_text(model)}"
     yield ""
-    yield "# Rows of text, prompts with completions, or messages; `lema data` shows what is trained on."
-    yield "# Longer rows are cut at max_length tokens, for which the plan below was made."
+    yield "# Rows of text, prompts with completions, or messages. `lema data` shows which tokens are trained on."
+    yield "# Longer rows are cut at max_length tokens. The plan below is for rows of this length."
     yield f"train_data: {_text(data)}"
     yield f"max_length: {settings['max_length']}"
     yield f"output_dir: {_text(output)}"
     yield ""
-    yield f"# By the plan {most} are used at the peak: slots of {slot}"
-    yield f"# for layers that stream, and {choice.residents} layers that stay on the device."
+    yield f"# The plan uses at most {most}: slots of {slot} for layers that stream,"
+    yield f"# and {choice.residents} layers that stay on the device."
     yield f"device_memory: {settings['device_memory']}"
     yield ""
-    yield f"# Half of the {host} of the profile {choice.profile}; with it {choice.cached} layers stay"
-    yield f"# in host memory and are not read from the disk; {human_bytes(choice.host_bytes)} are used."
+    yield f"# Half of the {host} of the profile {choice.profile}. It keeps {choice.cached} layers in host memory,"
+    yield f"# which are then not read from the disk. The plan uses {human_bytes(choice.host_bytes)} of it."
     yield f"host_memory: {settings['host_memory']}"
     yield ""
-    yield "# A layer serves all rows of a step before the next one is read, so more rows make reading cheaper."
+    yield "# LEMA reads a layer once for all rows of a step, so larger steps make reading cheaper."
     yield f"# Predicted, not measured: {choice.tokens_per_second:,.0f} tokens/s, limited by {choice.bottleneck}."
     yield f"batch_size: {settings['batch_size']}"
     yield f"micro_batch_size: {settings['micro_batch_size']}"
     if "prefetch_depth" in settings:
         yield ""
-        yield "# Memory is short: one layer is read ahead instead of two, and the logits of fewer tokens exist at once."
-        yield "# Both cost some time and change no result but for rounding."
+        yield "# Memory is short: one layer is read ahead instead of two, and fewer logits exist at once."
+        yield "# Both cost some time. Results change only by rounding."
         yield f"prefetch_depth: {settings['prefetch_depth']}"
         yield f"loss_chunk_tokens: {settings['loss_chunk_tokens']}"
     yield ""
-    yield f"# Every linear of the layers is adapted: {trained} parameters train, with AdamW."
-    yield "# Rank 16 and 1e-4 are where to begin; see docs/adapters.md for what else there is."
+    yield f"# Every linear module of the layers has an adapter: {trained} parameters train, with AdamW."
+    yield "# Start with rank 16 and 1e-4. docs/adapters.md describes the other options."
     for name in ("lora_rank", "lora_alpha", "learning_rate"):
         yield f"{name}: {settings[name]}"
     if choice.experts:
         yield ""
-        yield "# Experts have no adapters of their own, which would take many times the memory of all others."
-        yield "# Without this line they have."
+        yield "# Experts have no adapters, because these would take many times the memory of all others."
+        yield "# Remove this line to train them, too."
         yield "lora_target_parameters: []"
 
 

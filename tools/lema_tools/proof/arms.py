@@ -184,9 +184,9 @@ def run_apart(arm: str, case: Case) -> Outcome:
         said = "\n".join(done.stderr.strip().splitlines()[-12:])
         what = f"the {arm} run ended with {done.returncode}:\n{said}"
         if arm == "whole" and (done.returncode in (-9, 137) or "out of memory" in said.lower()):
-            how = "the comparison needs the whole model in memory: take a smaller one of its kind, or fewer --tokens"
+            how = "the comparison needs the whole model in memory: use a smaller model of its kind, or fewer --tokens"
             raise MemoryLimitError(what, where=case.model, how=how)
-        raise LemaError(what, where=case.model, how="the same command with smaller numbers may show why")
+        raise LemaError(what, where=case.model, how="try the same command with smaller numbers")
     return Outcome(**torch.load(place, weights_only=True))
 
 

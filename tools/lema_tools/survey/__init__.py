@@ -18,7 +18,7 @@ def models(
     revision: Revision = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """List the types of models: which stream, what adapters train in them, and why one does not stream."""
+    """List the types of models: which types stream, which adapters train in them, and why some do not stream."""
     from rich.console import Console
 
     from lema_tools.survey.table import json_text, markdown, show_models, survey_all

@@ -104,11 +104,11 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
                     split.head(prelude.hidden)
         except Exception as error:  # noqa: BLE001 - a model's own code raises anything
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
-                return Row(model_type, None, reason="unknown without weights: what it computes depends on values")
+                return Row(model_type, None, reason="unknown without weights: its computation depends on values")
             refused = isinstance(error, LemaError)
             if not (refused and error.__cause__ is None) and (own := _own_failure(model)):
                 return Row(model_type, None, reason=_unknown(own))  # not for our reasons
-            reason = _sentence(error) if refused else f"it runs whole, but not in parts: {_sentence(error)}"
+            reason = _sentence(error) if refused else f"it runs whole, but not layer by layer: {_sentence(error)}"
             return Row(model_type, False, reason=reason)
         try:
             return Row(model_type, True, _adapted(model))

@@ -21,14 +21,14 @@ HEADERS = ("type", "streams", "adapters", "why not")
 COMMAND = "lema models --markdown"
 
 INTRODUCTION = """\
-One row for each type of which `transformers` has a causal language model, or one of images and text, which is trained
-on text: what only images reach is not read. Nothing here is a list of ours: the type's
-default config is built without weights, and its own forward is run up to the layers and from the layers to the logits,
-on tensors that have shapes and no values. *adapters* are modules and experts that LoRA trains by default. *unknown*:
-`transformers` has no default config of the type that makes a model by itself, or one that cannot run without values.
+This page has one row for each type of which `transformers` has a causal language model, or a model of images and text,
+which trains on text; parts that only images reach are not read. The list is that of `transformers`. The command builds
+the default config of a type without weights, and runs its own forward up to the layers, and from the layers to the
+logits, on tensors with shapes and no values. *adapters* are the modules and experts that LoRA trains by default.
+*unknown*: `transformers` has no default config that makes a model, or the model cannot run without values.
 
-Another config of the same type may do otherwise. `lema models DIRECTORY` tries that of a model you have, and says
-whether its weights are used as they are stored, or rearranged whenever they are read.
+Another config of the same type may give another result. `lema models DIRECTORY` tries a model that you have, and says
+whether its weights are used as they are stored, or rearranged each time they are read.
 """.splitlines()
 
 
