@@ -76,7 +76,11 @@ def with_groups(planner: Planner) -> Iterator[Planner]:
                 return
             raise
         other = replace(planner, blueprint=replace(blueprint, parts=parts, experts=size, runs_again=again))
-        yield other if work is None else replace(other, workload=with_waiting(other, planner.shape.micro_batch, work))
+        yield (
+            other
+            if work is None
+            else replace(other, workload=with_waiting(other.blueprint, planner.shape.micro_batch, work))
+        )
 
 
 def _most_experts(blueprint: Blueprint) -> int:
@@ -85,9 +89,8 @@ def _most_experts(blueprint: Blueprint) -> int:
     return max((one.count for one in found if one is not None), default=0)
 
 
-def with_waiting(planner: Planner, batch: MicroBatch, work: Workload) -> Workload:
-    """Return what a micro-batch costs, with what waits of it for experts in groups if the planner has some."""
-    drawn = planner.blueprint
+def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workload:
+    """Return what a micro-batch costs, with what waits of it for experts in groups if the blueprint has some."""
     if drawn.parts is None:
         return work
     if batch not in (known := drawn.waiting):
@@ -155,10 +158,12 @@ def _group_bytes(
     """Return the most that is alive at once while a group of a layer's experts is run and differentiated for a
     micro-batch, each of whose tokens has all its experts there."""
     (first, end, stored), (hidden, chosen, factors) = parts.groups[index][0], given
-    weights, pairs = fake_weights(stored), chosen.numel()
+    whole, pairs = split.experts_of(index), chosen.numel()
+    weights = split.renamed(index, fake_weights(stored))
+    assert whole is not None
     with Tally(split.parallel) as tally:
         tally.leave_out([*weights.values(), *split.layers[index].parameters()])
-        with split.narrowed(index, weights, ExpertGroup(0, first, end)) as experts:
+        with whole.narrowed(weights, ExpertGroup(0, first, end)) as experts:
             states = hidden.new_empty(pairs, hidden.shape[1]).requires_grad_()
             own = factors.new_empty(pairs, 1).requires_grad_()
             gradient, sums = states.detach().clone(), dict[nn.Parameter, Tensor]()
@@ -167,7 +172,8 @@ def _group_bytes(
                 made = experts.run((states, chosen.new_zeros(pairs, 1), own))
             formed = torch.autograd.grad(made, [states, own, *leaves], gradient, allow_unused=True)
             formed[0].to(torch.promote_types(hidden.dtype, torch.float32), copy=True)
-    return tally.peak
+    peak: int = tally.peak
+    return peak
 
 
 @dataclass(frozen=True)
