@@ -176,8 +176,7 @@ def plan(
         raise typer.Exit(MemoryLimitError.exit_code)
 
 
-FILES = filecommands.prepare, filecommands.merge, filecommands.consolidate, filecommands.shard
-VERBS = train, plan, *FILES, tellcommands.backends
+VERBS = train, plan, filecommands.prepare, filecommands.merge, tellcommands.backends
 for verb in VERBS:
     app.command(name=verb.__name__, cls=Verb)(verb)
 for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):

@@ -33,7 +33,10 @@ from lema.storage.index import check_inside
 from lema.storage.modelfiles import MAX_CONFIG_BYTES
 from lema.storage.verify import base_fingerprint
 
-__all__ = ["Base", "base_of", "check_base", "check_named_base", "check_patterns", "check_shapes", "write_base"]
+__all__ = [
+    *("BASE_NAME", "Base", "base_of", "check_base", "check_named_base", "check_patterns", "check_shapes", "read_json"),
+    "write_base",
+]
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 Names = list[str] | set[str] | tuple[str, ...]

@@ -99,8 +99,7 @@ class LemaModel:
         self.directory, hf_config = self.files.directory, deepcopy(self.files.config)
         if config.model_type is not None and config.model_type != hf_config.model_type:
             what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
-            where = str(self.directory / "config.json")
-            raise ConfigError(what, where=where, how="correct model_type, or remove it")
+            raise ConfigError(what, where=str(self.directory / "config.json"), how="correct model_type, or remove it")
         self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
@@ -111,11 +110,10 @@ class LemaModel:
         self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, **how)
         attend_fast(self.skeleton, config, self.backend)
         self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
-        self._trace = trace
         self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")
         name = self.split.layers_name
-        self._divided = False  # among the processes that hold the model together
+        self._trace, self._divided = trace, False  # whether it is divided among processes
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
         self._head, self._tables = open_ends(self.skeleton, self._stored, config, self.backend.parallel)
         self.split.tables = self._tables
@@ -152,8 +150,7 @@ class LemaModel:
         if own:
             check_base(path, model.gbi)
         model.attach_lora(saved or configured_lora(model.skeleton, config, model.backend.parallel.size))
-        assert model.lora_manager is not None
-        load_weights(model.lora_manager, path, model.split.layers_name, model.backend.parallel)
+        load_weights(model._require_adapter(), path, model.split.layers_name, model.backend.parallel)
         return model
 
     def initialize_lora(self) -> None:

@@ -41,11 +41,11 @@ from lema.backend.layout import consolidate, shard
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError
 from lema.lora.checks import BASE_NAME
-from lema.lora.consolidate import SHARDS, consolidate_adapter, shard_adapter
 from lema.lora.shards import layout_of_tensor, module_of
 from lema.model import meta_model
 from lema.model.partition import layout_at, layouts_of
 from lema_neuron.shards.own import LAYOUTS
+from lema_tools.shards.convert import SHARDS, consolidate_adapter, shard_adapter
 
 
 @pytest.fixture(scope="module")

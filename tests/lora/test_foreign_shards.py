@@ -31,7 +31,7 @@ from shardedadapters import (
 )
 
 from lema.errors import AdapterError, ConfigError, WeightsError
-from lema.lora.consolidate import consolidate_adapter
+from lema_tools.shards.convert import consolidate_adapter
 
 
 @pytest.fixture(scope="module")

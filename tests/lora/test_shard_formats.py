@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import MixtralConfig
 
 from lema.errors import AdapterError, ConfigError, ModelError
-from lema.lora.consolidate import consolidate_adapter, shard_adapter
+from lema_tools.shards.convert import consolidate_adapter, shard_adapter
 
 FORMAT = "optimum-neuron"
 

@@ -1,4 +1,4 @@
-"""optimum-neuron's adapter shards, a `lema.lora.consolidate.ShardFormat`: put together from ranks, and cut up for them.
+"""optimum-neuron's adapter shards, a `ShardFormat` of `lema_tools.shards.convert`: put together from ranks, and cut up.
 
 What is written is what that library writes without xser, one file for each rank: its `optimum-cli neuron consolidate`
 reads it, and `neuronx_distributed` by its layout.
