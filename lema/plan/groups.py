@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Waiting", "waiting_of", "with_groups", "with_waiting"]
 
 SETTING = "experts_per_slot"
-FEW = 16  # groups of a layer: with more, rather what comes before the experts is run again, so that less waits
+FEW = 8  # groups of a layer: with more, rather what comes before the experts is run again, so that less waits
 
 
 @dataclass(frozen=True)
