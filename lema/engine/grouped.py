@@ -3,7 +3,8 @@
 Every micro-batch runs through the layer as far as it goes without the experts' result, and waits there
 (`lema.model.flow.Suspended`). Then each group of experts is leased in turn, and adds what it makes of the tokens that
 are routed to it. In the backward the same groups come the other way round, between two parts of each micro-batch's
-backward; what each keeps of the layer waits on the device until then. docs/internals/experts.md has the reasons.
+backward; what each keeps of the layer waits on the device until then, or is let go and made again
+(`Engine.runs_again`). docs/internals/experts.md has the reasons.
 """
 
 from __future__ import annotations
@@ -46,9 +47,12 @@ class _Groups:
         """Lease a group; yields the layer's experts as those of the group."""
         name, layer = self.stream.name_of(group.number), self.lease.layer
         span = self.stream.trace.span(way, name)
+        experts = self.split.experts_of(layer)
+        assert experts is not None
         with self.at(f"in the {way} of {name}"), self.stream.lease(group.number) as own, span:
-            with self.split.narrowed(layer, {**self.lease.weights, **own.weights}, group) as experts:
-                yield experts
+            weights = self.split.renamed(layer, {**self.lease.weights, **own.weights})
+            with experts.narrowed(weights, group) as narrowed:
+                yield narrowed
 
     @torch.no_grad()
     def results(self, given: Sequence[Given], way: Way = "forward") -> list[Tensor]:
@@ -89,7 +93,7 @@ class _Groups:
                     with torch.enable_grad(), self.split.autocast(one.autocast):
                         made = experts.run((hidden, chosen, own))
                     wanted = [hidden, own, *leaves, *trained]
-                    formed = torch.autograd.grad(made, wanted, gradient[tokens], allow_unused=True)
+                    formed = torch.autograd.grad(made, wanted, gradient.index_select(0, tokens), allow_unused=True)
                     one.add(states, number, tokens, formed[0])
                     factors.view(-1)[one.pairs[number]] = formed[1].flatten()
                     for (_, total), by in zip(adapted, formed[2:], strict=False):
@@ -150,10 +154,6 @@ def _forgotten(_: None) -> Tensor:
     raise AssertionError("a graph of which nothing was kept is differentiated")
 
 
-def _forgotten(_: None) -> Tensor:
-    raise AssertionError("a graph of which nothing was kept is differentiated")
-
-
 @dataclass(eq=False)
 class GroupedVisit:
     """One layer, forward and backward, over all micro-batches of a step, its experts leased in groups."""
@@ -202,7 +202,7 @@ class GroupedVisit:
                 call.routers = None
             looked = any(part.looked for part in parts)
             given, results = [part.given for part in parts], list[Tensor]()
-            values = groups.results(given, "backward") if looked else [None] * len(parts)
+            values: list[Any] = groups.results(given, "backward") if looked else [None] * len(parts)
             for index, part in enumerate(parts):
                 results.append(part.begin(gradients[index * each], values[index]))
                 values[index] = None
@@ -215,6 +215,7 @@ class GroupedVisit:
                 roots = part.roots(*found.pop(0), gradients[index * each + 1 : (index + 1) * each])
                 torch.autograd.backward([*roots], [*roots.values()])
                 of_inputs.append(part.input.grad)
+                del part, roots
             for parameter in [*adapters]:  # one by one, because each is copied
                 torch.autograd.backward([parameter], [adapters.pop(parameter)])  # adds to .grad
         engine.backend.set_rng_state(after)
@@ -315,16 +316,17 @@ def top_in_groups(
 ) -> tuple[Tensor, list[Tensor | None], list[list[tuple[Tensor, Tensor | None]]]]:
     """Run all micro-batches through the top layer, the head and the loss, and back; return the loss, the gradients of
     what was given, and what else has gradients, with these, of each micro-batch."""
-    top, parts = engine.split.num_layers - 1, list[_Part]()
+    top, parts, after = engine.split.num_layers - 1, list[_Part](), engine.backend.rng_state()
     groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
     for call, state, needs in zip(calls, hidden, needs_grad, strict=True):
         leaf = state.detach().requires_grad_(needs)
         parts.append(_Part(engine, lease, call, leaf, engine.generator_state(), call.routers is not None))
         parts[-1].run()
+        after = engine.backend.rng_state()
         if engine.runs_again:
             parts[-1].look()
             parts[-1].let_go()
-    after = engine.backend.rng_state()
+            engine.backend.set_rng_state(after)  # because a look draws again what comes after the experts
     results, shares = groups.results([one.given for one in parts]), list[Tensor]()
     routed, below = list[list[Tensor]](), list[list[Tensor | None]]()
     for index, (call, part) in enumerate(zip(calls, parts, strict=True)):

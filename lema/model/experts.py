@@ -66,7 +66,7 @@ class LayerExperts:
     @contextmanager
     def narrowed(self, weights: Mapping[str, Tensor], group: ExpertGroup) -> Iterator[NarrowedExperts]:
         """Have the module be one of a group of its experts in a `with` block; `weights` are the group's, by their names
-        in the layer as it is now, and may be more."""
+        in the layer as it is now (`Split.renamed`), and may be more."""
         own, inner = vars(self.module), f"{self.name}."
         found = [one for one in self.outer.modules() if isinstance(one, Apart) and not one.disable_adapters]
         names = [(one, adapter) for one in found for adapter in one.active_adapters if adapter in one.lora_A]
@@ -116,8 +116,9 @@ class Factors:
     @classmethod
     def of(cls, wrapper: Apart, adapter: str, group: ExpertGroup) -> Factors:
         """Return the factors of a group."""
-        weights = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-        span, dtype = slice(group.first, group.end), wrapper.get_param().dtype
+        weights: Any = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        base: Any = wrapper.get_base_layer()
+        span, dtype = slice(group.first, group.end), getattr(base, wrapper.parameter_name).dtype
         left, right = (one[span].to(dtype) for one in wrapper.stacked(*(one.detach() for one in weights)))
         left, right = (one.detach() for one in aligned(left, right))
         for one, of in zip(wrapper.stacked(*weights), (left, right), strict=True):
@@ -147,6 +148,7 @@ class Routed:
 
     @classmethod
     def of(cls, given: Given, groups: Sequence[ExpertGroup]) -> Routed:
+        """Return what the experts are given, in the order of their groups."""
         hidden, chosen, weights = (one.detach() for one in given[1])
         ends, places = torch.tensor([group.end for group in groups], device=chosen.device), chosen.shape[1]
         group = torch.bucketize(chosen, ends, right=True)
@@ -160,7 +162,9 @@ class Routed:
         hidden, chosen, weights = self.given
         pairs = self.pairs[number]
         tokens = pairs // chosen.shape[1]
-        return tokens, (hidden[tokens], chosen.flatten()[pairs, None], weights.flatten()[pairs, None])
+        # Not by brackets, which take several times as long on a CPU.
+        picked = (one.flatten().index_select(0, pairs).unsqueeze(1) for one in (chosen, weights))
+        return tokens, (hidden.index_select(0, tokens), next(picked), next(picked))
 
     def sums(self) -> Tensor:
         """Return zeros to add to, as wide as the hidden states and no narrower than fp32."""

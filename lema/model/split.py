@@ -24,14 +24,7 @@ from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, tensors_in, values_unread, without_values
 from lema.model.compiled import CompiledLayers
-from lema.model.experts import (
-    ExpertGroup,
-    LayerExperts,
-    NarrowedExperts,
-    form_no_frozen_gradients,
-    layer_experts,
-    multiply_apart,
-)
+from lema.model.experts import ExpertGroup, LayerExperts, form_no_frozen_gradients, layer_experts, multiply_apart
 from lema.model.flow import LayerCall, Prelude, Suspended, Tape
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
@@ -222,7 +215,7 @@ class Split:
             items, structure = tree_flatten(held)
             out: Any = NotImplemented
             if graphs is not None:
-                out = graphs.call(index, self._renamed(index, weights), args, kwargs)
+                out = graphs.call(index, self.renamed(index, weights), args, kwargs)
             if out is NotImplemented:
                 out = self.call_layer(index, weights, args, kwargs)
             now, structure_now = tree_flatten(held)
@@ -247,7 +240,7 @@ class Split:
         layer = self.layers[index]
         with replaced({layer: None}):
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
-            tensors = self._renamed(index, weights)
+            tensors = self.renamed(index, weights)
             sharing = self._sharing.setdefault(index, SharedInputs()) if self._fast else None
             with nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs):
                 return torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
@@ -269,14 +262,6 @@ class Split:
         except ValueError as error:
             raise self._refusal(f"layer {index} has no experts to lease in groups, because {error}") from error
         return suspended
-
-    def narrowed(
-        self, index: int, weights: Mapping[str, Tensor], group: ExpertGroup
-    ) -> AbstractContextManager[NarrowedExperts]:
-        """Have a layer's experts be those of a group in a `with` block; `weights` are the group's, and may be more."""
-        experts = self.experts_of(index)
-        assert experts is not None
-        return experts.narrowed(self._renamed(index, weights), group)
 
     def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part
@@ -388,7 +373,7 @@ class Split:
         what, how = f"this model cannot be streamed layer by layer: {why}", "`lema models` lists the types that stream"
         return ModelError(what, where=f"{source}: {where}" if source else where, how=how)
 
-    def _renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name the weights as the layer does now."""
         if index not in self._names:
             self._names[index] = LayerNames(self.layers[index])

@@ -76,7 +76,11 @@ def with_groups(planner: Planner) -> Iterator[Planner]:
                 return
             raise
         other = replace(planner, blueprint=replace(blueprint, parts=parts, experts=size, runs_again=again))
-        yield other if work is None else replace(other, workload=with_waiting(other, planner.shape.micro_batch, work))
+        yield (
+            other
+            if work is None
+            else replace(other, workload=with_waiting(other.blueprint, planner.shape.micro_batch, work))
+        )
 
 
 def _most_experts(blueprint: Blueprint) -> int:
@@ -85,9 +89,8 @@ def _most_experts(blueprint: Blueprint) -> int:
     return max((one.count for one in found if one is not None), default=0)
 
 
-def with_waiting(planner: Planner, batch: MicroBatch, work: Workload) -> Workload:
-    """Return what a micro-batch costs, with what waits of it for experts in groups if the planner has some."""
-    drawn = planner.blueprint
+def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workload:
+    """Return what a micro-batch costs, with what waits of it for experts in groups if the blueprint has some."""
     if drawn.parts is None:
         return work
     if batch not in (known := drawn.waiting):
@@ -154,12 +157,14 @@ def _group_bytes(
     split: Split, index: int, parts: ExpertParts, autocast: torch.dtype | None, given: Sequence[Tensor]
 ) -> int:
     """Return the most that is alive at once while a group of a layer's experts is run and differentiated for a
-    micro-batch, each of whose tokens has all its experts there."""
+    micro-batch, each of whose tokens has as many of its experts there as can be."""
     (first, end, stored), (hidden, chosen, factors) = parts.groups[index][0], given
-    weights, pairs = fake_weights(stored), chosen.numel()
+    whole, pairs = split.experts_of(index), len(chosen) * min(chosen.shape[1], end - first)
+    weights = split.renamed(index, fake_weights(stored))
+    assert whole is not None
     with Tally(split.parallel) as tally:
         tally.leave_out([*weights.values(), *split.layers[index].parameters()])
-        with split.narrowed(index, weights, ExpertGroup(0, first, end)) as experts:
+        with whole.narrowed(weights, ExpertGroup(0, first, end)) as experts:
             states = hidden.new_empty(pairs, hidden.shape[1]).requires_grad_()
             own = factors.new_empty(pairs, 1).requires_grad_()
             gradient, sums = states.detach().clone(), dict[nn.Parameter, Tensor]()
@@ -168,7 +173,8 @@ def _group_bytes(
                 made = experts.run((states, chosen.new_zeros(pairs, 1), own))
             formed = torch.autograd.grad(made, [states, own, *leaves], gradient, allow_unused=True)
             formed[0].to(torch.promote_types(hidden.dtype, torch.float32), copy=True)
-    return tally.peak
+    peak: int = tally.peak
+    return peak
 
 
 @dataclass(frozen=True)
@@ -218,8 +224,8 @@ def experts_told(planner: Planner) -> ExpertsTold | None:
             else:
                 part = "routers" if shape[0] == experts.count else "shared experts"
             parts[part] += nbytes
-        own = [] if experts is None else experts.outer.parameters()
-        adapted += sum(one.numel() for one in own if one.requires_grad)
+        if experts is not None:
+            adapted += sum(one.numel() for one in experts.outer.parameters() if one.requires_grad)
     parts["adapters of experts"] = round(blueprint.adapter_bytes * adapted / max(1, blueprint.adapter_parameters))
     return ExpertsTold(len(found), count, active, blueprint.experts or count, reached, dict(parts))
 

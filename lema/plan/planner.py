@@ -105,7 +105,7 @@ class Planner:
             known = next((work for (other, *_), work in self.known.items() if other == batch), None)
             given = drawn.names, drawn.parallel, head, known, drawn.split
             self.known[key] = measure(drawn.model, drawn.layers, batch, chunk, *given)
-        return with_waiting(self, batch, self.known[key])
+        return with_waiting(self.blueprint, batch, self.known[key])
 
     def computing(self, rows: int, chunk_tokens: int | None) -> Planner:
         """Return the planner with so many rows, and logits of so many tokens, at once."""

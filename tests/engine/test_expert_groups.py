@@ -1,7 +1,8 @@
 """A layer whose experts are leased in groups: the numbers of whole layers, in smaller slots."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from parity import draw_b, trained
 from publishedforms import write_dequantized, write_published
 from tinyconfig import tiny_config
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
 
 from lema import LemaConfig, LemaModel
@@ -20,8 +23,9 @@ from lema.convert.tensors import read_tensor
 from lema.engine import grouped
 from lema.engine.generation import streaming_forward
 from lema.engine.stack import LayerStack
-from lema.errors import ConfigError
+from lema.errors import ConfigError, MemoryLimitError
 from lema.model import meta_model
+from lema.model.experts import NarrowedExperts
 from lema.model.weight_names import map_names
 from lema.plan.cost import device_parts
 from lema.storage import GlobalBinaryIndex
@@ -213,6 +217,96 @@ def test_any_type_trains_in_groups(kind: str, tmp_path: Path, ways: list[str]) -
     (loss, expected), (other, found) = both(write_model(tiny_config(kind), tmp_path), step, size=1)
     assert difference(other, loss) <= 1e-6 and apart(found, expected) <= 1e-6
     assert ("backward" in ways) == (kind in LOOKED_AT.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen3_moe", {"router_aux_loss_coef": 0.3, "boundary_activations": "host"}),
+        ("deepseek_v3", {"lora_dropout": 0.3, "lora_target_parameters": []}),
+        ("mixtral", {}),
+        ("flex_olmo", {}),
+    ],
+)
+def test_what_comes_before_experts_is_run_twice_with_no_other_numbers(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where it would take too much while it waits. Bitwise, with what dropout draws, the loss of routers, and backwards
+    that look at what experts made; leases are as many."""
+    directory, found = write_model(CONFIGS.get(kind) or tiny_config(kind), tmp_path), list[Any]()
+    for again in (False, True):
+        with opened(directory, **{"experts_per_slot": 3, **ADAPTED, **settings}) as model:
+            model.allocation = replace(model.allocation, runs_again=again)
+            model.get_trainer()
+            before = model.memory.counters.leases
+            loss, gradients = step(model)
+            found.append((loss, gradients, model.memory.counters.leases - before, torch.get_rng_state()))
+    (loss, expected, leases, drawn), (other, gradients, others, then) = found
+    assert torch.equal(other, loss) and leases == others and torch.equal(drawn, then)
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name], one) for name, one in expected.items())
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Has memory run out in a group of experts, as often as the list that is yielded says why: it is asked for each."""
+    asked, run = list[Any](), NarrowedExperts.run
+
+    def watched(experts: NarrowedExperts, given: Any) -> Tensor:
+        made = run(experts, given)
+        if asked and asked[0](experts.group, torch.is_grad_enabled()):
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return made
+
+    monkeypatch.setattr(NarrowedExperts, "run", watched)
+    yield asked
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_memory_that_runs_out_in_a_group_is_answered_as_in_a_layer(way: str, tmp_path: Path, short: list[Any]) -> None:
+    """The pass begins again with fewer slots and the same numbers; where there are only two, with fewer rows; and if
+    one row does not fit, the error says in which experts of which layer, and what to set."""
+    with opened(write_model(CONFIGS["qwen3_moe"], tmp_path), experts_per_slot=3, prefetch_depth=3) as model:
+        trainer, batches = model.get_trainer(), micro_batches()
+        expected = trainer.accumulate(batches, more=True).loss
+        group = model.split.groups[5][1]
+        assert model.memory.name_of(group.number) == "experts 3 to 5 of layer 5"
+        place = f"in the {way} of experts 3 to 5 of layer 5"
+
+        def here(given: Any, differentiated: bool) -> bool:
+            return bool(given == group and differentiated == (way == "backward"))
+
+        short.append(lambda *given: here(*given) and model.memory.num_slots > 2)
+        with pytest.warns(UserWarning, match=rf"ran out {place}.*2 layer slots instead of 4"):
+            found = trainer.accumulate(batches, more=True).loss
+        assert found == expected
+        short[:] = [here]
+        with pytest.raises(MemoryLimitError, match=r"1 row of .* do not fit") as error:
+            trainer.accumulate(batches, more=True)
+        assert error.value.where == place and error.value.how
+
+
+def test_gradients_of_experts_adapters_are_formed_of_a_group_alone(tmp_path: Path) -> None:
+    """So however many groups there are, no more tensors as large as an adapter of all experts are made in a step."""
+    directory, made = write_model(CONFIGS["qwen3_moe"], tmp_path), dict[int, int]()
+    for size in (1, 4):
+        with opened(directory, experts_per_slot=size, **ADAPTED) as model:
+            draw_b(model.lora_manager)
+            sizes = {one.numel() for name, one in trained(model.lora_manager).items() if ".experts." in name}
+
+            class Large(TorchDispatchMode):
+                count = 0
+
+                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                    out = func(*args, **kwargs or {})
+                    leaves = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+                    self.count += sum(one.numel() in sizes and one._base is None for one in leaves)  # noqa: B023
+                    return out
+
+            with Large() as large:
+                model.adapter.loss(micro_batches()).backward()
+            made[size] = large.count
+    assert made[1] <= made[4]
 
 
 def test_device_memory_says_how_many_experts_are_leased_together(tmp_path: Path) -> None:
