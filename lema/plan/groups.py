@@ -156,9 +156,9 @@ def _group_bytes(
     split: Split, index: int, parts: ExpertParts, autocast: torch.dtype | None, given: Sequence[Tensor]
 ) -> int:
     """Return the most that is alive at once while a group of a layer's experts is run and differentiated for a
-    micro-batch, each of whose tokens has all its experts there."""
+    micro-batch, each of whose tokens has as many of its experts there as can be."""
     (first, end, stored), (hidden, chosen, factors) = parts.groups[index][0], given
-    whole, pairs = split.experts_of(index), chosen.numel()
+    whole, pairs = split.experts_of(index), len(chosen) * min(chosen.shape[1], end - first)
     weights = split.renamed(index, fake_weights(stored))
     assert whole is not None
     with Tally(split.parallel) as tally:
@@ -223,8 +223,8 @@ def experts_told(planner: Planner) -> ExpertsTold | None:
             else:
                 part = "routers" if shape[0] == experts.count else "shared experts"
             parts[part] += nbytes
-        own = [] if experts is None else experts.outer.parameters()
-        adapted += sum(one.numel() for one in own if one.requires_grad)
+        if experts is not None:
+            adapted += sum(one.numel() for one in experts.outer.parameters() if one.requires_grad)
     parts["adapters of experts"] = round(blueprint.adapter_bytes * adapted / max(1, blueprint.adapter_parameters))
     return ExpertsTold(len(found), count, active, blueprint.experts or count, reached, dict(parts))
 

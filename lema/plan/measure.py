@@ -205,8 +205,9 @@ def estimate(
         share = min(1.0, 2 * batch.tokens * active * each / max(workload.works[kind].forward, 1))
         slower = share * rate / alone + 1 - share
         groups = launch * len(blueprint.group_bytes.get(index, [0])[1:])  # each of which is handed over by itself
-        more = (slower * one + groups for one in (seconds.forward, seconds.recompute, seconds.backward))
-        found.append(LayerSeconds(*more, expand=seconds.expand))
+        parts = seconds.forward, seconds.recompute, seconds.backward
+        forward, again, back = (slower * one + groups for one in parts)
+        found.append(LayerSeconds(forward, again, back, seconds.expand))
     return machine, replace(whole, layers=tuple(found))
 
 
