@@ -74,8 +74,8 @@ def _phase_of(path: Path, name: str | None, given: Any) -> tuple["PhaseFile", in
     from lema.train.phases.file import read_phase_file
 
     file = read_phase_file(path, **settings_of(given))
-    able = {one.name: index for index, one in enumerate(file.plan.phases) if one.trains == "lora"}
-    if name not in able:
+    able = {str(one.name): index for index, one in enumerate(file.plan.phases) if one.trains == "lora"}
+    if name is None or name not in able:
         what = "phases have steps of several kinds" if name is None else f"no phase {name} trains adapters"
         how = f"choose one: --phase {' or '.join(able)}" if able else "give a file of a run whose adapters train"
         raise ConfigError(what, where=str(path), how=how)
