@@ -38,7 +38,7 @@ def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace 
 
 class _Pool:
     """Memory that is handed out from the start again in every step: one allocation, unless a step outgrows it. Not
-    buffers of a `HostPool`, because those would be made anew, page-locked, whenever batches change in length."""
+    buffers of a `HostPool`, because those would be made again, page-locked, whenever batches change in length."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate

@@ -42,7 +42,7 @@ class Counters:
     copies_out: int = 0  # pieces of memory that were copied away
     copies_back: int = 0  # pieces of memory that were copied back
     bytes_out: int = 0  # of these, in bytes
-    bytes_back: int = 0  # likewise
+    bytes_back: int = 0  # in the same way
     early: int = 0  # tensors asked for while their memory was still on the device, so that nothing was copied
 
     def reset(self) -> None:

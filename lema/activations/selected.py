@@ -145,7 +145,7 @@ class _BringingBack(TorchDispatchMode):
             )
         self._next += 1
         for device, (before, after) in call.drawn.items():
-            # What follows shall draw what it drew. Where the checkpoint does not preserve the state, it draws anew.
+            # What follows shall draw what it drew. Where the checkpoint does not preserve the state, it draws again.
             if torch.equal(_random_state(device), before):
                 _set_random_state(device, after)
         # An alias, for autograd makes it part of a graph: what stayed on the device may be asked for again.

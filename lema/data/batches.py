@@ -162,7 +162,7 @@ class Batches:
         self._each = getattr(dataset, "rows_each", 1)
         self._lengths = np.zeros(len(dataset), dtype=np.int64)  # of rows that were read; 0: not yet
         self._held: dict[int, TokenRow] = {}  # rows that were read for their length, and not collated yet
-        self._apart = apart or hasattr(dataset, "batch_of")  # what is learnt of examples is a mean over their batch
+        self._apart = apart or hasattr(dataset, "batch_of")  # what is trained on of examples is a mean over their batch
         self._tokens, self._micro_batch_tokens, self._multiple = tokens, micro_batch_tokens, multiple
         if tokens is not None or per_step:
             self._lengths = -(-lengths_of(dataset) // multiple) * multiple

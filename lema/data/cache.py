@@ -49,7 +49,7 @@ Gather: TypeAlias = Callable[[Iterable[Row], Row | None], Columns]
 """Tokenises rows, given the first row of their file; None: the rows begin with it."""
 
 VERSION = 1  # of the files, and of how rows become tokens: another number is another key
-SMALL = 8 << 20  # bytes of data files below which tokenising anew takes no longer than a few seconds
+SMALL = 8 << 20  # bytes of data files below which tokenising again takes no longer than a few seconds
 BOUND = 50 * 10**9  # bytes of all entries; those that were used longest ago are removed above it
 READ_WHOLE = 1 << 16  # bytes of a data file up to which its content is part of the key
 MOST_PROCESSES = 32
@@ -280,7 +280,7 @@ def _begin(alive: int, held: int) -> None:
 
 @contextlib.contextmanager
 def _line() -> Iterator[Callable[[int, int, float, int], None]]:
-    """Give what shows how much of the data is tokenised: one line that is drawn anew, on a terminal alone."""
+    """Give what shows how much of the data is tokenised: one line that is drawn again, on a terminal alone."""
     shown = sys.stderr.isatty()
 
     def tell(done: int, total: int, left: float, tokens: int) -> None:

@@ -15,7 +15,7 @@ from lema.errors import ConfigError
 __all__ = ["IGNORED", "Kind", "Text", "Tokens", "detect", "left_out", "longest_row", "num_trained", "parse", "unused"]
 
 IGNORED = -100
-"""The label of a token which is read but not learnt; the value `torch.nn.functional.cross_entropy` ignores."""
+"""The label of a token which is read but not trained on; the value `torch.nn.functional.cross_entropy` ignores."""
 
 Kind: TypeAlias = tuple[str, ...]
 """The columns a row is read from. The first entry of `KINDS` whose columns a row has is its kind."""
@@ -55,7 +55,7 @@ _ALPACA_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A row tokenised beforehand; `labels` is as long as `ids` and holds -100 where nothing is learnt."""
+    """A row tokenised beforehand; `labels` is as long as `ids` and holds -100 where nothing is trained on."""
 
     ids: list[int]
     labels: list[int]
@@ -63,7 +63,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of which the part after the prompt is learnt; the prompt is empty for plain text."""
+    """Text of which the part after the prompt is trained on; the prompt is empty for plain text."""
 
     prompt: str
     completion: str
@@ -75,7 +75,7 @@ _AS_IT_IS = Forms()
 
 
 def num_trained(labels: npt.NDArray[np.int32]) -> int:
-    """How many tokens are learnt. The first never is: there is nothing to predict it from."""
+    """How many tokens are trained on. The first never is: there is nothing to predict it from."""
     return int(np.count_nonzero(labels[1:] != IGNORED))
 
 

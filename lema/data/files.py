@@ -77,8 +77,8 @@ def _expand(given: str | Path, first: int | None) -> list[Path]:
         return found
     matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207 (absolute globs)
     if not matches:
-        mend = "check the path; it is relative to the shell's; of the hub, give {path: org/name, split: train}"
-        raise DataError("no such data file", where=str(path), how=mend)
+        fix = "check the path; it is relative to the shell's; of the hub, give {path: org/name, split: train}"
+        raise DataError("no such data file", where=str(path), how=fix)
     found = [Path(match) for match in sorted(matches)]
     for file in found:
         if _kind(file) not in _READERS:

@@ -47,7 +47,7 @@ class Of(IntEnum):
     EXAMPLES = 3  # how many examples the batch has, in all processes
     BATCHES = 4  # how many batches the step has
     TOKENS = 5  # how many tokens of completions the chosen rows of the batch have, in all processes
-    WHOLE = 6  # likewise, with their prompts, less the first token of each row
+    WHOLE = 6  # in the same way, with their prompts, less the first token of each row
 
 
 Value: TypeAlias = str | list[dict[str, Any]]

@@ -121,7 +121,7 @@ def _draft(row: Row, kind: Kind, reading: Reading) -> Draft:
 
 
 def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> tuple[Ints, Learnt]:
-    """The tokens with one that begins a sequence, at most, and one that ends it, which is learnt."""
+    """The tokens with one that begins a sequence, at most, and one that ends it, which is trained on."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     first, last = int(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos), len(ids)
     while last > first and ids[last - 1] == eos:

@@ -93,7 +93,7 @@ def _apart(one: Tensor, other: Tensor) -> list[float]:
 class Packs(Sequence[dict[str, list[int]]]):
     """Rows of a data set, joined into packs of at most `length` tokens: rows with `position_ids` besides.
 
-    These begin anew with each row of a pack; by that `transformers` keeps attention within the rows. No label stands
+    These start again with each row of a pack; by that `transformers` keeps attention within the rows. No label stands
     where a row begins, because the token before it is another row's; no loss is formed there in a row alone, either.
     Whole rows are joined by best fit, the longest first. Lengths and seed decide which, in every epoch alike.
 

@@ -152,8 +152,8 @@ class Split:
             return run()
 
     def known(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether `prelude` needs no weights: once what layers return is learnt, on a lazy device from their shapes. A
-        model whose forward looks at values is learnt as on other devices, which finds out what cannot be split, too."""
+        """Whether `prelude` needs no weights: once it is known what layers return, on a lazy device from their shapes.
+        A model whose forward looks at values is examined as on other devices, which finds what cannot be split."""
         if not self.lazy or self.model.training in self._cut:
             return self.model.training in self._cut
         device, marked = self._backend.device, self._mark_absent
@@ -260,7 +260,7 @@ class Split:
     def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part
         of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown away. `cut`
-        is the number of what is given to the head; None: as was learnt."""
+        is the number of what is given to the head; None: as was seen in the first batch."""
         looked_at = batch is not None
         if batch is None:
             # Any token but padding, because padding could be masked.

@@ -128,18 +128,18 @@ def hub_data(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, s
     try:
         import datasets
     except ImportError as error:
-        what, mend = "a data set of the hub needs the library `datasets`", 'pip install "lema[datasets]"'
-        raise DataError(what, where=given, how=mend) from error
+        what, fix = "a data set of the hub needs the library `datasets`", 'pip install "lema[datasets]"'
+        raise DataError(what, where=given, how=fix) from error
     if "[" in how["split"]:
-        mend = "give the whole split; max_train_samples takes a part of it"
-        raise DataError(f"a part of a split, {how['split']}, has no file of its own", where=given, how=mend)
+        fix = "give the whole split; max_train_samples takes a part of it"
+        raise DataError(f"a part of a split, {how['split']}, has no file of its own", where=given, how=fix)
     if how.get("streaming") not in (None, "true", "false"):
         raise DataError(f"streaming is {how['streaming']!r}", where=given, how="say true or false")
     try:
         yield datasets, path, options, how
     except Exception as error:  # whatever the network, the builder or the files raise
-        mend = "check path, name and split; without a network the data set must be in the cache of `datasets`"
-        raise DataError(f"the data set cannot be loaded: {error}", where=given, how=mend) from error
+        fix = "check path, name and split; without a network the data set must be in the cache of `datasets`"
+        raise DataError(f"the data set cannot be loaded: {error}", where=given, how=fix) from error
 
 
 def version_of(stream: Path) -> str:

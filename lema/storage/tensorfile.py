@@ -21,7 +21,7 @@ from lema.storage.header import DTYPE_BITS, TensorRecord
 __all__ = ["ALIGNMENT", "TensorFile", "TensorSpec", "read_into", "read_pieces", "tensor_file"]
 
 ALIGNMENT = 4096  # of the data section: a reader past the page cache needs whole pages
-PIECE_BYTES = 1 << 20  # a multiple of every dtype's size; small enough that its memory is used again, not mapped anew
+PIECE_BYTES = 1 << 20  # a multiple of every dtype's size; small enough that its memory is used again, not mapped again
 TensorSpec = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
 

@@ -57,7 +57,7 @@ class Stage(Protocol):
     # nothing but that (`only`) asked for its checkpoint; None: nothing was evaluated yet. The loop keeps it up.
     best: dict[str, Any] | None
     eval_loss: float | None  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
-    pending: Pending | None  # what a checkpoint that is gone on from says was not done any more; None: nothing
+    pending: Pending | None  # what a checkpoint that is resumed says was not done any more; None: nothing
     carried: Mapping[str, Any]  # what `RunEvents.carried` was when that was written
     saved: int | None  # the last step whose checkpoint is on disk as it would be written now; None: there is none
 

@@ -180,7 +180,7 @@ def test_shares_that_cannot_be_held_are_refused(three, write, make_tokenizer):
         mixed(config, rows)
     with pytest.raises(SettingsError, match="are not those of the data sets"):
         three(few=0.5, many=0.5)
-    with pytest.raises(SettingsError, match="takes no shares"):
+    with pytest.raises(SettingsError, match="does not allow a mixture"):
         config_of(train_data={"a": "a.jsonl"}, mixture={"a": 1.0}, objective="dpo")
     one = str(write("one.jsonl", [{"text": "few"}]))
     twice = config_of(train_data={"a": one, "b": [one]}, mixture={"a": 0.5, "b": 0.5})

@@ -280,7 +280,7 @@ def test_settings_that_say_how_much_twice_are_refused() -> None:
         ({"tokens_per_step": 100, "objective": "dpo"}, "counts examples, not tokens"),
         ({"tokens_per_step": "many"}, "must be a number of tokens, such as 16k, or auto"),
         ({"group_by_length": True, "shuffle": False}, "keeps the rows in the order of the data"),
-        ({"group_by_length": True, "packing": True}, "packs are about equally long"),
+        ({"group_by_length": True, "packing": True}, "packs have about the same length"),
     ):
         with pytest.raises(ConfigError, match=said):
             LemaConfig("m", **changes)

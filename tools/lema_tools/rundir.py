@@ -1,6 +1,6 @@
 """What a run leaves in its `output_dir`, read while it runs or afterwards: measurements, plan, checkpoints, its state.
 
-Nothing here imports torch, so that a look takes no seconds. Everything is read anew or where it has grown; nothing is
+Nothing here imports torch, so that a look takes no seconds. Everything is read again or where it has grown; nothing is
 written, and no lock is taken.
 """
 
@@ -172,7 +172,7 @@ def by_step(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, floa
 
 
 class MetricsTail:
-    """Reads metrics.jsonl where it has grown since the last look, and anew where it was cut back or replaced."""
+    """Reads metrics.jsonl where it has grown since the last look, and again where it was cut back or replaced."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -28,7 +28,7 @@ class Frame:
     remarks: tuple[str, ...]  # what is to be said of chats of this shape
 
     def spans_in(self, text: str, words: Sequence[str]) -> list[Span] | None:
-        """Where in a rendered chat the learnt stretches are; None: it is another text around these words."""
+        """Where in a rendered chat the trained stretches are; None: it is another text around these words."""
         parts, starts, at = [], [], 0
         for before, number in zip(self.texts, self.order, strict=False):
             starts.append(at)

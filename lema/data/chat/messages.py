@@ -40,7 +40,7 @@ class Chat:
 
     messages: list[dict[str, Any]]  # dictionaries with `role` and `content`, as `transformers` takes them
     tools: list[Any] | None = None  # JSON schemas of the tools on offer, or None
-    # How many leading messages are the prompt; None when every assistant message is learnt.
+    # How many leading messages are the prompt; None when every assistant message is trained on.
     prompt_length: int | None = None
     flags: tuple[bool | None, ...] = ()  # of each message, whether the data say to train on it; empty: they do not say
 

@@ -109,7 +109,7 @@ def _ended(rendered: Rendered, span: Span, remarks: list[str]) -> tuple[Span, st
 
 
 def check_roles(chat: Chat, template: Template, row: Row) -> None:
-    """Refuse unknown roles: most templates write any role, and the words of a misspelt one would not be learnt."""
+    """Refuse unknown roles: most templates write any role, and the words of a misspelt one would not be trained on."""
     for number, message in enumerate(chat.messages, 1):
         role = message["role"]
         if role not in ROLES and role not in template.text:

@@ -35,7 +35,7 @@ class Scored:
     logps: Tensor  # `[rows, tokens]` fp32, the log-probability of each token that was asked for, 0 elsewhere
     trained: Tensor  # `[rows, tokens]` bool, which of them are of the completion
     chosen: Tensor  # places of the rows that are chosen, or desirable: of pairs, in their order
-    rejected: Tensor  # of the others, likewise
+    rejected: Tensor  # of the others, in the same way
     num_examples: int  # of the whole batch, in all processes: pairs, or rows
     num_tokens: int = 0  # tokens asked for in the batch's chosen rows, in all processes
     reference: Tensor | None = None  # as `logps`, of the model without adapters; None: it was not asked for
@@ -75,7 +75,7 @@ class Objective:
     reference: bool = False  # whether it compares with the model without adapters
     mismatched: bool = False  # whether it needs prompts with other rows' completions, as KTO's KL term does
     of_batch: bool = False  # whether it compares rows of a whole batch with each other
-    prompts: bool = False  # whether the prompts of chosen rows are learnt too
+    prompts: bool = False  # whether the prompts of chosen rows are trained on too
     advantages: bool = False  # whether rows have advantages; otherwise they are examples of a preference
 
 

@@ -155,7 +155,7 @@ class StreamedPeftModel(PeftModel):
     def around(cls, opened: LemaModel) -> Self:
         """Return the PEFT model of an opened one, as a model to others."""
         peft_model = opened.lora_manager
-        model: Any = peft_model  # not made anew, because it is the adapter that `opened` saves and trains
+        model: Any = peft_model  # not made again, because it is the adapter that `opened` saves and trains
         model.__class__ = type(cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__})
         skeleton, settings = opened.skeleton, opened.config
         model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))

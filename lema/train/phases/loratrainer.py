@@ -60,7 +60,7 @@ class LoRATrainState:
     tokens: int  # of these steps, padding included
     checkpoint: Path | None  # where this is on disk; None: nothing was trained yet
     lora_rank: int | None  # of the phase's adapters; None: it has none
-    lora_alpha: float | None  # likewise; they are scaled by alpha / rank
+    lora_alpha: float | None  # in the same way; they are scaled by alpha / rank
     num_trainable: int  # parameters that train in this phase
     num_parameters: int  # those of the model without adapters
 

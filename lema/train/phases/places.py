@@ -319,7 +319,7 @@ def _at(places: Places, index: int, checkpoint: Path | None, say: Say) -> Start:
 
 
 def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
-    """Refuse another plan than that of the checkpoint that is gone on from, or of the end of the phase before."""
+    """Refuse another plan than that of the checkpoint that is resumed, or of the end of the phase before."""
     if checkpoint is None:
         if index == 0 or not _is_sound(places.end_of(index - 1)):
             return  # nothing says what was trained

@@ -204,7 +204,7 @@ class LoRATrainerConfig(Settings):
                 yield problem_at(key, problem.what.partition(": ")[2], problem.how)
 
     def plan(self) -> PhasePlan:
-        """Return the phases, one per stage; the optimizer begins anew with the adapters, and is carried otherwise."""
+        """Return the phases, one per stage; the optimizer starts again with the adapters, and is carried otherwise."""
         return PhasePlan(
             phases=[phase for time in _TIMES for phase in self._phases(time)],
             batch_size=self.batch_size,

@@ -259,7 +259,7 @@ def test_tokens_are_generated_in_wide_batches(checkpoint_of: CheckpointOf, model
         (lambda model: model.merge_adapter(), "merging an adapter into weights that are in files"),
         (lambda model: model.merge_and_unload(), "merging an adapter into weights that are in files"),
         (lambda model: model.unload(), "removing its adapters"),
-        (copy.deepcopy, "copied or pickled"),
+        (copy.deepcopy, "copying or pickling"),
         (lambda model: model._replicate_for_data_parallel(), "several devices at once"),
     ],
 )

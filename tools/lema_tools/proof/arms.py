@@ -197,7 +197,7 @@ def _trained(model: nn.Module, what: Callable[[nn.Parameter], Tensor | None]) ->
 
 
 def _begin_peak() -> int:
-    """Begin the process's peak of memory anew, which Linux does where 5 is written to a file of /proc (proc(5),
+    """Begin the process's peak of memory again, which Linux does where 5 is written to a file of /proc (proc(5),
     clear_refs), and return the bytes that are resident now."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
