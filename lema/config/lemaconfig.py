@@ -167,7 +167,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     tf32: Said[bool] = False
     """Let fp32 matrix products use TF32, which keeps 10 bits of their inputs, on devices that have it."""
     torch_compile: Said[bool] = False
-    """Compile a decoder layer with `torch.compile`, once for all layers that are alike. Changes the last bits."""
+    """Compile a decoder layer with `torch.compile`, once for all layers that are alike, and keep what is made below the
+    user's cache directory for later starts (TORCHINDUCTOR_CACHE_DIR: elsewhere). Changes the last bits."""
     page_locked: Silent[bool | None] = None
     """Lock host memory that the device copies from; None: as much as the system allows."""
     embeddings: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
