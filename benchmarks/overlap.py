@@ -205,7 +205,7 @@ def _schedule(arms: dict[str, Measured], sizes: Sequence[int], slots: int) -> fl
     speeds = Speeds(num_bytes / statistics.median(arms[READING].seconds), float("inf"))
     demand = Demand(layers, turn=head, rest=max(0.0, rest), shared=True)
     simulated = simulate(demand, Allocation(slots), speeds)
-    return simulated.seconds / simulated.bound
+    return simulated.seconds / max(simulated.compute, simulated.link, simulated.disk)
 
 
 def _crossover(rows: Sequence[dict[str, Any]]) -> float | None:

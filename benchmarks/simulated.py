@@ -7,10 +7,16 @@ models are config and headers without weights. Tokens per step are multiples of 
 hidden (`bytes per weight x FLOP/s / (3 x bytes/s)`, by the slower of disk and link), in whole micro-batches; nothing
 stays on the device. Of interest is how far a step is from the longest of computing, link and disk alone: the schedule
 costs what is above 1.
+
+    python benchmarks/simulated.py --crossover
+
+One model where computing takes as long as reading with the fewest buffers, or nearly: what the solver spends the memory
+of some layers on, slots and layers that stay, against the best of all ways to spend it that a simulation of each finds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -28,8 +34,11 @@ from lema.engine.head.loss import CHUNK_TOKENS
 from lema.plan import Allocation, Machine
 from lema.plan.allocate import DEPTHS
 from lema.plan.blueprint import Blueprint, draw_up
+from lema.plan.budget import solve, spread
+from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.machine import PROFILES
 from lema.plan.planner import Planner, site_of
+from lema.plan.simulator import Simulated, simulate
 from lema.plan.step import StepShape, by_arithmetic
 from lema.plan.workload import MicroBatch, Workload, measure
 
@@ -37,9 +46,16 @@ MODELS = ["8B", "70B", "405B"]
 TIMES = [0.5, 1.0, 1.5, 3.0]
 LONG, SHORT = 1024, 64  # tokens of a micro-batch; short where T* is less than a long one
 HIDDEN_FROM, AT_MOST = 1.5, 1.05
+LAYERS, LAYER_BYTES = 16, 10**6  # of the model at the crossover; a byte is read in a microsecond
+RATIOS, HELD = [0.5, 0.8, 1.0, 1.25], [3, 4, 5, 6, 8, 10]  # computing by reading; layers that memory holds
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--crossover", action="store_true", help="the solver where computing is as long as reading")
+    if parser.parse_args().crossover:
+        _crossover()
+        return
     sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
     from hollowmodel import large_config, write_hollow
 
@@ -51,6 +67,37 @@ def main() -> None:
     _show(rows)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "simulated.json").write_text(json.dumps({"benchmark": "simulated", "rows": rows}, indent=1) + "\n")
+
+
+def _crossover() -> None:
+    """Print what the solver does with the memory of a few layers, and the best that could be done with it."""
+    table = Table(title=f"{LAYERS} layers at the crossover: slots + layers that stay, and the step by its own limit")
+    for column in ["computing / reading", *(f"{held} layers" for held in HELD)]:
+        table.add_column(column, justify="right")
+    rows = []
+    for ratio in RATIOS:
+        seconds = ratio * 2 * (LAYERS - 3) / (3 * LAYERS)  # of each of forward, recomputation, backward of a layer
+        size = LAYER_BYTES
+        layer = LayerCost(size, size, size, saved_bytes=10**9, forward=seconds, recompute=seconds, backward=seconds)
+        demand, speeds = Demand((layer,) * LAYERS, shared=True), Speeds(LAYER_BYTES)
+        cells = []
+        for held in HELD:
+            chosen = solve(demand, speeds, DEPTHS[0] + 1, device_limit=held * LAYER_BYTES)
+            ways = [Allocation(slots, frozenset(spread(held - slots, LAYERS))) for slots in range(1, held + 1)]
+            found, best = simulate(demand, chosen, speeds), min(simulate(demand, one, speeds).seconds for one in ways)
+            spent = chosen.slots, len(chosen.residents)
+            rows.append(
+                {"ratio": ratio, "held": held, "spent": spent, "step": _by_limit(found), "best": best / found.seconds}
+            )
+            cells.append(f"{spent[0]}+{spent[1]}: {_by_limit(found):.2f} (best {best / found.seconds:.2f})")
+        table.add_row(f"{ratio:g}", *cells)
+    Console(width=170).print(table)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "crossover.json").write_text(json.dumps({"benchmark": "crossover", "rows": rows}, indent=1) + "\n")
+
+
+def _by_limit(found: Simulated) -> float:
+    return found.seconds / max(found.compute, found.link, found.disk)
 
 
 def _steps_of(directory: Path) -> list[dict[str, Any]]:

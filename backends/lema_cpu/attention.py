@@ -1,9 +1,9 @@
 """Attention of rows of a few hundred tokens as matrix products, for `arithmetic: fast`.
 
-Torch's fused kernel for a CPU walks over small tiles, which costs several times what products of the same arithmetic do.
-Here a block of queries meets all keys that it may see in one product over all heads, so nothing above the diagonal is
-computed but within a block. The probabilities are kept for the backward, which is why longer rows, and whatever else this
-does not cover, go to transformers' `sdpa`.
+Torch's fused kernel for a CPU walks over small tiles, which takes longer than products of the same arithmetic do. Here
+a block of queries meets all keys that it may see in one product over all heads, so nothing above the diagonal is computed
+but within a block. The probabilities are kept for the backward, which is why longer rows, and whatever else this does
+not cover, go to transformers' `sdpa`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return what transformers' `sdpa` does, `[batch, tokens, heads, size]`, but for rounding. `query` is `[batch, heads,
-    tokens, size]`; `key` and `value` may have fewer heads."""
+    """Return what transformers' `sdpa` does, `[batch, tokens, heads, size]`, but for rounding. `query` is `[batch,
+    heads, tokens, size]`; `key` and `value` may have fewer heads."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     flags = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.dim() == 4
     length, known = query.shape[2], flags or (causal and attention_mask is None)

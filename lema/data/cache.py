@@ -38,6 +38,7 @@ from lema.data.files import Piece, Row, pieces_of
 from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces, Where, where_of
 from lema.errors import DataError, DiskError
 from lema.storage.atomic import NO_LOCKS, appearing, replace_file
+from lema.storage.diskspace import user_cache
 from lema.storage.hub import is_stream, version_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ PROGRAMS = ("lema", "transformers", "tokenizers", "jinja2")
 def folder_of(setting: bool | str) -> Path | None:
     """Return the folder that the setting `data_cache` means; None: nothing is kept."""
     if setting is True:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lema" / "tokens"
+        return user_cache("tokens")
     return Path(setting).expanduser() if setting else None
 
 

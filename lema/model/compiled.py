@@ -5,10 +5,13 @@ leased weights, adapters, buffers. So one graph serves all layers, and gradients
 
 A compiled layer is tried before it is trusted: every shape that is new to a kind is run once next to the training,
 forward and backward. A layer that cannot be compiled, or that draws random numbers, runs as it is, with a warning.
+
+What is compiled is kept below the user's cache directory, so that a later start only reads it.
 """
 
 from __future__ import annotations
 
+import os
 import textwrap
 import types
 import warnings
@@ -25,10 +28,12 @@ from lema.backend import Backend
 from lema.errors import LemaError
 from lema.model.capture import replaced, tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
+from lema.storage.diskspace import user_cache
 
 __all__ = ["CompiledLayers"]
 
 COMPILER = "inductor"  # torch's own name of it
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where it keeps what it made; else a temporary directory
 LONGEST_REASON = 300  # characters
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -46,6 +51,7 @@ class CompiledLayers:
     layers, adapters attached. Make another after changing one. `compilations`: how many graphs there are."""
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
+        _keep_what_is_made()
         self._layers, self._name, self._backend = layers, name, backend
         self.kinds, labels = compare_layers(layers, name)
         self._firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
@@ -170,6 +176,14 @@ class CompiledLayers:
             return compiled(*given)
 
         return run
+
+
+def _keep_what_is_made() -> None:
+    """Have the compiler keep what it makes where the next start finds it, unless the environment says where."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # as importing torch has set it
+
+    if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
+        os.environ[CACHE] = str(user_cache("compiled"))
 
 
 def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Free space on the disk: whether what is to be written fits, and whether an error was a lack of space."""
+"""Places to write to: whether what is written fits, whether an error was a lack of space, and the user's cache."""
 
 import errno
 import os
@@ -9,11 +9,16 @@ from pathlib import Path
 
 from lema.errors import DiskError, DiskFull, Stopped
 
-__all__ = ["check_room", "disk_errors", "is_full", "not_written", "say_passed_over", "unsaved"]
+__all__ = ["check_room", "disk_errors", "is_full", "not_written", "say_passed_over", "unsaved", "user_cache"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for what is beside the tensors: settings, generators' states, the log so far
 MORE_ROOM = "free some space, or choose an output_dir on another disk; earlier files are untouched"
+
+
+def user_cache(name: str) -> Path:
+    """Return the folder of one kind of what later starts read again, below the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lema" / name
 
 
 def free_bytes(place: Path) -> int | None:

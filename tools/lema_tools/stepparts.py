@@ -312,7 +312,7 @@ def _step_of(model: LemaModel, trainer: Any) -> Callable[[Any], float]:
 def _ranks(model: LemaModel) -> frozenset[int]:
     """Return the sides by which products with an adapter are known: its rank, or the ranks of a product they share."""
     assert model.lora_manager is not None
-    parts = list(model.lora_manager.modules())
+    parts: list[Any] = list(model.lora_manager.modules())
     given = (getattr(module, "r", None) for module in parts)
     ranks = frozenset(rank for one in given if isinstance(one, dict) for rank in one.values())
     sides = {side for part in parts if hasattr(part, "base_layer") for side in part.base_layer.weight.shape}
