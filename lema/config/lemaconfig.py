@@ -167,8 +167,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     tf32: Said[bool] = False
     """Allow TF32 for fp32 matrix products, which keeps 10 bits of their inputs, on devices that have it."""
     torch_compile: Said[bool] = False
-    """Compile one decoder layer of each kind with `torch.compile`, and keep the compiled code in the user's cache directory
-    for later starts (or in TORCHINDUCTOR_CACHE_DIR). This changes the last bits."""
+    """Compile one decoder layer of each kind with `torch.compile`, and keep the compiled code in the user's cache
+    directory for later starts (or in TORCHINDUCTOR_CACHE_DIR). This changes the last bits."""
     page_locked: Silent[bool | None] = None
     """Lock the host memory that the device copies from; None: as much as the system allows."""
     embeddings: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
