@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "lora_target_parameters": [],
     "micro_batch_size": 1,
     "loss_chunk_tokens": 256,
-    "prefetch_depth": 1,
+    "prefetch_depth": 2,
 }
 
 

@@ -210,8 +210,8 @@ def experts_told(planner: Planner) -> ExpertsTold | None:
     parts, adapted = Counter[str](), 0
     for index, layer in enumerate(blueprint.layers):
         stored = [(one.name, one.shape, one.nbytes) for one in layer.tensors]
-        for one in layer.expansions:
-            stored.append((one.placed.name, one.placed.shape, sum(part.nbytes for part in one.parts.values())))
+        for made in layer.expansions:
+            stored.append((made.placed.name, made.placed.shape, sum(part.nbytes for part in made.parts.values())))
         experts = found.get(index)
         block = "" if experts is None else experts.weights[0].rpartition(".")[0].rpartition(".")[0]
         for name, shape, nbytes in stored:
