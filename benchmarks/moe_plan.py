@@ -42,7 +42,6 @@ SETTINGS: dict[str, Any] = {
     "lora_target_parameters": [],
     "micro_batch_size": 1,
     "loss_chunk_tokens": 256,
-    "prefetch_depth": 1,
 }
 
 
@@ -51,6 +50,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=MODELS, help="names of checkpoints, each with GB of device memory")
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row, one of which is computed at once")
+    parser.add_argument("--prefetch-depth", type=int, default=1, help="slots beside the one in use")
     parser.add_argument("--profile", choices=sorted(PROFILES), default="4090", help="whose speeds the plan has")
     parser.add_argument("--json", type=Path, help="a file to write the rows to, too")
     given = parser.parse_args()
@@ -62,19 +62,21 @@ def main() -> None:
     found = list[dict[str, Any]]()
     for model in given.models:
         name, _, memory = model.partition(":")
-        for row in planned(name, int(memory), given.tokens, given.length, PROFILES[given.profile]):
+        shape = {"batch_size": given.tokens // given.length, "max_length": given.length}
+        settings = {**SETTINGS, **shape, "prefetch_depth": given.prefetch_depth}
+        for row in planned(name, int(memory), settings, PROFILES[given.profile]):
             found.append(row)
             print(f"| {' | '.join(_cells(row))} |", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def planned(name: str, memory: int, tokens: int, length: int, machine: Machine) -> Iterator[dict[str, Any]]:
+def planned(name: str, memory: int, settings: dict[str, Any], machine: Machine) -> Iterator[dict[str, Any]]:
     """Yield what is planned of a model on a device of so many GB, with its weights in host memory and on a disk."""
     checkpoint = named(name)
     if checkpoint is None:
         raise SystemExit(f"{name} is no checkpoint that is known here: `lema models` lists those")
-    settings = {**SETTINGS, "device_memory": memory * GB, "batch_size": tokens // length, "max_length": length}
+    settings = {**settings, "device_memory": memory * GB}
     with tempfile.TemporaryDirectory() as scratch:
         model = write_hollow(replace(checkpoint, form=FORMS.get(name, checkpoint.form)), Path(scratch))
         blueprint, known = draw_up(LemaConfig(str(model), **settings)), dict[Any, Any]()
@@ -100,7 +102,10 @@ def planned(name: str, memory: int, tokens: int, length: int, machine: Machine) 
             step = planner.simulated(needs.demand, needs.allocation)
             speed = {"seconds": step.seconds, "compute": step.compute, "link": step.link, "disk": step.disk}
             row |= {"device": needs.device, "host": sum(needs.host.values()), **speed, "limited": step.bottleneck}
-            yield row | {"tokens_per_second": tokens / step.seconds, "boundaries": needs.allocation.boundaries}
+            yield row | {
+                "tokens_per_second": planner.shape.tokens / step.seconds,
+                "boundaries": needs.allocation.boundaries,
+            }
 
 
 def _cells(row: dict[str, Any]) -> Iterator[str]:
