@@ -1,9 +1,9 @@
 """Attention of rows of a few hundred tokens as matrix products, for `arithmetic: fast`.
 
 Torch's fused kernel for a CPU walks over small tiles, which takes longer than products of the same arithmetic do. Here
-a block of queries meets all keys that it may see in one product over all heads, so nothing above the diagonal is computed
-but within a block. The probabilities are kept for the backward, which is why longer rows, and whatever else this does
-not cover, go to transformers' `sdpa`.
+a block of queries meets all keys that it may see in one product over all heads, so that nothing is computed above the
+diagonal but within a block. The probabilities are kept for the backward, which is why longer rows, and whatever else
+this does not cover, go to transformers' `sdpa`.
 """
 
 from __future__ import annotations

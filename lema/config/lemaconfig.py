@@ -225,7 +225,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Weight of the undesirable rows of kto; None: 1."""
     arithmetic: Said[Literal["exact", "fast"]] = "exact"
     """`fast`: LoRA linears that read one input share one product with their A, each B is added in place, and one
-    backward serves them. Equal to PEFT but for rounding; what it does not cover is computed as PEFT does."""
+    backward serves them. Attention is the device's own where it has one and `attn_implementation` names none. Equal to
+    PEFT but for rounding; what it does not cover is computed as PEFT does."""
     backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
     """What only one backend has, by name. It may be given as any other setting."""
 
