@@ -102,7 +102,7 @@ def _config(directory: Path, arguments: argparse.Namespace, **settings: Any) -> 
 
 def _peft_memory(directory: Path, shape: Shape, arguments: argparse.Namespace) -> int:
     """Return the bytes that a step takes by LEMA's count if all layers are in memory and each is recomputed."""
-    model = LemaModel(_config(directory, arguments, device_memory=10 * shape.weight_bytes))
+    model = LemaModel(_config(directory, arguments, arithmetic="fast", device_memory=10 * shape.weight_bytes))
     model.initialize_lora()
     parts = {**model.planner.needs().device, "slots": 0, "residents": 0, "saved": 0}
     model.close()
