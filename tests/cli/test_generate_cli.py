@@ -120,7 +120,7 @@ def test_messages_and_with_chat_texts_go_through_the_template(
         (["-p", "corn", "--top-k", "5"], 2, "--top-k"),
         (["-p", "corn", "--temperature", "0", "--do-sample"], 2, "--do-sample"),
         (["-p", "corn", "--resume"], 2, "--output"),
-        (["-p", "corn", "--kv", "disk"], 2, "'disk' is no place"),
+        (["-p", "corn", "--kv", "disk"], 2, "'disk' is not a place"),
         (["-p", "corn", "--max-new-tokens", "127"], 3, "more than the 128 that the model takes"),
         (["--prompts", "{answered}"], 3, "the last message is the assistant's"),
         (["--prompts", "{columns}"], 3, "no prompt: its columns are question"),

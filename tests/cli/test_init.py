@@ -58,7 +58,7 @@ def test_a_file_that_is_there_stays(
         ("model", "much", (), 2, "--device-memory much"),
         ("model", "1GB", ("--profile", "abacus"), 2, "abacus"),
         ("model", "1GB", ("--data", "none.jsonl"), 2, "no such file"),
-        ("Qwen3.6-27B", "24GB", (), 2, "not known offline"),
+        ("Qwen3.5-122B-A10B", "24GB", (), 2, "not known offline"),
         ("no-such-model", "24GB", (), 3, "no-such-model"),
     ],
 )

@@ -275,4 +275,4 @@ def test_the_command_merges(llama: tuple[Checkpoint, Path], tmp_path: Path, caps
     assert f"wrote {out}" in capsys.readouterr().out
     assert_loads_as(out, merged_by_peft(checkpoint.published, adapter))
     assert run(app, ["merge", str(adapter), str(out)]) == ConfigError.exit_code
-    assert "taken" in capsys.readouterr().err
+    assert "the directory is not empty" in capsys.readouterr().err

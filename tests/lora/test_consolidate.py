@@ -256,7 +256,7 @@ def test_what_no_plan_covers_is_refused_by_name(tmp_path: Path) -> None:
     adapter = write_adapter(sparse, tmp_path / "covered", targets=["q_proj", "o_proj"])
     shard_adapter(adapter, tmp_path / "shards", 2)
     experts = write_adapter(sparse, tmp_path / "experts", targets=["q_proj"], modules_to_save=["gate"])
-    with pytest.raises(ModelError, match=r"does not say how model\.layers\.0\.mlp\.gate lies") as caught:
+    with pytest.raises(ModelError, match=r"does not define how model\.layers\.0\.mlp\.gate lies") as caught:
         shard_adapter(experts, tmp_path / "out", 2)
     assert "tensor base_model.model.model.layers.0.mlp.gate" in caught.value.where
     plain = write_model(GPT2Config(vocab_size=32, n_embd=16, n_layer=8, n_head=4), tmp_path / "plain")
@@ -287,7 +287,7 @@ def test_the_verbs(
     shutil.copy(model / "config.json", tmp_path / "config")
     assert lema("shard", adapter, tmp_path / "by config", "--tp", 2, "--model", tmp_path / "config") == 0
     refusals: list[tuple[int, list[str], tuple[Any, ...]]] = [
-        (2, ["taken"], ("consolidate", foreign, tmp_path / "whole")),
+        (2, ["the directory is not empty"], ("consolidate", foreign, tmp_path / "whole")),
         (3, ["this adapter is already whole"], ("consolidate", adapter, tmp_path / "new")),
         (3, ["no shards of an adapter"], ("consolidate", model, tmp_path / "new")),
         (2, ["use a tp of 1, 2, 4, 8", "q_proj"], ("shard", adapter, tmp_path / "new", "--tp", 3)),

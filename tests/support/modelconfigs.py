@@ -28,7 +28,7 @@ CONFIGS, PAGE = ROOT / "configs" / "models", ROOT / "docs" / "your-model.md"
 GB = 10**9
 SIZES = (8, 12, 16, 24, 48, 80)  # GB of device memory
 # Their sizes are known, but no file was made so far.
-UNPLANNED = ("Qwen3-Next-80B-A3B", "Qwen3-Coder-480B-A35B", "DeepSeek-V4-Flash")
+UNPLANNED = ("Qwen3-Coder-480B-A35B", "DeepSeek-V4-Flash")
 MODELS = [one for one in CHECKPOINTS if one.name in PARAMETERS and one.name not in UNPLANNED]
 
 

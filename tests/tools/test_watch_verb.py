@@ -168,7 +168,7 @@ def _nowhere(place: Path) -> tuple[Path, list[str]]:
 def _a_phase(place: Path) -> tuple[Path, list[str]]:
     (place / METRICS).write_text("")
     (place / "whole").mkdir()
-    return place / "whole", ["metrics.jsonl is missing", f"is in {place}"]
+    return place / "whole", ["metrics.jsonl is missing", f"the run in {place}"]
 
 
 def _a_file(place: Path) -> tuple[Path, list[str]]:
