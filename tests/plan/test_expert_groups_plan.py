@@ -15,9 +15,13 @@ from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import device_parts
 from lema.plan.groups import with_waiting
+from lema.plan.machine import PROFILES
 from lema.plan.meter import Tally
+from lema.plan.planner import planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import Workload, measure
+from lema_tools.models.checkpoints import named
+from lema_tools.models.published import write_hollow
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:PEFT does not adapt these linear modules", "ignore:.*_pattern keys", "ignore:.*is_gradient_checkpointing.*"
@@ -101,3 +105,18 @@ def test_a_real_step_takes_what_was_told(kind: str, adapted: bool, tmp_path: Pat
     said = [told(drawn, shape, work, again=again) for again in (False, True)]
     assert all(0.97 * one <= other <= 1.1 * one for one, other in zip(real, said, strict=True)), (real, said)
     assert real[1] < 0.8 * real[0]
+
+
+@pytest.mark.slow
+def test_deepseek_v3_in_bf16_trains_16k_tokens_a_step_in_16_gb(tmp_path: Path) -> None:
+    """Of which one layer alone is 22.5 GB, and keeps 1.1 GB of each 1,024 tokens without its experts."""
+    checkpoint, size = named("DeepSeek-V3"), 16 * 10**9
+    assert checkpoint is not None
+    directory = write_hollow(replace(checkpoint, form="bf16"), tmp_path)
+    limits = {"device_memory": "16GB", "host_memory": "200GB", "lora_target_parameters": []}
+    config = config_of(directory, batch_size=16, micro_batch_size=1, max_length=1024, **limits | {"lora_rank": 16})
+    machine = replace(PROFILES["4090"], device_memory=size, host_memory=2 * 10**12)
+    needs = planner_of(config, machine).needs()
+    assert sum(needs.device.values()) <= size
+    assert needs.allocation.runs_again and needs.allocation.experts >= 32
+    assert needs.device["working"] < size / 4
