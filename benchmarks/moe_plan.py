@@ -78,7 +78,8 @@ def planned(name: str, memory: int, settings: dict[str, Any], machine: Machine) 
         raise SystemExit(f"{name} is no checkpoint that is known here: `lema models` lists those")
     settings = {**settings, "device_memory": memory * GB}
     with tempfile.TemporaryDirectory() as scratch:
-        model = write_hollow(replace(checkpoint, form=FORMS.get(name, checkpoint.form)), Path(scratch))
+        checkpoint = replace(checkpoint, form=FORMS.get(name, checkpoint.form))
+        model = write_hollow(checkpoint, Path(scratch))
         blueprint, known = draw_up(LemaConfig(str(model), **settings)), dict[Any, Any]()
         enough = blueprint.stored_bytes + HOST * GB
         for place, host in (("host memory", enough), ("a disk", HOST * GB)):
