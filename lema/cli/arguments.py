@@ -3,7 +3,6 @@
 import gc
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +13,10 @@ from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from lema.config import LemaConfig
-    from lema.train import LemaModel
-    from lema.train.phases.outcome import Outcome
+    from lema.train.phases.file import PhaseFile
 
 __all__ = ["ConfigFile", "PhaseNamed", "Revision", "Settings", "Source", "Trust", "Verb"]
-__all__ += ["config_of", "import_libraries", "model_of", "outcome_of", "settings_of"]
+__all__ += ["config_of", "import_libraries", "phase_of", "settings_of"]
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
@@ -97,38 +95,17 @@ def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
         raise error.located({key: f"--set {key}" for key in overrides}) from error
 
 
-def outcome_of(source: Path, settings: list[str] | None, phase: str | None) -> "Outcome | None":
-    """Return the phase that is meant of a file of phases, the last if none is named; None: it is no such file."""
-    from lema.train.phases.file import has_phases, read_phase_file
+def phase_of(source: Path, settings: list[str] | None, phase: str | None) -> "tuple[PhaseFile, int] | None":
+    """Return a file of phases and the place of the one that is meant, the last if none is; None: it is no such file."""
+    from lema.train.phases.file import has_phases, phase_named, read_phase_file
 
     if not source.is_dir() and has_phases(source):
-        from lema.train.phases.outcome import Outcome
-
-        return Outcome.of(read_phase_file(source, **settings_of(settings)), phase)
+        file = read_phase_file(source, **settings_of(settings))
+        return file, phase_named(file.plan, phase)
     if phase is not None:
         how = "leave it out, or name the file of phases"
         raise ConfigError("only a file of phases has any", where=f"--phase {phase}", how=how)
     return None
-
-
-def model_of(
-    source: Path, settings: list[str] | None, trust_remote_code: bool, outcome: "Outcome | None" = None
-) -> "LemaModel":
-    """Return the model of an adapter directory; of a config with the adapter in its `output_dir`, if any; or of a
-    phase, as that has left it."""
-    if outcome is not None:
-        return outcome.open(say=partial(typer.echo, err=True), trust_remote_code=trust_remote_code)
-    overrides = settings_of(settings) if source.is_dir() else {}
-    config = None if source.is_dir() else config_of(source, settings)
-    from lema.train import LemaModel  # after the settings, because importing it takes seconds
-
-    if config is None:
-        return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
-    if (Path(config.output_dir) / "adapter_config.json").is_file():
-        given = config.model_dump(exclude_unset=True)
-        return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
-    typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
-    return LemaModel(config, trust_remote_code=trust_remote_code)
 
 
 def import_libraries(context: typer.Context, config: "LemaConfig", *, trusted: bool) -> None:

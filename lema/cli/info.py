@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lema.cli.arguments import ConfigFile, PhaseNamed, Settings, config_of, outcome_of
+from lema.cli.arguments import ConfigFile, PhaseNamed, Settings, config_of, phase_of
 from lema.errors import BackendUnavailable
 
 __all__ = ["backends", "import_file", "schema", "show"]
@@ -27,10 +27,12 @@ def backends() -> None:
 
 def show(config: ConfigFile, phase: PhaseNamed = None, settings: Settings = None) -> None:
     """Print every setting of a run as YAML, defaults included; of phases all, or those that one of them has."""
-    if (outcome := outcome_of(config, settings, phase)) is None:
+    if (found := phase_of(config, settings, phase)) is None:
         _print_yaml(config_of(config, settings).to_dict())
-    else:
-        _print_yaml(outcome.all_settings(outcome.file) if phase is None else outcome.settings())
+        return
+    from lema.train.phases.file import all_settings
+
+    _print_yaml(all_settings(found[0], None if phase is None else found[1]))
 
 
 def import_file(file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.")]) -> None:

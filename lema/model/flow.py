@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lema.model.capture import Between, Shared, changed, tensors_in
+from lema.model.capture import Between, Shared, changed, depends_on, tensors_in
 
-__all__ = ["LayerCall", "Prelude", "Suspended", "Tape"]
+__all__ = ["CannotCut", "LayerCall", "Prelude", "Suspended", "Tape", "find_cut"]
 
 LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
 
@@ -314,6 +314,32 @@ class Suspended:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield kept
+
+
+class CannotCut(Exception):
+    """Says why a model is no prelude, layers one after the other, and a head."""
+
+
+def find_cut(tape: Tape, logits: Tensor, is_enough: Callable[[int, Tensor], bool]) -> int:
+    """Return the number on the `tape` of the tensor that the head is given, of a whole forward that made `logits`.
+    `is_enough` tells whether a head that is given the tensor of that number, with that value, needs nothing else.
+    `CannotCut`: a layer's output cannot be followed, or there is no such tensor."""
+    made = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]
+    for index, call in enumerate(tape.calls):
+        if depends_on(tensors_in((call.args, call.kwargs)), made):
+            raise CannotCut(f"layer {index} gets more from the layers below than LEMA can follow")
+    for cut in tape.cuts(logits):
+        tape.cut = cut
+        if is_enough(cut, tape.values[cut].detach()):
+            steps = [step for call in tape.tied() for step in call.after]
+            if not all(step.differentiable for step in steps):
+                raise CannotCut("between its layers it uses operations that autograd does not follow")
+            # Of a size that is known only when the layers run.
+            rest = {number for call in tape.calls for number in call.returns[1:]}
+            if any(step.uses & rest for step in steps):
+                raise CannotCut("between its layers it uses more than the hidden state")
+            return cut
+    raise CannotCut("its head needs more than the last layer's output, token by token")
 
 
 def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:

@@ -23,9 +23,8 @@ from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, values_unread, without_values
 from lema.model.compiled import CompiledLayers
-from lema.model.cut import CannotCut, find_cut
 from lema.model.experts import ExpertGroup, LayerExperts, form_no_frozen_gradients, layer_experts, multiply_apart
-from lema.model.flow import LayerCall, Prelude, Suspended, Tape
+from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find_cut
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, model_of, outcome_of
+from lema.cli.arguments import PhaseNamed, Settings, Source, Trust
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError
+from lema_tools.opened import model_of, outcome_of
 
 if TYPE_CHECKING:
     from lema.data.files import Row

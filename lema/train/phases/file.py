@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -20,7 +21,7 @@ from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
 from lema.errors import ConfigError
 from lema.storage.hub import HUB
-from lema.train.phases.phase import LENGTHS
+from lema.train.phases.phase import LENGTHS, Phase
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made", LemaConfig, LoRATrainerConfig, PhasePlan)
 EVAL_ROWS, PHASES = "eval_rows", "phases"
+EVALUATIONS_NAME = "evaluations.json"
 MAX_GRAD_NORM = 1.0
 ONLY = "train"  # name of the data set where the file names none
 
@@ -228,6 +230,29 @@ def with_model(config: LemaConfig, directory: Path) -> LemaConfig:
     return LemaConfig(**{**config.to_dict(), **base})
 
 
+def phase_named(plan: PhasePlan, named: str | None) -> int:
+    """Return the place of the phase of that name, or of that number counted from 1; None: the last."""
+    names = [str(phase.name) for phase in plan.phases]
+    if named is None or named in names:
+        return len(names) - 1 if named is None else names.index(named)
+    if named.isdecimal() and 1 <= int(named) <= len(names):
+        return int(named) - 1
+    how = meant(named, names) or f"name one of {', '.join(names)}, or give its number, from 1 to {len(names)}"
+    raise ConfigError(f"the file has no phase {named!r}", where="--phase", how=how)
+
+
+def all_settings(file: PhaseFile, index: int | None = None) -> dict[str, Any]:
+    """Return every setting of a file of phases, defaults included, as such a file has them; with an `index` those that
+    are in force in this phase."""
+    of_phases = {*IDLE, *OF_ADAPTERS, *Phase.model_fields}
+    run = {key: value for key, value in file.config.to_dict().items() if key not in of_phases}
+    run |= {key: value for key, value in file.plan.to_dict().items() if key != PHASES}
+    run |= {EVAL_ROWS: file.eval_rows} if file.eval_data else {"eval_steps": None}
+    run |= {"evaluations": list(file.evaluations)} if file.evaluations else {}
+    phases = [values | values.pop("overrides") for values in (phase.to_dict() for phase in file.plan.phases)]
+    return {**run, PHASES: phases} if index is None else {**run, **phases[index]}
+
+
 Files = str | PathLike[str] | list[str]
 
 
@@ -276,3 +301,25 @@ def _is_files(given: Any) -> bool:
     """Whether files are named, rather than rows given; rows may be a list too."""
     items = given if isinstance(given, list) else [given]
     return bool(items) and all(isinstance(one, str | PathLike) for one in items)
+
+
+def evaluate_end(
+    config: LemaConfig, plan: PhasePlan, end: Path, rows: Mapping[str, Source], *, trust_remote_code: bool = False
+) -> dict[str, dict[str, float]]:
+    """Measure each data set whole on what the last phase has left in `end`; write that to `evaluations.json`, too."""
+    if not rows:
+        return {}
+    from lema.backend.group import first_alone
+    from lema.train.model import LemaModel
+    from lema.train.phases.places import Places
+
+    if plan.phases[-1].trains == "lora":
+        model = LemaModel.from_pretrained(end, trust_remote_code=trust_remote_code)
+    else:
+        trained = Places(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
+        model = LemaModel(with_model(config, trained), trust_remote_code=trust_remote_code)
+    with closing(model):
+        found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
+        file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"
+        first_alone(model.backend.replicas, lambda: file.write_text(text, encoding="utf-8"))
+    return found

@@ -20,8 +20,7 @@ from lema.lora.attach import configured_lora
 from lema.model import meta_model
 from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
-from lema.train.phases.file import Files, clipped, read_sources, with_model
-from lema.train.phases.outcome import evaluate_end
+from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, with_model
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places, find_point, find_start
 from lema.train.phases.plan import PhasePlan

@@ -34,8 +34,7 @@ from lema.train.full.training import FullTraining
 from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, read_metrics
 from lema.train.model import LemaModel
-from lema.train.phases.file import PhaseFile, read_sources, with_model
-from lema.train.phases.outcome import evaluate_end
+from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
 from lema.train.phases.places import Places, Start, begin_at, find_start, go_on
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import phase_report, show_report

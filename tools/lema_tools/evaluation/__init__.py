@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, model_of, outcome_of
+from lema.cli.arguments import PhaseNamed, Settings, Source, Trust
 from lema.config.units import human_bytes, human_duration
 from lema.errors import ConfigError, DataError
+from lema_tools.opened import model_of, outcome_of
 
 __all__ = ["evaluate"]
 

@@ -1,60 +1,80 @@
-"""What the phases of a file have left: the model of one, opened with its adapter, and what it is measured on."""
+"""The models that `lema eval` and `lema generate` are asked for: of an adapter, of a run's settings, or of a phase."""
 
-import json
-from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
-from lema.backend.group import first_alone
-from lema.config import LemaConfig
-from lema.config.problems import meant
-from lema.data.mixture import Source
+import typer
+
+from lema.cli.arguments import config_of, phase_of, settings_of
 from lema.errors import ConfigError
-from lema.train.model import LemaModel
-from lema.train.phases.file import EVAL_ROWS, IDLE, OF_ADAPTERS, PHASES, PhaseFile, read_sources, with_model
-from lema.train.phases.phase import Phase
-from lema.train.phases.places import Places
-from lema.train.phases.plan import PhasePlan
 
-__all__ = ["Outcome", "evaluate_end"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-EVALUATIONS_NAME = "evaluations.json"
+    from lema.config import LemaConfig
+    from lema.data.mixture import Source
+    from lema.train.model import LemaModel
+    from lema.train.phases.file import PhaseFile
+    from lema.train.phases.phase import Phase
+    from lema.train.phases.places import Places
+
+__all__ = ["Outcome", "model_of", "outcome_of"]
+
 OF_PLAN = ("batch_size", "micro_batch_size", "max_length", "seed")
+
+
+def outcome_of(source: Path, settings: list[str] | None, phase: str | None) -> "Outcome | None":
+    """Return the phase that is meant of a file of phases, the last if none is named; None: it is no such file."""
+    return None if (found := phase_of(source, settings, phase)) is None else Outcome(*found)
+
+
+def model_of(
+    source: Path, settings: list[str] | None, trust_remote_code: bool, outcome: "Outcome | None"
+) -> "LemaModel":
+    """Return the model of an adapter directory; of a config with the adapter in its `output_dir`, if any; or of a
+    phase, as that has left it."""
+    if outcome is not None:
+        return outcome.open(say=partial(typer.echo, err=True), trust_remote_code=trust_remote_code)
+    overrides = settings_of(settings) if source.is_dir() else {}
+    config = None if source.is_dir() else config_of(source, settings)
+    from lema.train import LemaModel  # after the settings, because importing it takes seconds
+
+    if config is None:
+        return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
+    if (Path(config.output_dir) / "adapter_config.json").is_file():
+        given = config.model_dump(exclude_unset=True)
+        return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
+    typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
+    return LemaModel(config, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One phase of a file, by its number from 0."""
+    """One phase of a file, by its number from 0, and what it has left."""
 
-    file: PhaseFile
+    file: "PhaseFile"
     index: int
 
-    @classmethod
-    def of(cls, file: PhaseFile, named: str | None) -> Self:
-        """Return the phase of that name, or of that number counted from 1; None: the last one."""
-        names = [str(phase.name) for phase in file.plan.phases]
-        if named is None or named in names:
-            return cls(file, len(names) - 1 if named is None else names.index(named))
-        if named.isdecimal() and 1 <= int(named) <= len(names):
-            return cls(file, int(named) - 1)
-        how = meant(named, names) or f"name one of {', '.join(names)}, or give its number, from 1 to {len(names)}"
-        raise ConfigError(f"the file has no phase {named!r}", where="--phase", how=how)
-
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> "Phase":
         """What it trains, and how."""
         return self.file.plan.phases[self.index]
 
     @property
-    def _places(self) -> Places:
+    def _places(self) -> "Places":
+        from lema.train.phases.places import Places
+
         return Places(Path(self.file.config.output_dir), self.file.plan)
 
-    def open(self, *, say: Callable[[str], None], trust_remote_code: bool = False) -> LemaModel:
+    def open(self, *, say: "Callable[[str], None]", trust_remote_code: bool) -> "LemaModel":
         """Return the model as the phase has left it: with the adapters of its newest checkpoint, or with the weights
         that it ended with. Before its first checkpoint it is the model that it begins with, which `say` tells, as it
         tells of a phase that has not ended. `ConfigError`: the phase leaves no model, or has nothing to begin with."""
+        from lema.train.model import LemaModel
+        from lema.train.phases.file import OF_ADAPTERS, with_model
+
         places, phase, config = self._places, self.phase, self.file.config
         if phase.trains != "lora" and places.is_begun(self.index):
             return self._based_on(with_model(config, self._model_left()), trust_remote_code=trust_remote_code)
@@ -76,7 +96,10 @@ class Outcome:
         say(f"phase {phase.name} has no checkpoint yet: this is the model that it begins with")
         return self._based_on(begins, trust_remote_code=trust_remote_code)
 
-    def _based_on(self, config: LemaConfig, *, trust_remote_code: bool) -> LemaModel:
+    def _based_on(self, config: "LemaConfig", *, trust_remote_code: bool) -> "LemaModel":
+        from lema.config import LemaConfig
+        from lema.train.model import LemaModel
+
         return LemaModel(LemaConfig(**{**config.to_dict(), **self._steps}), trust_remote_code=trust_remote_code)
 
     @property
@@ -99,50 +122,11 @@ class Outcome:
             raise ConfigError(what, where=str(model), how="go on with it: `lema train --resume` with this file")
         return model
 
-    def held_out(self, model: LemaModel) -> dict[str, Source]:
+    def held_out(self, model: "LemaModel") -> "dict[str, Source]":
         """Return the rows to evaluate on of each data set that the phase reads, by its name."""
+        from lema.train.phases.file import read_sources
+
         plan, used = self.file.plan, {one.full_name for one in self.phase.mixture}
         given = {name: files for name, files in self.file.eval_data.items() if name in used}
         of_phase = plan.model_copy(update={"phases": [self.phase]})
         return read_sources(self.file.config, of_phase, given, "val", files=model.files)
-
-    def settings(self) -> dict[str, Any]:
-        """Return every setting of the run as it is in this phase, the phase's own among them."""
-        return {**_of_run(self.file), **_of_phase(self.phase)}
-
-    @staticmethod
-    def all_settings(file: PhaseFile) -> dict[str, Any]:
-        """Return every setting of a file of phases, defaults included, as such a file has them."""
-        return {**_of_run(file), PHASES: [_of_phase(phase) for phase in file.plan.phases]}
-
-
-def _of_run(file: PhaseFile) -> dict[str, Any]:
-    of_phases = {*IDLE, *OF_ADAPTERS, *Phase.model_fields}
-    run = {key: value for key, value in file.config.to_dict().items() if key not in of_phases}
-    run |= {name: getattr(file.plan, name) for name in OF_PLAN}
-    run |= {EVAL_ROWS: file.eval_rows} if file.eval_data else {"eval_steps": None}
-    return run | ({"evaluations": list(file.evaluations)} if file.evaluations else {})
-
-
-def _of_phase(phase: Phase) -> dict[str, Any]:
-    values: dict[str, Any] = phase.to_dict()
-    overrides: dict[str, Any] = values.pop("overrides")
-    return values | overrides
-
-
-def evaluate_end(
-    config: LemaConfig, plan: PhasePlan, end: Path, rows: Mapping[str, Source], *, trust_remote_code: bool = False
-) -> dict[str, dict[str, float]]:
-    """Measure each data set whole on what the last phase has left in `end`; write that to `evaluations.json`, too."""
-    if not rows:
-        return {}
-    if plan.phases[-1].trains == "lora":
-        model = LemaModel.from_pretrained(end, trust_remote_code=trust_remote_code)
-    else:
-        trained = Places(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
-        model = LemaModel(with_model(config, trained), trust_remote_code=trust_remote_code)
-    with closing(model):
-        found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
-        file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"
-        first_alone(model.backend.replicas, lambda: file.write_text(text, encoding="utf-8"))
-    return found
