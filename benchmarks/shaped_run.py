@@ -42,6 +42,7 @@ def main() -> None:
         "micro_batch_size": 1,
         "max_steps": 10,
         "save_steps": 0,
+        "overwrite_output_dir": True,
     }
     lines = [f"{key}: {json.dumps(value)}\n" for key, value in settings.items()]
     (arguments.directory / "run.yaml").write_text("".join(lines))
