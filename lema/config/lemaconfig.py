@@ -48,8 +48,6 @@ class _First(Settings):
     """Optimizer steps between checkpoints; 0: never."""
     output_dir: Silent[types.Location] = "output"
     """Directory for the adapter, checkpoints and metrics."""
-    overwrite_output_dir: Silent[bool] = False
-    """Let a run that begins replace the adapter and the metrics of one that has ended there; never its checkpoints."""
     lora_rank: OfAdapter[types.Count] = 16
     lora_alpha: OfAdapter[types.Scale] = 32
     learning_rate: Said[Annotated[float, Field(ge=0)]] = 1e-4

@@ -44,6 +44,8 @@ class ResultSettings(Settings):
     """Whether more of it is better; None: not of a loss or a perplexity."""
     logging_steps: Silent[Count] = 1
     """Optimizer steps between lines of metrics.jsonl."""
+    overwrite_output_dir: Silent[bool] = False
+    """Let a run that begins replace an adapter, or metrics of another run, in `output_dir`; checkpoints never."""
     save_total_limit: Silent[Kept | None] = None
     """Checkpoints to keep, the newest, 2 or more, and besides them the best; None: all."""
     report_to: Silent[Reports] = Field(default_factory=list)
