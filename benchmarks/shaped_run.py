@@ -50,6 +50,7 @@ def main() -> None:
         "micro_batch_size": 1,
         "max_steps": 10,
         "save_steps": 0,
+        "overwrite_output_dir": True,
     }
     if arguments.device_memory is not None:
         settings["device_memory"] = arguments.device_memory

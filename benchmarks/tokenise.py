@@ -82,6 +82,7 @@ def main() -> None:
             "max_length": 1024,
             "data_cache": str(cache) if cached else False,
             "output_dir": str(given.directory / "output"),
+            "overwrite_output_dir": True,
         }
         began = time.monotonic()
         command = [sys.executable, __file__, "--start", json.dumps(settings)]

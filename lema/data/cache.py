@@ -34,8 +34,8 @@ import numpy.typing as npt
 
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import ROW, Columns, Skipped, Table
-from lema.data.files import Piece, Row, pieces_of
-from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces, Where, where_of
+from lema.data.files import Piece, Row, Where, pieces_of
+from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces
 from lema.errors import DataError, DiskError
 from lema.storage.atomic import NO_LOCKS, appearing, replace_file
 from lema.storage.diskspace import user_cache
@@ -217,7 +217,7 @@ def _each(todo: Pieces, gather: Gather, processes: int) -> Iterator[tuple[Where,
     """Yield the rows of one piece after another, in the order of the data, and which piece it was. What is wrong with a
     row is raised when all rows before it have been yielded."""
     if processes == 1:
-        yield from ((where_of(piece), gather(piece.rows(), first)) for first, piece in todo)
+        yield from ((piece.where, gather(piece.rows(), first)) for first, piece in todo)
         return
     waiting, failed, more = deque[tuple[Where, Future[Columns]]](), None, True
     with _pool(gather, processes) as pool:
@@ -230,7 +230,7 @@ def _each(todo: Pieces, gather: Gather, processes: int) -> Iterator[tuple[Where,
                 except DataError as error:
                     failed, more = error, False
                 else:
-                    waiting.append((where_of(piece), pool.submit(_gathered, piece, first)))
+                    waiting.append((piece.where, pool.submit(_gathered, piece, first)))
             if waiting:
                 where, future = waiting.popleft()
                 yield where, future.result()

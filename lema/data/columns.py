@@ -12,7 +12,19 @@ from lema.data.files import Row
 from lema.data.forms import MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
 from lema.errors import ConfigError
 
-__all__ = ["IGNORED", "Kind", "Text", "Tokens", "detect", "left_out", "longest_row", "num_trained", "parse", "unused"]
+__all__ = [
+    "FLAGS",
+    "IGNORED",
+    "Kind",
+    "Text",
+    "Tokens",
+    "detect",
+    "left_out",
+    "longest_row",
+    "num_trained",
+    "parse",
+    "unused",
+]
 
 IGNORED = -100
 """The label of a token which is read but not trained on; the value `torch.nn.functional.cross_entropy` ignores."""
@@ -38,7 +50,7 @@ _BESIDE: dict[str, tuple[str, ...]] = {
     "prompt": ("tools",),
     "instruction": ("input",),
 }
-_FLAGS = ("train", "weight")  # of any row: false or 0 leaves it out
+FLAGS = frozenset(("train", "weight"))  # of any row: false or 0 leaves it out
 
 # Stanford Alpaca's wording (https://github.com/tatsu-lab/stanford_alpaca), for tokenizers without a chat template.
 _ALPACA = (
@@ -101,13 +113,13 @@ def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
 
 def unused(row: Row, kind: Kind) -> list[str]:
     """The names of the columns that hold something and that nothing is read from."""
-    known = {*kind, *_BESIDE.get(kind[0], ()), *_FLAGS}
+    known = {*kind, *_BESIDE.get(kind[0], ()), *FLAGS}
     return sorted(str(name) for name, value in row.values.items() if value is not None and name not in known)
 
 
 def left_out(row: Row) -> bool:
     """Whether `train: false` or `weight: 0` keeps the row from training. `DataError`: one is no truth value, 1 or 0."""
-    said = [flag_of(row, row.values[name], f"'{name}'") for name in _FLAGS if row.values.get(name) is not None]
+    said = [flag_of(row, row.values[name], f"'{name}'") for name in sorted(FLAGS) if row.values.get(name) is not None]
     return not all(said)
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from lema.backend.timelimit import bounded_memory
 from lema.errors import DataError
 from lema.storage.hub import HUB, hub_data, is_stream, stream_rows
 
-__all__ = ["Piece", "Row", "find_files", "load_rows", "pieces_of", "read_rows"]
+__all__ = ["Piece", "Row", "Where", "find_files", "load_rows", "pieces_of", "read_rows"]
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -112,6 +112,9 @@ UNPACKS, DISTRUST = "the file unpacks to hundreds of times its size", "write its
 MAX_RATIO = 150  # of what is in a packed file to its size: rows with one prompt of 10 KB reach 130, others 20
 PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
 
+Where: TypeAlias = tuple[str, int, int]
+"""A file, the first line of a piece of it, and how many bytes of the file have been read behind the piece."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -121,6 +124,11 @@ class Piece:
     line: int  # the number of the first line
     content: bytes | list[Row]
     end: int  # bytes of the file that have been read up to here
+
+    @property
+    def where(self) -> Where:
+        """Which piece of the data this is."""
+        return str(self.path), self.line, self.end
 
     def rows(self) -> Iterator[Row]:
         """Read the rows, if they are not read yet."""

@@ -129,6 +129,7 @@ def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
 
 def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
     """Whether to train, as `train: false` or `weight: 0` say; a weight between the two is refused."""
+    value = value.item() if hasattr(value, "item") else value  # of arrays and tensors, in rows from memory
     known = value.lower() if isinstance(value, str) else value
     if not isinstance(known, (bool, int, float, str)) or known not in _YES_OR_NO:
         what = f"{name} marks what to train on, and should be true or false, 1 or 0, not {value!r}"

@@ -17,23 +17,21 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 
 from lema.data.dataset import ROW, Columns
-from lema.data.files import Piece, Row
+from lema.data.files import Piece, Row, Where
 from lema.data.forms import Remarks
 
-__all__ = ["ABOUT", "PARTS", "ROWS", "SKIPPED", "TOKENS", "Parts", "Pieces", "Where", "where_of"]
+__all__ = ["ABOUT", "PARTS", "ROWS", "SKIPPED", "TOKENS", "Parts", "Pieces"]
 
 ABOUT, ROWS, TOKENS, SKIPPED, PARTS = "about.json", "rows.bin", "tokens.bin", "skipped.jsonl", "parts.jsonl"
 FILES = (TOKENS, ROWS, SKIPPED)
 
-Where: TypeAlias = tuple[str, int, int]
-"""A piece of the data: its file, its first line, and how many bytes of the file are behind it."""
 Pieces: TypeAlias = Iterator[tuple[Row, Piece]]
 """Pieces of the data, with the first row of its file beside each of them."""
 
 
 class Parts:
     """The files of an entry while they are written to `folder`, which may hold what a killed start has left there.
-    `total`: bytes of the data. `tell`: is given the bytes that are done, all, the seconds left, and the tokens."""
+    `total`: bytes of the data. `tell`: is given the bytes that are done, all of them, the seconds left, the tokens."""
 
     def __init__(self, folder: Path, total: int, tell: Callable[[int, int, float, int], None]) -> None:
         self._folder, self._total, self._tell = folder, total, tell
@@ -58,7 +56,10 @@ class Parts:
                 done = sum(self._behind.values())
                 remaining = (time.monotonic() - began) / max(done - taken, 1) * (self._total - done)
                 self._tell(done, self._total, remaining, self._num_tokens)
-        self._finish()
+        sizes = {name: (self._folder / name).stat().st_size for name in FILES}
+        told = {"sources": list(self._sources), "notes": self._remarks.lines(), "rows": self._digest.hexdigest()}
+        about = {**self._counts, **told, "sizes": sizes}
+        (self._folder / ABOUT).write_text(json.dumps({"about": about, "sha256": _digest(about)}), encoding="utf-8")
         return found
 
     def _found(self, pieces: Pieces, files: Sequence[BinaryIO], lines: BinaryIO) -> tuple[int, Pieces]:
@@ -70,7 +71,7 @@ class Parts:
         for line in lines:
             next_one = list(islice(pieces, 1))
             about, contents = _read(line, files)
-            if about is None or [about["piece"]] != [list(where_of(piece)) for _, piece in next_one]:
+            if about is None or [about["piece"]] != [list(piece.where) for _, piece in next_one]:
                 break
             self._count(about, contents[1])
             ends = [end + len(part) for end, part in zip(ends, (*contents, line), strict=True)]
@@ -101,17 +102,6 @@ class Parts:
         for what, (count, first) in about["remarks"].items():
             before, earliest = self._remarks.found.get(what, (0, first))
             self._remarks.found[what] = (before + count, earliest)
-
-    def _finish(self) -> None:
-        sizes = {name: (self._folder / name).stat().st_size for name in FILES}
-        found = {"sources": list(self._sources), "notes": self._remarks.lines(), "rows": self._digest.hexdigest()}
-        about = {**self._counts, **found, "sizes": sizes}
-        (self._folder / ABOUT).write_text(json.dumps({"about": about, "sha256": _digest(about)}), encoding="utf-8")
-
-
-def where_of(piece: Piece) -> Where:
-    """Return which piece of the data this is."""
-    return str(piece.path), piece.line, piece.end
 
 
 def _read(line: bytes, files: Sequence[BinaryIO]) -> tuple[dict[str, Any] | None, list[bytes]]:

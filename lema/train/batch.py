@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.data import TokenDataset, longest_row
+from lema.data.columns import FLAGS
 from lema.data.preference import PreferenceDataset
 from lema.data.read import mixed
 from lema.engine import StreamedModel
@@ -91,7 +92,8 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
 
 
 def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callable[[str], None]) -> Any:
-    """Return data as rows of `input_ids` and `labels`: as they are where they have them, else tokenised as files are.
+    """Return data as rows of `input_ids` and `labels`: as they are where they have them, and nothing that says which
+    to leave out; else read and tokenised as files are.
     They are such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
     `say` is called with what there is to say of data that were tokenised. Raises `DataError` as
     `lema.data.prepare_data`, and where there is no tokenizer."""
@@ -102,7 +104,9 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     if sized and not isinstance(first, Mapping | str | Path):
         return data
     if isinstance(first, Mapping) and {"input_ids", "labels"} <= first.keys():
-        return data
+        some = data if isinstance(data, list) else [first]  # not all, where making a row may take time
+        if not any(FLAGS & row.keys() for row in some):
+            return data
     if files is None:
         how = "tokenise them with lema.data.prepare_data, or take the trainer from LemaModel.get_trainer"
         raise DataError("the rows are not token ids, and this trainer has no tokenizer", where="fit", how=how)

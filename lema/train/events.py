@@ -255,8 +255,7 @@ class RunEvents:
                 "loss": window.loss / window.trained_tokens,
                 **means(window.measured),
                 **numbers,
-                # Phases say their own `tokens`: what a checkpoint of theirs carries has no sum of the whole run.
-                **({} if "tokens" in self._at.row else {"num_tokens": self._whole.tokens}),
+                "num_tokens": self._whole.tokens,
                 "tokens_per_second": window.tokens / seconds,
                 "seconds_passed": seconds,
                 "seconds_optimizer": window.optimizer,
@@ -276,13 +275,14 @@ class RunEvents:
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Write a line of metrics, and have callbacks see it."""
-        self.state.log_history.append(self._write(logs))
+        kind = "train" if "loss" in logs else "eval" if "eval_loss" in logs else "summary"
+        self.state.log_history.append(self._write(kind, logs))
         epoch = {} if self._at.epoch is None else {"epoch": self._at.epoch}
         self.fire("on_log", {**logs, **epoch})
 
     def event(self, name: str, **details: Any) -> None:
         """Write that something happened between two steps; no loss is in such a line."""
-        self._write({"event": name, **details})
+        self._write("event", {"event": name, **details})
 
     def end(self) -> None:
         """Have callbacks know that no further step is taken in this run."""
@@ -304,8 +304,8 @@ class RunEvents:
         if self._handler is not None:
             self._handler.model = self._handler.optimizer = self._handler.lr_scheduler = None
 
-    def _write(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        row = {**self._at.row, "time": time.time(), **what}  # seconds since 1970, UTC
+    def _write(self, kind: str, what: Mapping[str, Any]) -> dict[str, Any]:
+        row = {"type": kind, **self._at.row, "time": time.time(), **what}  # seconds since 1970, UTC
         if self._metrics is not None:
             self._metrics.note(row)
         self._told(row)

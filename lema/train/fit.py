@@ -15,7 +15,7 @@ from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
 from lema.lora.checks import Base
-from lema.lora.files import CONFIG, load_weights
+from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
 from lema.train.batch import packed
 from lema.train.checkpoint.card import CARD, make_repository, model_card, upload, write_beside
@@ -39,7 +39,7 @@ from lema.train.checkpoint.resume import (
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents, with_bar
 from lema.train.loop import Drawn, Pending, RunLoop
-from lema.train.metrics import METRICS_NAME, cut_metrics
+from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics
 from lema.train.sampler import StepSampler
 from lema.train.steps import Steps
 
@@ -104,9 +104,8 @@ class PlainRun:
         if weights_only:
             what = "weights_only needs a checkpoint to resume from"
             raise ConfigError(what, where="weights_only", how="set resume (--resume), too, or remove it")
-        if self.done == 0 and (self._output / CONFIG).is_file():
-            what = f"{self._output} has the adapter of an earlier run, and this run replaces it at its end"
-            tell_warning(f"{what}; choose another output_dir to keep it", self._say)
+        if self.done == 0:
+            check_unused(self._config, ("train_loss", "stage"))
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`;

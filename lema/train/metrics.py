@@ -16,9 +16,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lema.errors import DataError, DiskError, DiskFull
+from lema.config import LemaConfig
+from lema.errors import ConfigError, DataError, DiskError, DiskFull
+from lema.lora.files import CONFIG
 from lema.storage.atomic import replacing
-from lema.storage.diskspace import not_written
+from lema.storage.diskspace import disk_errors, not_written
 from lema.stream import StreamCounters
 
 METRICS_NAME, PLAN_NAME, PICTURE = "metrics.jsonl", "plan.json", "loss.png"
@@ -84,6 +86,22 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
                 out.write(kept)
     except OSError as error:
         raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
+
+
+def check_unused(config: LemaConfig, ended: Sequence[str] = ("train_loss",)) -> None:
+    """Refuse, with `ConfigError`, an `output_dir` with an adapter, or with metrics of which a line has one of the names
+    in `ended`, unless they may be replaced by a run that begins."""
+    directory, held = Path(config.output_dir), ""
+    if (directory / CONFIG).is_file():
+        held = "an adapter"
+    elif (file := directory / METRICS_NAME).is_file():
+        with disk_errors(file), file.open("rb") as lines:
+            rows = filter(lambda row: isinstance(row, dict), map(_row, lines))
+            held = "the metrics of another run" if any(name in row for row in rows for name in ended) else ""
+    if held and not config.overwrite_output_dir:
+        what = f"the output directory holds {held}, which this run would replace"
+        how = "choose another output_dir, or set overwrite_output_dir: true"
+        raise ConfigError(what, where=str(directory), how=how)
 
 
 def _row(line: bytes) -> Any:

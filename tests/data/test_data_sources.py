@@ -4,9 +4,12 @@ import sys
 from itertools import islice
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from lema import LemaConfig
 from lema.config.problems import SettingsError
@@ -14,6 +17,7 @@ from lema.data import load_rows, needs_tokenizer, prepare_data
 from lema.data.files import find_files
 from lema.data.read import mixed
 from lema.errors import ConfigError, DataError
+from lema.train.batch import as_rows
 
 
 def config_of(**settings):
@@ -189,3 +193,32 @@ def test_shares_that_cannot_be_held_are_refused(three, write, make_tokenizer):
     config, rows = three(few=0.5, many=0.3, some=0.2)
     with pytest.raises(DataError, match="'few' has no rows"):
         mixed(config, rows.select(range(10, 75)))
+
+
+@pytest.mark.parametrize("wrapped", [bool, np.bool_, np.array, torch.tensor], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("kind", ["tokens", "text", "messages"])
+def test_rows_that_say_not_to_be_trained_on_are_left_out_of_what_fit_is_given(make_tokenizer, templates, kind, wrapped):
+    """Also where they are token ids with labels, which are taken as they are if they say nothing; and where a data set
+    of the library gives arrays or tensors (`with_format`)."""
+    rows = [
+        {
+            "tokens": {"input_ids": [5, 6, 7, number], "labels": [-100, 6, 7, number]},
+            "text": {"text": f"the river {number}"},
+            "messages": {
+                "messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": f"{number}"}]
+            },
+        }[kind]
+        for number in range(8)
+    ]
+    files = SimpleNamespace(config=LlamaConfig(), tokenizer=make_tokenizer(templates["plain"]))
+    config, said = config_of(device="cpu"), []
+    whole = as_rows(rows, config, files, said.append)
+    assert len(whole) == 8 and (whole is rows) == (kind == "tokens")
+    flagged = [row | ({"train": wrapped(number not in (2, 5))} if number else {}) for number, row in enumerate(rows)]
+    found = as_rows(flagged, config, files, said.append)
+    kept = [number for number in range(8) if number not in (2, 5)]
+    assert [found[at]["labels"] for at in range(6)] == [whole[number]["labels"] for number in kept]
+    assert "2 left out, as they say" in said[-1] and found.origin(2) == "rows:4"
+    if kind == "messages":  # and a message of a row
+        rows[3]["messages"][1] |= {"train": wrapped(False)}
+        assert len(as_rows(rows, config, files, said.append)) == 7 and "1 left out" in said[-1]

@@ -156,7 +156,9 @@ def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) 
     run_fit(config, rows, token_rows(3))
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["epoch"]) for line in lines] == [(2, 0.5), (4, 1.0), (4, 1.0), (4, 1.0)]
+    assert [line["type"] for line in lines] == ["train", "train", "eval", "summary"]
     assert set(lines[0]) == {
+        "type",
         "step",
         "epoch",
         "loss",

@@ -112,16 +112,46 @@ def test_a_run_cannot_be_resumed_without_a_checkpoint(llama: Path, tmp_path: Pat
         run_fit(settings(llama, tmp_path / "out"), token_rows(4), resume=True)
 
 
-def test_an_adapter_that_a_new_run_replaces_is_said_before_it_is(llama: Path, tmp_path: Path) -> None:
-    config, said = settings(llama, tmp_path / "out", max_steps=1), list[str]()
+def contents(directory: Path) -> dict[str, tuple[int, bytes]]:
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("held", ["an adapter", "the metrics of another run"])
+def test_a_new_run_replaces_nothing_of_one_that_has_ended_unless_it_may(llama: Path, tmp_path: Path, held: str) -> None:
+    out = tmp_path / "out"
+    config = settings(llama, out, max_steps=1, save_steps=0)
+    run_fit(config, token_rows(4))
+    if held != "an adapter":  # which somebody has moved to another place
+        for file in out.glob("adapter_*"):
+            file.unlink()
+    before = contents(out)
+    with pytest.raises(ConfigError, match=f"holds {held}, which this run would replace") as caught:
+        run_fit(config, token_rows(4))
+    assert caught.value.exit_code == 2 and caught.value.where == str(out)
+    assert "another output_dir" in caught.value.how and "overwrite_output_dir: true" in caught.value.how
+    assert contents(out) == before
+    run_fit(config.model_copy(update={"overwrite_output_dir": True, "max_steps": 2}), token_rows(8))
+    assert list(logged(config)) == [1, 2] and (out / "adapter_model.safetensors").is_file()
+
+
+def test_a_run_that_may_replace_an_adapter_replaces_no_checkpoints(llama: Path, tmp_path: Path) -> None:
+    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=1, overwrite_output_dir=True)
+    run_fit(config, token_rows(4))
+    with pytest.raises(ConfigError, match="checkpoints of an earlier run"):
+        run_fit(config, token_rows(4))
+
+
+def test_files_that_no_run_replaces_are_nothing_to_say_anything_of(llama: Path, tmp_path: Path) -> None:
+    """Nor are the first lines of a run that was killed before it had saved anything: they are measured again."""
+    out, said = tmp_path / "out", list[str]()
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    (out / "metrics.jsonl").write_text('{"type": "train", "step": 1, "loss": 3.5}\n[1]\nnot JSON\n')
+    config = settings(llama, out, max_steps=1, save_steps=0)
     run_fit(config, token_rows(4), say=said.append)
-    assert not [line for line in said if "replaces" in line]
-    run_fit(config, token_rows(4), say=said.append)
-    (line,) = [line for line in said if "replaces" in line]
-    assert (
-        line.startswith(f"{tmp_path / 'out'} has the adapter of an earlier run, and this run replaces it at its end")
-        and "output_dir" in line
-    )
+    assert said == [] and (out / "notes.txt").read_text() == "mine"
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines() if line[0] == "{"]
+    assert [row["type"] for row in rows] == ["train", "summary"] and rows[0]["loss"] != 3.5
 
 
 @pytest.mark.slow

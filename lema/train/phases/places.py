@@ -138,7 +138,7 @@ class Places:
         """Drop the lines of metrics that come after so many steps of a phase (-1: all of the phase) or `size` bytes."""
 
         def keep(row: Mapping[str, Any]) -> bool:
-            stage = row.get("stage", -1)
+            stage = row.get("stage", index + 1)  # a plain run's has none
             return bool(stage < index or (stage == index and row.get("step_in_phase", 0) <= done))
 
         cut_metrics(self.directory / METRICS_NAME, keep, size)

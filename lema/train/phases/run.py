@@ -32,7 +32,7 @@ from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed
 from lema.train.events import NotePlan, RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.loop import RunLoop
-from lema.train.metrics import METRICS_NAME, read_metrics
+from lema.train.metrics import METRICS_NAME, check_unused, read_metrics
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
 from lema.train.phases.places import Places, Start, begin_at, find_start, go_on
@@ -128,7 +128,8 @@ class Phases:
         if replicas.num_processes > 1:
             given = {"phases": self.plan.to_dict(), "start": start and str(start)}
             check_alike(replicas, self.config.to_dict() | given | self._rows)
-        begun = any(places.saved(index) for index in range(len(self.plan.phases)))
+        if not (begun := any(places.saved(index) for index in range(len(self.plan.phases)))):
+            check_unused(self.config)
         if resume and (begun or start is None):
             return go_on(replicas, places, self.say)
         if begun or start is None:
@@ -220,7 +221,10 @@ class Phases:
                 say_changed(changed, self.say)
             run.load(start.checkpoint)
             trainer.take_settings({one.name for one in changed})  # the learning rate is the plan's
-        elif isinstance(trainer, FullTraining) and places.carries_moments(index):
+            return
+        if index:
+            run.count_on(places.end_of(index - 1))
+        if isinstance(trainer, FullTraining) and places.carries_moments(index):
             trainer.carry_moments(places.end_of(index - 1))
         elif index and not places.begins_anew(index):
             trainer.restore(places.end_of(index - 1))

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,18 +19,20 @@ from lema.data.mixture import Mixture, Source
 from lema.engine.head.loss import split_batch
 from lema.engine.head.routers import add_router_loss
 from lema.engine.optim import follow
-from lema.errors import ConfigError, DiskError
+from lema.errors import AdapterError, ConfigError, DiskError
 from lema.model.skeleton import find_layers, find_towers, is_in
 from lema.plan.machine import Memory
 from lema.plan.planner import settled
 from lema.plan.trainable_bytes import trained_bytes
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_errors
+from lema.train.checkpoint.format import read_state
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position, RunEvents
 from lema.train.full.checkpoint import save_delta, save_trained
 from lema.train.full.training import FullTraining
 from lema.train.loop import Drawn, Pending
+from lema.train.metrics import NO_SUMS
 from lema.train.model import LemaModel
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places
@@ -191,12 +194,18 @@ class PhaseRun:
         self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
         self.pending, self.saved = about["left"], self.done
         self.carried = {"window": about.get("window") or about["unlogged"]}  # what it was called before
+        self.carried |= {"whole": about.get("whole", NO_SUMS)}
         if checkpoint != self._places.checkpoint(self._index, self.done):  # of another run: this one has one of its own
             if self.best is not None and self.best["step"] != self.done:
                 self.best = None  # that checkpoint stayed behind
             self.save(None, self.pending)
         else:
             self._note()
+
+    def count_on(self, before: Path) -> None:
+        """Go on to count tokens where the phase before has ended, in a checkpoint that the phase may do without."""
+        with suppress(AdapterError):
+            self.carried = {"whole": [*NO_SUMS[:3], read_state(before)["extra"].get("whole", NO_SUMS)[3]]}
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the phase."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from phaseruns import HELD, SOURCES, STEP, two
+from phaseruns import BLOCK, HELD, SOURCES, STEP, two
 from recorder import Recorder
 from transformers import TrainerCallback
 
@@ -43,8 +43,10 @@ def test_lines_of_metrics_say_where_in_the_run_they_are(
     drawn: list[Any] = []
     monkeypatch.setattr(runevents, "plot_loss", lambda *given: drawn.append(plot_loss(*given)))
     config, told = config_of(save_steps=0, max_grad_norm=None), []
-    run_phases(config, two(), SOURCES, on_step=told.append)
+    shorter = {name: [{key: one[:9] for key, one in row.items()} for row in rows] for name, rows in SOURCES.items()}
+    run_phases(config, two(), shorter, on_step=told.append)
     rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    assert [row["type"] for row in rows] == ["event", "train", "train", "event"] * 2
     assert [row.get("event", "step") for row in rows] == [
         *("phase_begin", "step", "step", "phase_end"),
         *("phase_begin", "step", "step", "phase_end"),
@@ -53,6 +55,7 @@ def test_lines_of_metrics_say_where_in_the_run_they_are(
     steps = [row for row in rows if "loss" in row]
     assert [(row["step"], row["step_in_phase"]) for row in steps] == [(1, 1), (2, 2), (3, 1), (4, 2)]
     assert [row["tokens"] for row in steps] == [STEP, 2 * STEP, 3 * STEP, 4 * STEP]
+    assert [row["num_tokens"] for row in steps] == [row["tokens"] * 9 // BLOCK for row in steps]  # without padding
     for row in steps:
         assert row["grad_norm"] > 0 and row["learning_rate"] > 0 and row["memory"] > 0
         assert row["tokens_per_second"] > 0 and "bytes_uploaded" in row
@@ -83,6 +86,7 @@ def test_a_callback_ends_the_run_with_a_checkpoint(config_of: Callable[..., Lema
     assert [(event, step) for event, step, *_ in again.events][:2] == [("on_init_end", 3), (BEGIN, 3)]
     rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert [row["num_tokens"] for row in rows if "loss" in row] == [STEP, 2 * STEP, 3 * STEP, 4 * STEP]
     assert [row["event"] for row in rows if "event" in row] == ["phase_begin", "phase_end"] * 2
 
 

@@ -59,7 +59,8 @@ def test_weights_then_adapters_both_learn(config_of: Callable[..., LemaConfig]) 
 
 def event(row: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a line says that does not depend on the clock."""
-    return tuple(row.get(key) for key in ("event", "phase", "step", "step_in_phase", "tokens", "loss", "eval_loss"))
+    keys = ("type", "event", "phase", "step", "step_in_phase", "tokens", "num_tokens", "loss", "eval_loss")
+    return tuple(row.get(key) for key in keys)
 
 
 PLANS = {
