@@ -45,7 +45,7 @@ class ResultSettings(Settings):
     logging_steps: Silent[Count] = 1
     """Optimizer steps between lines of metrics.jsonl."""
     overwrite_output_dir: Silent[bool] = False
-    """Allow a new run to replace an adapter, or the metrics of another run, in `output_dir`. It never replaces checkpoints."""
+    """Allow a new run to replace an adapter, or the metrics of another run, in `output_dir`, but never checkpoints."""
     save_total_limit: Silent[Kept | None] = None
     """How many of the newest checkpoints to keep, at least 2. The best one is kept, too. None: all."""
     report_to: Silent[Reports] = Field(default_factory=list)
