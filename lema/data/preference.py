@@ -291,9 +291,8 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_p
         if end is None:
             what = "the tokenizer has no end-of-sequence token, so the model could not learn where a text ends"
             raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
-        if not is_prompt and not value.endswith(end):
-            value += end
-        return encoded(tokenizer, value, row, whole=False)
+        text = value if is_prompt or value.endswith(end) else value + end
+        return encoded(tokenizer, text, row, whole=False)
     rendered = open_template(tokenizer, read_tools(row), row).render(value, row, prompt=is_prompt)
     return encoded(tokenizer, rendered, row, whole=True)
 
