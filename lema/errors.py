@@ -4,6 +4,7 @@ One tree, rooted in `LemaError`. Each class carries the exit code the command li
 mistyped config from a full disk without reading the message.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,9 +24,11 @@ __all__ = [
     "WeightsError",
     "listed",
     "named_in",
+    "printable",
 ]
 
 
+NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")  # terminals obey it, or print none
 SAYINGS = ("out of memory", "status_alloc_failed")  # of drivers, and of libraries of kernels that allocate themselves
 
 
@@ -40,6 +43,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device has no memory left for what was asked; that of the host is another matter (`MemoryError`)."""
     named = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for the sake of its errors
     return isinstance(error, RuntimeError) and (named or any(saying in str(error).lower() for saying in SAYINGS))
+
+
+def printable(text: str) -> str:
+    """Return a text as it may go to a terminal: what is no character there, or a command to it, is written out."""
+    return NO_TEXT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class LemaError(Exception):
@@ -60,6 +68,7 @@ class LemaError(Exception):
         super().__init__(self.what)
 
     def _shortened(self, text: str, most: int) -> str:
+        text = printable(text)
         kept = "\n".join(text.split("\n", most)[:most])[: self.max_length]
         more = len(text) - len(kept)
         return f"{kept} ... and {more:,} characters more" if more else text

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lema.cli.arguments import ConfigFile, PhaseNamed, Settings, config_of, phase_of
-from lema.errors import BackendUnavailable
+from lema.errors import BackendUnavailable, printable
 
 __all__ = ["backends", "import_file", "schema", "show"]
 
@@ -52,7 +52,7 @@ def import_file(file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML 
                 del settings[problem.key]
     _print_yaml(settings)
     for key, why in notes.items():
-        typer.echo(f"# {key}: not carried over; {why}")
+        typer.echo(f"# {' '.join(printable(f'{key}: not carried over; {why}').split())}")  # in one line, or it is none
 
 
 def _print_yaml(settings: Mapping[str, Any]) -> None:

@@ -127,7 +127,8 @@ def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[st
     notes: dict[str, str] = {}
     files: list[Any] = []
     columns: dict[str, str] = {}
-    for one in given.get("datasets") or [given.get("dataset_name")]:
+    named: Any = given.get("datasets") or given.get("dataset_name")
+    for one in named if isinstance(named, list) else [named]:
         about = one if isinstance(one, Mapping) else {"path": one}
         files += [about["path"]] if about.get("path") else []
         form = about.get("type")

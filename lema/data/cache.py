@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.config.units import human_bytes, human_duration
-from lema.data.dataset import ROW, Columns, Skipped, Table
+from lema.data.dataset import LABELLED, ROW, Columns, Skipped, Table
 from lema.data.files import Piece, Row, Where, pieces_of
 from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces
 from lema.errors import DataError, DiskError
@@ -169,13 +169,27 @@ def _opened(place: Path) -> Table | str:
             if hashlib.file_digest(file, "sha256").hexdigest() != about["rows"]:
                 return f"{ROWS} has changed since it was written"
         rows = np.memmap(folder / ROWS, dtype=ROW, mode="r") if about["sizes"][ROWS] else np.empty(0, ROW)
+        notes, sources = (tuple(map(str, about[name])) for name in ("notes", "sources"))
+        if not _lie_in(rows, about["sizes"][TOKENS] // 4, len(sources)):
+            return f"{ROWS} leads out of {TOKENS}"
+        counts = int(about["dropped"]), int(about["left_out"])
+        if about["sizes"][SKIPPED]:
+            notes += (f"rows that were cut or left out are listed in {folder / SKIPPED}",)
         entry = Entry(place)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"{error.__class__.__name__}: {error}"
-    notes = tuple(about["notes"])
-    if about["sizes"][SKIPPED]:
-        notes += (f"the rows that were cut or left out are listed in {folder / SKIPPED}",)
-    return Table(rows, entry, tuple(about["sources"]), about["dropped"], about["left_out"], notes, entry, entry)
+    return Table(rows, entry, sources, *counts, notes, entry, entry)
+
+
+def _lie_in(rows: npt.NDArray[Any], num_tokens: int, num_sources: int) -> bool:
+    """Whether each row is a part of so many tokens, and of one of so many sources."""
+    for begin in range(0, len(rows), 1 << 20):  # so that memory does not grow with the rows
+        some = rows[begin : begin + (1 << 20)]
+        stored = some["length"].astype(np.int64) * np.where(some["mark"] & LABELLED, 2, 1)
+        inside = (some["start"] >= 0) & (stored >= 0) & (some["start"] <= num_tokens - stored)
+        if not np.all(inside & (some["source"] >= 0) & (some["source"] < num_sources)):
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -119,3 +119,21 @@ def test_an_option_that_nobody_has_is_refused(tmp_path: Path, capsys: pytest.Cap
 def test_the_short_form_of_help_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["train", "-h"]) == 0
     assert "Usage: lema train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["rows.jsonl", "7", "{path: rows.jsonl}", "[1, null, {path: [a]}]", "true"])
+def test_data_sets_in_any_form_are_taken_or_said(value: str, tmp_path: Path, capfd: Any) -> None:
+    file = tmp_path / "theirs.yml"
+    file.write_text(f"datasets: {value}\nsequence_len: 64\n")
+    assert run(app, ["config", "import", str(file)]) == 0
+    assert "max_length: 64" in capfd.readouterr().out
+
+
+def test_a_name_of_several_lines_is_a_note_of_one(tmp_path: Path, capfd: Any) -> None:
+    """A second line would be a setting."""
+    file = tmp_path / "theirs.yml"
+    file.write_text('"x\\nseed: 7\\e[2J": 1\nsequence_len: 64\n')
+    assert run(app, ["config", "import", str(file)]) == 0
+    told = capfd.readouterr().out
+    assert read(told) == {"max_length": 64}
+    assert "\x1b" not in told

@@ -1,5 +1,6 @@
 """Kept tokens are those that would be made again, row by row; they are made once, and again where they are damaged."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import pytest
 from kepttokens import all_of, chats, entries, said, write_all
 
 from lema.data import cache, files, prepare_data, read
+from lema.data.dataset import ROW
 from lema.data.forms import Forms
 from lema.data.preference import prepare_preferences
 from lema.errors import DataError, DiskError
@@ -158,6 +160,42 @@ def test_damaged_tokens_are_made_anew_and_it_is_said(write, make, tmp_path, name
     assert all_of(mended) == known and file.read_bytes() == before
     assert name in mended.notes[0] and "makes them again" in mended.notes[0]
     assert make(data).notes == first.notes[1:]
+
+
+def bent(tokens, name, column, value):
+    """Write a number into the kept rows, or another value into what is kept of them, with the digests that belong."""
+    about = json.loads((tokens / "about.json").read_bytes())["about"]
+    if name == "rows.bin":
+        rows = np.fromfile(tokens / name, ROW)
+        rows[column][1] = value
+        rows.tofile(tokens / name)
+        about["rows"] = hashlib.sha256(rows.tobytes()).hexdigest()
+    else:
+        about[column] = value
+    whole = {"about": about, "sha256": hashlib.sha256(json.dumps(about).encode()).hexdigest()}
+    (tokens / "about.json").write_text(json.dumps(whole))
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value"),
+    [
+        *(("rows.bin", "start", value) for value in (-1, 2**40, 2**63 - 1)),
+        *(("rows.bin", "length", value) for value in (-1, 2**31 - 1)),
+        *(("rows.bin", "source", value) for value in (-1, 1)),
+        *(("about.json", "notes", value) for value in (1, None)),
+        *(("about.json", "dropped", value) for value in ([], "x")),
+        ("about.json", "sizes", {}),
+    ],
+)
+def test_kept_rows_that_lead_elsewhere_are_made_anew_whatever_their_digest_says(
+    write, make, tmp_path, name, column, value
+):
+    """A row of two thousand million tokens would be read into memory."""
+    data = write("chats.jsonl", list(chats(10)))
+    known = all_of(make(data))
+    bent(entries(tmp_path)[0] / "tokens", name, column, value)
+    mended = make(data)
+    assert all_of(mended) == known and "made anew" in mended.notes[0]
 
 
 def test_a_missing_file_is_made_anew(write, make, tmp_path):

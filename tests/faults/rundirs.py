@@ -21,7 +21,7 @@ from faults.mutations import mutate
 from faults.outcome import Outcome
 from faults.tinymodel import TinyModel, tiny_model
 
-__all__ = ["KINDS", "run"]
+__all__ = ["BAIT", "KINDS", "plain", "run"]
 
 # What a browser or a terminal would take for more than text.
 BAIT = (
@@ -109,8 +109,7 @@ def _harmed(file: Path, draw: Random, *, manifest: bool = False) -> None:
     raw = file.read_bytes()
     if file.suffix == ".jsonl":
         lines = raw.splitlines()
-        for _ in range(draw.choice((1, 1, 3))):
-            at = draw.randrange(len(lines))
+        for at in draw.sample(range(len(lines)), min(len(lines), draw.choice((1, 1, 3)))):
             lines[at] = (
                 mutate(json.loads(lines[at]), draw, BAIT, KEYS).replace(b"\n", b" ") if lines[at][:1] == b"{" else b""
             )
@@ -138,8 +137,8 @@ def _shown(kind: str, names: tuple[str, ...]) -> Callable[[TinyModel, Path, Rand
             for file in sorted(out.glob(name)):
                 _harmed(file, draw)
         if draw.random() < 0.5:
-            return watch.command("watch", "--once", out, named=(str(out),), printed=_plain)
-        wrong = watch.command("report", out, named=(str(out),), printed=_plain)
+            return watch.command("watch", "--once", out, named=(str(out),), printed=plain)
+        wrong = watch.command("report", out, named=(str(out),), printed=plain)
         page = out / "report.html"
         return wrong or (_obeyed(page.read_text(encoding="utf-8")) if page.exists() else "")
 
@@ -178,7 +177,8 @@ def _told_anew(file: Path) -> None:
         write_manifest(file.parent)
 
 
-def _plain(said: str) -> str:
+def plain(said: str) -> str:
+    """Say which character of what was printed a terminal would obey; empty: none."""
     found = CONTROL.search(said)
     return (
         f"{found[0]!r} goes to the terminal in {said[max(0, found.start() - 40) : found.end() + 40]!r}" if found else ""

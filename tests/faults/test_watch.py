@@ -29,10 +29,16 @@ def case(number):
     if number == 7:
         watch.app.command(name="lists")(lambda: print("error: " + "x\\n" * 21, file=sys.stderr) or sys.exit(3))
         return watch.command("lists")
+    if number == 8:
+        watch.app.command(name="prints")(lambda: print(chr(0xD800)))
+        return watch.command("prints")
+    if number == 9:
+        watch.app.command(name="colours")(lambda: print(chr(27) + "[1m"))
+        return watch.command("colours", printed=lambda said: "a command to the terminal" * (chr(27) in said))
     return ""
 
 watch.EACH = 7
-seen = watch.watched(9, case, Path(sys.argv[1]), None, growth=32 << 20, seconds=1.5)
+seen = watch.watched(11, case, Path(sys.argv[1]), None, growth=32 << 20, seconds=1.5)
 print(json.dumps([seen.failures, seen.codes, seen.user]))
 """
 
@@ -51,7 +57,9 @@ def test_a_case_that_dies_hangs_grows_or_says_nothing_is_seen(tmp_path: Path) ->
         "case 5: exit 1: error: ZeroDivisionError",
         "case 6: the process ended with 99",
         "case 7: a message of 22 lines",
+        "case 8: exit 1: error: UnicodeEncodeError",
+        "case 9: a command to the terminal",
     )
     assert [one[: len(begin)] for one, begin in zip(found, expected, strict=True)] == list(expected)
-    assert codes == {"1": 1, "2": 1, "3": 1}
+    assert codes == {"0": 1, "1": 2, "2": 1, "3": 1}
     assert user > 1.5

@@ -196,6 +196,45 @@ def test_what_comes_from_files_is_no_markup(tmp_path: Path, capfd: pytest.Captur
     assert "[red]whole[/red]" in shown(tmp_path, capfd)
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"step": "1", "loss": 1.0}, "step should be a number of steps, not '1'"),
+        ({"step": 10**30}, "step should be a number of steps"),
+        ({"step": 1, "phase": ["a"]}, "a phase has a name"),
+        ({"phase": "a"}, "its line a step"),
+        ([1], "a line of metrics is a JSON object"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["watch", "report"])
+def test_a_line_that_no_run_has_written_is_named(
+    verb: str, row: Any, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / METRICS).write_text('{"step": 1, "loss": 2.0}\n' + json.dumps(row) + "\n")
+    assert_refused(capfd, 3, [said, f"{METRICS}:2"], verb, tmp_path)
+
+
+def test_a_plan_that_no_run_has_written_is_named(
+    plain_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = copied(plain_run, tmp_path / "run")
+    about = json.loads((place / "plan.json").read_text())
+    about["plan"]["memory"]["device"]["slots"] = {"a": 1}
+    (place / "plan.json").write_text(json.dumps(about))
+    assert_refused(capfd, 3, ["plan.memory.", "plan.json", "delete it"], "watch", place)
+
+
+def test_numbers_that_nobody_could_draw_and_commands_to_a_terminal_are_shown_as_text(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    row = {"loss": 1e308, "seconds_passed": 1e300, "memory": -1, "bytes_read": "x", "train_runtime": [1]}
+    rows = [{"step": 1, "phase": "\x1b[2J\ud800", **row}, {"step": 2, "phase": "b", **row, "loss": -1e308}]
+    (tmp_path / METRICS).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (tmp_path / ".lock").write_text("1 \x1b]0;host\x07\n")
+    assert "\x1b" not in shown(tmp_path, capfd)
+    assert lema("report", tmp_path) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])

@@ -12,7 +12,7 @@ import typer
 
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
 from lema_tools.page import page, table, tiles
-from lema_tools.rundir import TIMES, Run, by_step, read_json, read_run
+from lema_tools.rundir import TIMES, Run, amount, by_step, read_json, read_run
 from lema_tools.steptrace import find_trace, read_step
 from lema_tools.svg import Bar, Series, bars, chart, columns, timeline
 
@@ -36,7 +36,7 @@ def report(
     from lema.storage.atomic import replace_file
 
     file = output or output_dir / "report.html"
-    replace_file(file, html(read_run(output_dir), trace).encode())
+    replace_file(file, html(read_run(output_dir), trace).encode("utf-8", "replace"))
     typer.echo(f"report: {file}")
 
 
@@ -91,8 +91,8 @@ def _tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     if rates := [rate for _, rate in by_step(run.trained, "tokens_per_second")]:
         yield "tokens/s", human_count(sum(rates) / len(rates)), f"{human_count(rates[-1])} at last"
     whole = sum(sum(parts.values()) for _, _, parts in run.seconds)
-    if "train_runtime" in run.summary:
-        yield "time", human_duration(run.summary["train_runtime"]), _each(run)
+    if (took := amount(run.summary, "train_runtime")) is not None:
+        yield "time", human_duration(took), _each(run)
     elif whole:
         yield "time", human_duration(whole), _each(run)
     for memory in run.memories:
@@ -319,7 +319,8 @@ def _settings_table(run: Run, settings: Mapping[str, Any]) -> str:
 def _environment(run: Run) -> Iterator[tuple[str, str]]:
     versions = run.about.get("versions") or {}
     for checkpoint in reversed(run.checkpoints):
-        versions = versions or read_json(checkpoint / "state.json").get("versions") or {}
+        found = read_json(checkpoint / "state.json").get("versions")
+        versions = versions or (found if isinstance(found, Mapping) else {})
     yield from ((str(name), str(version)) for name, version in versions.items())
     plan = run.about.get("plan") or {}
     if name := _machine(run):

@@ -5,6 +5,7 @@ written, and no lock is taken.
 """
 
 import json
+import math
 import os
 import re
 import socket
@@ -15,12 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lema.errors import ConfigError, DataError
+from lema.errors import ConfigError, DataError, printable
+from lema_tools.planfile import MOST, check_plan
 
-__all__ = ["TIMES", "Memory", "MetricsTail", "Run", "by_step", "read_json", "read_run"]
+__all__ = ["TIMES", "Memory", "MetricsTail", "Run", "amount", "by_step", "read_json", "read_run"]
 
 METRICS, PLAN, LOCK = "metrics.jsonl", "plan.json", ".lock"
 NON_FINITE = ("NaN", "Infinity", "-Infinity")  # what JSON has no numbers for
+LARGEST = 1e100  # numbers beyond are drawn as infinity is
 RECENT = 10  # lines of metrics that speed and time left are told by
 
 # Where the seconds of a step go, by the names of metrics.jsonl. The rest is computing, with whatever is not measured.
@@ -80,7 +83,7 @@ class Run:
         if (known := self.about.get("steps")) is not None:
             return int(known)
         for checkpoint in reversed(self.checkpoints):
-            if (known := read_json(checkpoint / "trainer_state.json").get("max_steps")) is not None:
+            if (known := amount(read_json(checkpoint / "trainer_state.json"), "max_steps")) is not None:
                 return int(known)
         return None
 
@@ -117,8 +120,8 @@ class Run:
         found, before = [], 0
         for row in self.trained:
             count, before = max(1, int(row["step"]) - before), int(row["step"])
-            if (whole := _number(row, "seconds_passed")) is not None:
-                parts = {name: _number(row, key) or 0.0 for name, key in TIMES.items() if key is not None}
+            if (whole := amount(row, "seconds_passed")) is not None:
+                parts = {name: amount(row, key) or 0.0 for name, key in TIMES.items() if key is not None}
                 found.append((before, count, {"computing": max(0.0, whole - sum(parts.values())), **parts}))
         return found
 
@@ -150,7 +153,7 @@ class Run:
         else:
             return []
         device, host, (most, there) = parts["device"], parts["host"], (int(one or 0) for one in given)
-        measured = max((int(row["memory"]) for row in rows if _number(row, "memory") is not None), default=None)
+        measured = max((int(one) for row in rows if (one := amount(row, "memory")) is not None), default=None)
         if not shared:
             beside = [Memory("host memory", _present(host), there, None)] if any(host.values()) else []
             return [Memory("device memory", _present(device), most, measured), *beside]
@@ -166,7 +169,8 @@ class Run:
 
 
 def by_step(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return the numbers of that name with their steps, in order; what is no number is left out."""
+    """Return the numbers of that name with their steps, in order; what is no number is left out, and one that nobody
+    could draw is infinite."""
     found = ((int(row["step"]), _number(row, key)) for row in rows if "step" in row)
     return [(step, value) for step, value in found if value is not None]
 
@@ -203,22 +207,42 @@ class MetricsTail:
     def _take(self, data: bytes) -> None:
         whole = data[: data.rfind(b"\n") + 1]  # what follows is a line that is being written, or was when it was killed
         for line in whole.splitlines(keepends=True):
-            number = len(self._rows) + 1
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"not JSON: {error}", where=f"{self._file}:{number}") from error
-            if not isinstance(row, dict):
-                raise DataError("a line of metrics is a JSON object", where=f"{self._file}:{number}")
-            self._rows.append({key: float(one) if one in NON_FINITE else one for key, one in row.items()})
+            self._rows.append(_row(line, f"{self._file}:{len(self._rows) + 1}"))
             self._read, self._last = self._read + len(line), line
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    """Read a line of metrics, of which the numbers of steps and the names of phases are sound. `DataError`: it is
+    none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON: {error}", where=where) from error
+    if not isinstance(row, dict):
+        raise DataError("a line of metrics is a JSON object", where=where)
+    for key in ("step", "stage", "step_in_phase"):
+        if key in row and amount(row, key) != (found := row[key]):
+            raise DataError(f"{key} should be a number of steps, not {found!r}"[:200], where=where)
+    if "phase" in row and not ("step" in row and isinstance(row["phase"], str)):
+        raise DataError("a phase has a name, and its line a step", where=where)
+    return {printable(key): float(one) if one in NON_FINITE else _shown(one) for key, one in row.items()}
+
+
+def _shown(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value
 
 
 def read_run(directory: Path, tail: MetricsTail | None = None) -> Run:
     """Read a run's directory, its metrics through a `tail` that knows their beginning. `ConfigError`: no run is there;
     `DataError`: its metrics are no JSON."""
     rows = (tail or MetricsTail(directory / METRICS)).rows()
-    return Run(directory, rows, read_json(directory / PLAN), list(_checkpoints(directory)), _holder(directory))
+    return Run(
+        directory,
+        rows,
+        check_plan(read_json(directory / PLAN), directory / PLAN),
+        list(_checkpoints(directory)),
+        _holder(directory),
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -259,7 +283,7 @@ def _holder(directory: Path) -> str:
     with suppress(OSError, psutil.Error):  # it goes when the run does
         pid, _, host = file.read_text(errors="replace").strip().partition(" ")
         if host != socket.gethostname():  # nobody here can tell whether that process lives
-            return f"process {pid} on {host}" if pid and host else ""
+            return printable(f"process {pid} on {host}"[:80]) if pid and host else ""
         if pid.isdigit() and psutil.Process(int(pid)).create_time() <= file.stat().st_mtime + 1:
             return f"process {pid}"
     return ""
@@ -267,8 +291,16 @@ def _holder(directory: Path) -> str:
 
 def _number(row: Mapping[str, Any], key: str) -> float | None:
     value = row.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) < LARGEST or value != value else math.copysign(math.inf, value)
+
+
+def amount(row: Mapping[str, Any], key: str) -> float | None:
+    """Return a number of that name that counts something, or measures seconds or bytes; None: there is none."""
+    value = _number(row, key)
+    return value if value is not None and 0 <= value < MOST else None
 
 
 def _present(parts: Mapping[str, int]) -> dict[str, int]:
-    return {name: size for name, size in parts.items() if size}
+    return {printable(name): size for name, size in parts.items() if size}

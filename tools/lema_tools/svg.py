@@ -5,6 +5,7 @@ Sizes are those of the drawing, which the page scales; colours are numbers, whic
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -63,6 +64,8 @@ def _ticks(low: float, high: float, count: int = 4) -> list[float]:
     if high <= low:
         return [low]
     raw = (high - low) / count
+    if raw < sys.float_info.min:
+        return [low]
     unit = 10 ** math.floor(math.log10(raw))
     step = unit * next((one for one in (1, 2, 5, 10) if one * unit >= raw), 10)
     first = math.ceil(low / step - 1e-9)

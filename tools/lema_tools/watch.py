@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
-from lema_tools.rundir import METRICS, RECENT, Memory, MetricsTail, Run, by_step, read_run
+from lema_tools.rundir import METRICS, RECENT, Memory, MetricsTail, Run, amount, by_step, read_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -108,8 +108,8 @@ def _head(run: Run, width: int, *, keys: bool) -> "Text":
         told.append(f"  phase {run.phases[-1][0]}")
     if (left := run.seconds_left) is not None:
         told.append(f"  {human_duration(left)} left")
-    elif "train_runtime" in run.summary:
-        told.append(f"  took {human_duration(run.summary['train_runtime'])}")
+    elif (took := amount(run.summary, "train_runtime")) is not None:
+        told.append(f"  took {human_duration(took)}")
     return told
 
 
@@ -169,7 +169,7 @@ def _numbers(run: Run) -> "Table":
     cells.append(("a step", "-" if each is None else f"{each:.3g} s"))
     steps = run.trained[-1]["step"] - (run.trained[-2]["step"] if len(run.trained) > 1 else 0)
     moved = [("from disk, a step", "bytes_read"), ("over the link, a step", "bytes_uploaded")]
-    cells += [(name, human_bytes(last.get(key, 0) / max(1, steps))) for name, key in moved]
+    cells += [(name, human_bytes((amount(last, key) or 0) / max(1, steps))) for name, key in moved]
     if run.evaluated:
         found = run.evaluated[-1]
         cells.append((f"evaluation, step {found['step']:,}", _shown(found, "eval_loss", "{:.4f}")))
