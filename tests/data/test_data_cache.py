@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import tracemalloc
 
+import numpy as np
 import pytest
 from kepttokens import all_of, chats, entries, said, write_all
 
