@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lema.backend.group import check_alike, first_alone
 from lema.backend.interrupt import Stop
+from lema.config import LemaConfig
 from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError
@@ -43,7 +44,16 @@ from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics
 from lema.train.sampler import StepSampler
 from lema.train.steps import Steps
 
-__all__ = ["PlainRun", "save_step"]
+__all__ = ["PlainRun", "check_new", "save_step"]
+
+
+def check_new(config: LemaConfig) -> None:
+    """Refuse, with `ConfigError`, an `output_dir` with what a new run would replace."""
+    if checkpoints(Path(config.output_dir)):
+        what = "the output directory holds checkpoints of an earlier run"
+        how = "continue from the newest with --resume (resume=True), or choose another output_dir"
+        raise ConfigError(what, where=config.output_dir, how=how)
+    check_unused(config, ("train_loss", "stage"))
 
 
 def save_step(
@@ -92,10 +102,8 @@ class PlainRun:
 
     def begin(self, *, weights_only: bool = False) -> None:
         """Begin, or go on from where `steps` is; `ConfigError` in another run's `output_dir` or without steps left."""
-        if self.done == 0 and checkpoints(self._output):
-            what = "the output directory holds checkpoints of an earlier run"
-            how = "continue from the newest with --resume (resume=True), or choose another output_dir"
-            raise ConfigError(what, where=str(self._output), how=how)
+        if self.done == 0:
+            check_new(self._config)
         if self.done >= self.num_steps:
             what = f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}"
             how = "raise num_train_epochs or max_steps, or begin again with a new trainer"
@@ -104,8 +112,6 @@ class PlainRun:
         if weights_only:
             what = "weights_only needs a checkpoint to resume from"
             raise ConfigError(what, where="weights_only", how="set resume (--resume), too, or remove it")
-        if self.done == 0:
-            check_unused(self._config, ("train_loss", "stage"))
 
     def resume(self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False) -> None:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`;

@@ -21,6 +21,7 @@ from lema.plan.planner import Planner, timed
 from lema.train.checkpoint.format import checkpoints
 from lema.train.checkpoint.resume import as_begun
 from lema.train.events import NotePlan
+from lema.train.fit import check_new
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
@@ -59,6 +60,8 @@ def train(
     """
     shown = console or Console(highlight=False)
     out, newest = line_printer(shown), checkpoints(Path(config.output_dir))[-1:] if resume else []
+    if not resume:
+        check_new(config)  # now, because tokenising takes minutes
     given, config = sorted(config.model_fields_set), as_begun(config, newest[0]) if newest else config
     with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
         replicas = model.backend.replicas

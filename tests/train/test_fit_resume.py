@@ -24,6 +24,7 @@ from transformers import (
 from lema import LemaConfig
 from lema.data import prepare_data
 from lema.errors import AdapterError, ConfigError
+from lema.train import train
 from lema.train.checkpoint.resume import as_begun
 
 
@@ -132,6 +133,16 @@ def test_a_new_run_replaces_nothing_of_one_that_has_ended_unless_it_may(llama: P
     assert contents(out) == before
     run_fit(config.model_copy(update={"overwrite_output_dir": True, "max_steps": 2}), token_rows(8))
     assert list(logged(config)) == [1, 2] and (out / "adapter_model.safetensors").is_file()
+
+
+def test_a_directory_of_another_run_is_refused_before_data_are_read(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(llama, tmp_path / "out", max_steps=1, save_steps=0)
+    run_fit(config, token_rows(4))
+    monkeypatch.setattr("lema.train.run.load_data", lambda _: pytest.fail("data were read"))
+    with pytest.raises(ConfigError, match="holds an adapter, which this run would replace"):
+        train(config)
 
 
 def test_a_run_that_may_replace_an_adapter_replaces_no_checkpoints(llama: Path, tmp_path: Path) -> None:
