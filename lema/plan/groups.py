@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,19 +134,20 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
         for index in one_of_each(kinds, states):
             if (experts := split.experts_of(index)) is None or index not in parts.groups:
                 continue
-            given, call = list[Tensor](), prelude.calls[index]
-
-            def reached(*args: Tensor, given: list[Tensor] = given) -> Tensor:
-                given[:] = [one.detach() for one in args]
-                return torch.zeros_like(args[0])
-
-            with replaced({experts.module: reached}):
+            call, entered = prelude.calls[index], states[index].detach().requires_grad_()
+            with torch.enable_grad():
+                weights = fake_weights(layers[index])
+                half = split.suspended(index, partial(split.run_layer, index, weights, call, entered))
+                with half.looking() as looked:
+                    half.resume(torch.zeros_like(half.given[0]).requires_grad_().clone())
+            with replaced({experts.module: lambda hidden, *_: torch.zeros_like(hidden)}):
                 work = layer_work(split, index, layers[index], call, states[index : index + 2], ())
-            hidden, chosen, weights = given
+            hidden, chosen, factors = given = [one.detach() for one in half.given]
             wide = hidden.numel() * torch.promote_types(hidden.dtype, torch.float32).itemsize
-            # Its input, what experts are given and make, and the gradient of that, or what is added to them later; of
-            # the pairs of a token and an expert their order, and gradients of the weights.
-            waits = states[index].nbytes + 3 * hidden.nbytes + wide + 3 * chosen.nbytes + 2 * weights.nbytes
+            # Its input, what experts are given, the gradient of what they make, sums, and where a backward looks at it
+            # what they make; of the pairs of a token and an expert their order, and gradients of the weights.
+            waits = states[index].nbytes + (2 + bool(looked)) * hidden.nbytes + wide
+            waits += 2 * (chosen.nbytes + factors.nbytes)
             group = _group_bytes(split, index, parts, call.autocast, given)
             turn = 4 * hidden.nbytes  # of what is computed of the experts' result, before the head
             found[kinds[index]] = Waiting(work.saved_bytes, waits, max(work.working_bytes, group), turn)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from everytype import write_model
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from lema import LemaConfig, LemaModel
@@ -54,6 +55,16 @@ def config_of(directory: Path, **changes: Any) -> LemaConfig:
     return LemaConfig(str(directory), **settings | changes)
 
 
+def all_alike(directory: Path) -> Path:
+    """Have a model's routers give all tokens the same experts, for which a plan has to have room in one group."""
+    weights = load_file(directory / "model.safetensors")
+    for name, one in weights.items():
+        if name.endswith(".gate.weight"):
+            one.zero_()
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
 def taken(config: LemaConfig, *, again: bool) -> int:
     """Take a real step; return the bytes of tensors that were alive at once beside weights and adapters."""
     with closing(LemaModel(config)) as model:
@@ -86,24 +97,26 @@ def told(drawn: Blueprint, shape: StepShape, work: Workload, *, again: bool) -> 
         shared=True,
         groups=drawn.group_bytes,
     )
-    parts = device_parts(demand, Allocation(2, experts=2, runs_again=again))
+    parts = device_parts(demand, Allocation(2, experts=4, runs_again=again))
     return sum(size for part, size in parts.items() if part not in ("slots", "residents"))
 
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_real_step_takes_what_was_told(kind: str, adapted: bool, tmp_path: Path) -> None:
-    """Within 10%, and not 3% more; and less if what comes before the experts is run twice."""
-    directory = write_model(CONFIGS[kind], tmp_path)
+    """Within 10%, and not 3% more; and less if what comes before the experts is run twice. Within 20% with adapted
+    experts, because their gradients count, and are not there yet at the top layer, where most waits."""
+    directory = all_alike(write_model(CONFIGS[kind], tmp_path))
     experts = {} if adapted else {"lora_target_parameters": []}
-    config = config_of(directory, experts_per_slot=2, **experts)
+    config = config_of(directory, experts_per_slot=4, **experts)
     drawn, shape = draw_up(config), step_shape(config, 128)
     assert drawn.cut_experts is not None
-    drawn = replace(drawn, parts=drawn.cut_experts(2))
+    drawn = replace(drawn, parts=drawn.cut_experts(4))
     work = measure(drawn.model, drawn.layers, shape.micro_batch, 64)
+    most = 1.2 if adapted else 1.1
     real = [taken(config, again=again) for again in (False, True)]
     said = [told(drawn, shape, work, again=again) for again in (False, True)]
-    assert all(0.97 * one <= other <= 1.1 * one for one, other in zip(real, said, strict=True)), (real, said)
+    assert all(0.97 * one <= other <= most * one for one, other in zip(real, said, strict=True)), (real, said)
     assert real[1] < 0.8 * real[0]
 
 
