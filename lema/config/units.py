@@ -30,6 +30,7 @@ MEMORY_PARTS = {
     "process": "interpreter and libraries",
     "model": "the model's files",  # on disk, as is the next
     "checkpoint": "one checkpoint",
+    "checkpoints": "the checkpoints that are kept",
 }
 
 # "auto" leaves the rest to the allocator's rounding and to whatever else is on the machine.

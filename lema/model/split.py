@@ -150,6 +150,10 @@ class Split:
         with self.replaced([recorder(index) for index in range(self.num_layers)]), tape:
             return run()
 
+    def knows_as(self, other: Split) -> None:
+        """Know what another split of this model has seen: what layers return, and where the head begins."""
+        self._cut, self._rest, self._mark_absent = dict(other._cut), other._rest, other._mark_absent
+
     def known(self, batch: Mapping[str, Tensor]) -> bool:
         """Whether `prelude` needs no weights: once it is known what layers return, on a lazy device from their shapes.
         A model whose forward looks at values is examined as on other devices, which finds what cannot be split."""

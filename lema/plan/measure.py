@@ -226,6 +226,7 @@ def _one_of_each(
     and a split that has `seen` what layers return need not look again."""
     seen = split if seen is None or seen.keeps_tensors else seen  # tensors that mean nothing in another call
     firsts, calls, given = calls_of(seen, layers, batch, trained)
+    split.knows_as(seen)
     split.model.train()
     for index in firsts:
         for parameter in split.layers[index].parameters():

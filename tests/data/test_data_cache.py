@@ -196,7 +196,7 @@ def test_kept_rows_that_lead_elsewhere_are_made_anew_whatever_their_digest_says(
     known = all_of(make(data))
     bent(entries(tmp_path)[0] / "tokens", name, column, value)
     mended = make(data)
-    assert all_of(mended) == known and "made anew" in mended.notes[0]
+    assert all_of(mended) == known and "LEMA makes them again" in mended.notes[0]
 
 
 def test_a_missing_file_is_made_anew(write, make, tmp_path):

@@ -255,7 +255,7 @@ def test_a_killed_worker_is_an_error_and_the_next_start_goes_on(whole, make, tok
 
     with monkeypatch.context() as patch:
         when(4, die, patch)
-        with pytest.raises(DataError, match="has ended by itself"):
+        with pytest.raises(DataError, match="ended unexpectedly"):
             make(whole.data)
     assert multiprocessing.active_children() == []
     found = parts_of(whole.entry)

@@ -218,7 +218,7 @@ def test_rows_that_say_not_to_be_trained_on_are_left_out_of_what_fit_is_given(ma
     found = as_rows(flagged, config, files, said.append)
     kept = [number for number in range(8) if number not in (2, 5)]
     assert [found[at]["labels"] for at in range(6)] == [whole[number]["labels"] for number in kept]
-    assert "2 left out, as they say" in said[-1] and found.origin(2) == "rows:4"
+    assert "2 left out because of train: false" in said[-1] and found.origin(2) == "rows:4"
     if kind == "messages":  # and a message of a row
         rows[3]["messages"][1] |= {"train": wrapped(False)}
         assert len(as_rows(rows, config, files, said.append)) == 7 and "1 left out" in said[-1]

@@ -142,7 +142,7 @@ def test_without_recomputation_no_boundary_waits_and_a_place_for_them_is_refused
         streamed_step(model, micro_batches(2))
         assert model.adapter.arena.memory_bytes == 0
     for tier in ("host", "disk"):
-        with pytest.raises(ConfigError, match="set it to true"):
+        with pytest.raises(ConfigError, match="set gradient_checkpointing: true"):
             LemaConfig("model", boundary_activations=tier, gradient_checkpointing=False)
 
 

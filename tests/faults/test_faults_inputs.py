@@ -64,5 +64,5 @@ def test_every_level_of_settings_is_refused_by_name_before_torch_is_imported() -
 
 def test_data_that_are_a_pipe_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         load_rows(tmp_path / "rows.jsonl")

@@ -100,6 +100,6 @@ def test_an_adapter_of_the_origin_is_one_to_begin_with_on_what_was_prepared_from
         model.peft_config["default"].base_model_name_or_path = name
         model.save_pretrained(tmp_path / name, save_embedding_layers=False)
     with closing(LemaModel(settings(tmp_path / "base", tmp_path / "out"))) as opened:
-        with pytest.raises(AdapterError, match="the adapter is of the model org/other"):
+        with pytest.raises(AdapterError, match="the adapter belongs to the model org/other"):
             opened.begin_with_adapter(tmp_path / "org/other")
         opened.begin_with_adapter(tmp_path / "org/tiny")

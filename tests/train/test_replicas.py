@@ -188,7 +188,7 @@ about = {"seed": rank // (size - 1), "device": "cpu"}
 refused(ConfigError, lambda: check_alike(replicas, about), f"seed differ\\n  where: rank {size - 1}")
 check_alike(replicas, {"seed": 1})
 untrained = {name: torch.full((1, 6), -100 if name == "labels" else 3) for name in ("input_ids", "labels")}
-refused(DataError, lambda: trainer.accumulate([untrained]), "no token of this step is trained")
+refused(DataError, lambda: trainer.accumulate([untrained]), "this step trains on no token")
 assert trainer.global_step == 1
 spoilt = {name: torch.full((1, 6), 3) for name in ("input_ids", "labels")}
 if rank == 0:

@@ -274,9 +274,9 @@ def test_settings_that_say_how_much_twice_are_refused() -> None:
     assert LemaConfig("m", tokens_per_step="16k").tokens_per_step == 16_000
     for changes, said in (
         ({"tokens_per_step": 100, "batch_size": 4}, "tokens_per_step counts tokens, and batch_size counts rows"),
-        ({"tokens_per_step": 100, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps how many rows"),
-        ({"tokens_per_step": 100, "micro_batch_size": 2}, "micro_batch_size how many rows"),
-        ({"micro_batch_tokens": 2000, "micro_batch_size": 2}, "micro_batch_size how many rows"),
+        ({"tokens_per_step": 100, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps counts rows"),
+        ({"tokens_per_step": 100, "micro_batch_size": 2}, "micro_batch_size counts rows"),
+        ({"micro_batch_tokens": 2000, "micro_batch_size": 2}, "micro_batch_size counts rows"),
         ({"tokens_per_step": 100, "objective": "dpo"}, "counts examples, not tokens"),
         ({"tokens_per_step": "many"}, "must be a number of tokens, such as 16k, or auto"),
         ({"group_by_length": True, "shuffle": False}, "keeps the rows in the order of the data"),

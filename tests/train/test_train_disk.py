@@ -113,8 +113,9 @@ def test_an_adapter_that_cannot_be_written_leaves_the_one_before(
 ) -> None:
     assert lema("train", write_config(max_steps=1)) == 0
     before = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
+    again = write_config(max_steps=2, overwrite_output_dir=True)
     # The picture of the loss is not worth the adapter: it is only warned of.
     with small_files(tmp_path), pytest.warns(UserWarning, match=r"cannot write the loss curve.*loss\.png"):
-        assert_refused(capfd, 6, ["the adapter could not be written"], "train", write_config(max_steps=2))
+        assert_refused(capfd, 6, ["the adapter could not be written"], "train", again)
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == before
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []

@@ -19,12 +19,13 @@ from typing import Any
 
 from lema.backend import Replicas
 from lema.backend.group import first_alone
+from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError, listed
 from lema.storage.atomic import replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.train.checkpoint.format import STATE, checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
 from lema.train.checkpoint.resume import Say, check_sound, newest_sound, tell_warning
-from lema.train.metrics import METRICS_NAME, cut_metrics
+from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics
 from lema.train.phases.plan import PhasePlan
 
 __all__ = ["BEST", "LATEST", "MODEL", "Places", "Start", "begin_at", "find_point", "find_start", "go_on"]
@@ -272,12 +273,13 @@ def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
     return Start(index, checkpoint, models)
 
 
-def go_on(replicas: Replicas, places: Places, say: Say) -> Start | None:
+def go_on(replicas: Replicas, places: Places, config: LemaConfig, say: Say) -> Start | None:
     """Return where a run goes on that is in its directory, all processes alike; cut the metrics of what comes after."""
     say = say if replicas.first else lambda _: None
     point = first_alone(replicas, lambda: find_point(places, say))
     where: tuple[Any, ...] = () if point is None else (point.index,)
     if point is None:
+        check_unused(config)
         say(f"there is no checkpoint in {places.directory}: the run starts from the beginning")
     elif point.checkpoint is not None:
         about, name = read_state(point.checkpoint)["extra"], places.plan.phases[point.index].name

@@ -128,10 +128,11 @@ class Phases:
         if replicas.num_processes > 1:
             given = {"phases": self.plan.to_dict(), "start": start and str(start)}
             check_alike(replicas, self.config.to_dict() | given | self._rows)
-        if not (begun := any(places.saved(index) for index in range(len(self.plan.phases)))):
-            check_unused(self.config)
+        begun = any(places.saved(index) for index in range(len(self.plan.phases)))
         if resume and (begun or start is None):
-            return go_on(replicas, places, self.say)
+            return go_on(replicas, places, self.config, self.say)
+        if not begun:
+            check_unused(self.config)
         if begun or start is None:
             places.check_new()
         first_alone(replicas, places.cut_record)  # of a run that was killed before its first checkpoint

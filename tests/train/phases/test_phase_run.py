@@ -169,7 +169,7 @@ def test_what_cannot_be_run_is_refused(config_of: Callable[..., LemaConfig]) -> 
     with pytest.raises(ConfigError, match="no module of the layers ends with x_proj"):
         part = {**FULL, "trains": "selection", "trainable": ["q_proj", "x_proj"]}
         run_phases(config, plan_of(part), SOURCES, resume=True)
-    with pytest.raises(ConfigError, match="cannot stay off the device: they are trained"):
+    with pytest.raises(ConfigError, match="cannot stay off the device: they train"):
         run_phases(config_of("host", embeddings="host"), plan_of(FULL), SOURCES)
     with pytest.raises(ConfigError, match="no data set 'three'"):
         run_phases(config, plan_of({**FULL, "mixture": [{"name": "three", "rate": 1.0}]}), SOURCES, resume=True)

@@ -90,7 +90,7 @@ def test_what_is_no_beginning_is_refused_in_words(
     moved = tmp_path / "moved" / "adapters" / "checkpoint-1"
     shutil.copytree(checkpoint, moved)
     shutil.move(model, tmp_path / "gone")
-    assert "the model that phase whole left" in refused(moved)
+    assert "the model that phase whole wrote" in refused(moved)
     (moved.parent.parent / "whole").mkdir()
     shutil.copytree(tmp_path / "gone", moved.parent.parent / "whole" / "model")  # as it was told
     assert find_start(moved, Places(tmp_path / "new", two())).models == {0: moved.parent.parent / "whole" / "model"}
