@@ -106,8 +106,8 @@ class LemaModel:
         if scores := num_labels is not None:
             hf_config.num_labels = num_labels
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
-        how = {"trust_remote_code": trust_remote_code, "scores": scores}
-        self.skeleton = meta_model(hf_config, dtype, config.attn_implementation, **how)
+        given = hf_config, dtype, config.attn_implementation
+        self.skeleton = meta_model(*given, trust_remote_code=trust_remote_code, scores=scores)
         attend_fast(self.skeleton, config, self.backend)
         self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
         self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
