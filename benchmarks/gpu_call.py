@@ -132,16 +132,19 @@ class Call:
         """Run `lema prove` on the device, in a process of its own, and keep its certificate."""
         if "certificate" in self.results:
             return
-        output, small = self._scratch / "proof", ["--steps", "1", "--micro-batches", "1", "--tokens", "16"]
-        command = ["-m", "lema", "prove", "--device", self.arguments.device, "--output", str(output)]
-        command += small if self.arguments.tiny else []
+        command = ["-m", "lema", "prove", "--device", self.arguments.device]
+        command += ["--steps", "1", "--micro-batches", "1", "--tokens", "16"] if self.arguments.tiny else []
         patience = self._patience(PROOF)
         try:
-            done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=patience)
+            done = subprocess.run(
+                [sys.executable, *command], cwd=self._scratch, capture_output=True, text=True, timeout=patience
+            )
         except subprocess.TimeoutExpired:
             self.results.setdefault("errors", []).append(f"lema prove: no end in {patience:.0f} s")
             return
-        if (certificate := output / "certificate.json").exists():  # also where it says that the numbers differ
+        if (
+            certificate := self._scratch / "lema-proof" / "certificate.json"
+        ).exists():  # also where it says that the numbers differ
             self.results["certificate"] = json.loads(certificate.read_text())
         else:
             said = f"{done.stdout}{done.stderr}".strip().splitlines()[-6:]

@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def what_is_missing(device: str) -> list[str]:
-    """Return a line for each thing that has to be installed first; nothing is downloaded here."""
+    """Return a line for each thing that has to be there first, the device itself last; nothing is downloaded here."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     lines = []
     for said in map(Requirement, project["dependencies"]):
@@ -38,4 +38,12 @@ def what_is_missing(device: str) -> list[str]:
     name = device.partition(":")[0]
     if name not in {point.name for point in entry_points(group="lema.backends")}:
         lines.append(f"no backend {name!r} is installed: pip install --no-deps . in the project's directory")
+    if not lines:  # else what the backend needs may be absent
+        from lema.backend import load
+        from lema.errors import BackendUnavailable
+
+        try:
+            load(device).close()
+        except BackendUnavailable as error:
+            lines.append(str(error))
     return lines

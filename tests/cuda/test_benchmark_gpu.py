@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from lema.errors import BackendUnavailable
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MEASURED = {"status": "measured", "capped": True, "layers": 32, "of_layers": 32, "strategy": None}
 
@@ -335,6 +337,19 @@ def test_a_missing_package_is_named_before_anything_begins(monkeypatch: pytest.M
     (line,) = gpu_software.what_is_missing("cpu")
     assert line.startswith("transformers 5.17.0;")
     assert "pip install" in line
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_software
+
+    from lema_cuda import backend
+
+    def absent(_: str) -> torch.device:
+        raise BackendUnavailable("there is no such device", where="device: cuda", how="put one in")
+
+    monkeypatch.setattr(backend, "choose_device", absent)
+    (line,) = gpu_software.what_is_missing("cuda")
+    assert "there is no such device" in line
 
 
 def test_locking_tensor_by_tensor_needs_powers_of_two(model: ModuleType) -> None:
