@@ -137,8 +137,20 @@ class Entry:
 
     def __iter__(self) -> Iterator[Skipped]:
         """Yield the rows that were cut or dropped."""
-        with self.file.with_name(SKIPPED).open(encoding="utf-8") as lines:
-            yield from map(json.loads, lines)
+        file = self.file.with_name(SKIPPED)
+        try:
+            with file.open(encoding="utf-8") as lines:
+                for one in map(json.loads, lines):
+                    yield {
+                        **one,
+                        "file": one["file"],
+                        "line": one["line"],
+                        "why": one["why"],
+                        "tokens": int(one["tokens"]),
+                    }
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            what, how = "the list of rows that were cut or left out is damaged", "delete its folder: it is made anew"
+            raise DataError(f"{what}: {error}", where=str(file), how=how) from error
 
     def get(self, name: str) -> str | None:
         """Return a digest that is kept under a name; None: there is none."""

@@ -130,18 +130,24 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def _drawn(value: Any) -> bool:
+    """Whether a picture can hold this: a number, or one that is not finite and leaves a gap."""
+    return type(value) in (int, float) and not 1e100 < abs(value) < math.inf
+
+
 def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bool:
     """Draw training and evaluation loss over steps; False where matplotlib is not installed or no loss was measured."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    rows = read_metrics(metrics_file)
+    # What is no number is left out, because a run that has ended is worth more than its picture.
+    rows = [row for row in read_metrics(metrics_file) if _drawn(row.get("step"))]
     # Without pyplot: no global state, and no window system is looked for.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss")
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
-        if points := [(row["step"], row[key]) for row in rows if key in row and "step" in row]:
+        if points := [(row["step"], row[key]) for row in rows if _drawn(row.get(key))]:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     if not axes.lines:
         return False

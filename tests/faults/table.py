@@ -50,6 +50,7 @@ ROWS = (
     Row("phases", "phasekeys", 4_000, 8),
     Row("smallfiles", "extremes", 4_000, 12, "files"),
     Row("rundirs", "rundirs", 4_000, 12),
+    Row("keptfiles", "keptfiles", 4_000, 8),
 )
 
 

@@ -110,9 +110,7 @@ def test_tables_in_layers_and_in_shards_are_no_part_of_their_layers(tmp_path: Pa
 def test_a_layer_with_such_a_table_is_not_compiled(tmp_path: Path, of_any_size: None) -> None:
     with opened_type(write_type(ngrams(), tmp_path / "model")) as model:
         layers = CompiledLayers(list(model.split.layers), model.split.layers_name, model.backend)
-        with pytest.warns(
-            UserWarning, match="layers.2 is not compiled: the rows of an embedding in it are read one"
-        ):
+        with pytest.warns(UserWarning, match="layers.2 is not compiled: the rows of an embedding in it are read one"):
             assert not layers.compiles(2)
         assert layers.compiles(1)
 

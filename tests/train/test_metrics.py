@@ -146,6 +146,15 @@ def test_the_loss_curve_is_a_png_and_nothing_else_is_left(tmp_path: Path) -> Non
     path, png = tmp_path / "m.jsonl", tmp_path / "loss.png"
     log(path, train(1, "a"), {"step": 2, "loss": math.nan}, train(3, "a"), evaluation(3, "a"), {"note": "no step"})
     assert plot_loss(path, png) is True
+    whole = path.read_bytes()
+    for row in (
+        {"step": 3, "loss": [1]},
+        {"step": "x", "loss": 1.0},
+        {"step": 10**400, "loss": 10**400, "eval_loss": {}},
+    ):
+        path.write_bytes(whole + json.dumps(row).encode() + b"\n")
+        assert plot_loss(path, png) is True
+    path.write_bytes(whole)
     assert png.read_bytes().startswith(b"\x89PNG")
     assert {file.name for file in tmp_path.iterdir()} == {"m.jsonl", "loss.png"}
     with pytest.raises(DiskError, match="cannot write the loss curve"):

@@ -103,7 +103,10 @@ def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Op
         mine.update({key: value for key, value in theirs.items() if key != "params"})
     _fill(directory, masters, optimizer, saved, (MASTER, STEP, *MOMENTS))
     masters.round(masters.by_name)
-    restore_own(backend, state, seed)
+    try:
+        restore_own(backend, state, seed)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(directory)) from error
     return state
 
 

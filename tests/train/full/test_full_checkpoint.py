@@ -1,5 +1,6 @@
 """Checkpoints of weights that train themselves: taken up by another selection, from files, and damaged."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,19 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, checkpoint_of: Callable
                 read(tmp_path / "there")
         files[0].unlink()
         with pytest.raises(AdapterError, match="other weights"):
+            training.restore(tmp_path / "there")
+
+
+def test_states_of_generators_that_are_none_are_refused(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    with opened(checkpoint_of("llama")) as (_, training):
+        training.save_checkpoint(tmp_path / "there")
+        file = tmp_path / "there" / "state.json"
+        state = json.loads(file.read_text())
+        state["generators"]["numpy"]["state"]["key"][1] = [1, 2]
+        file.write_text(json.dumps(state))
+        with pytest.raises(AdapterError, match="state is damaged"):
             training.restore(tmp_path / "there")
 
 
