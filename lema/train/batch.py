@@ -104,7 +104,7 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     if sized and not isinstance(first, Mapping | str | Path):
         return data
     if isinstance(first, Mapping) and {"input_ids", "labels"} <= first.keys():
-        some = data if isinstance(data, list) else [first]  # not all, where making a row may take time
+        some = data if type(data) is list else [first]  # not all, where making a row may take time
         if not any(FLAGS & row.keys() for row in some):
             return data
     if files is None:

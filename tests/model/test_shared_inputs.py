@@ -266,7 +266,7 @@ def test_no_architecture_is_named(
         return forward(ctx, given, dtype, factors, *tensors)
 
     monkeypatch.setattr(shared_inputs._Sums, "forward", staticmethod(counted_forward))
-    found = compare(model_type, tmp_path, **FAST)
+    found = compare(model_type, tmp_path, arithmetic="fast")
     assert max(sums) == widest
     assert max(found.logits, found.loss) <= 1e-6 and found.worst <= 1e-5
 

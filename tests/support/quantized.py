@@ -1,5 +1,6 @@
 """Quantised models of every kind, and the whole model that has the weights the library itself makes of them."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,12 @@ def checkpoint(source: Path, kind: str) -> Checkpoint:
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(whole)
     return Checkpoint(ARCHITECTURE, whole, streamed)
+
+
+def but_for_origin(file: Path) -> tuple[Any, bytes]:
+    """The header of a file that `prepare` wrote, without what it was made of, and all bytes of its tensors."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"].pop("lema.origin", None)
+    return header, content[8 + length :]

@@ -315,7 +315,8 @@ def _ranks(model: LemaModel) -> frozenset[int]:
     parts: list[Any] = list(model.lora_manager.modules())
     given = (getattr(module, "r", None) for module in parts)
     ranks = frozenset(rank for one in given if isinstance(one, dict) for rank in one.values())
-    sides = {side for part in parts if hasattr(part, "base_layer") for side in part.base_layer.weight.shape}
+    bases = (part.base_layer for part in parts if hasattr(part, "base_layer"))
+    sides = {side for base in bases for weight in base.parameters(recurse=False) for side in weight.shape[-2:]}
     return ranks | {number * rank for rank in ranks for number in range(2, TOGETHER + 1)} - sides
 
 
