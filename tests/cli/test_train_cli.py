@@ -88,7 +88,8 @@ def test_a_run_says_which_step_was_best_and_begins_with_a_saved_adapter(
     assert planned["memory"] != fresh["memory"]
     assert lema("train", second) == 0
     assert_same_adapter(tmp_path / "second", tmp_path / "out")
-    assert_refused(capfd, 2, ["lora_rank is 7"], "train", second, "--set", "lora_rank=7")
+    elsewhere = "--set", f"output_dir={tmp_path / 'third'}"
+    assert_refused(capfd, 2, ["lora_rank is 7"], "train", second, "--set", "lora_rank=7", *elsewhere)
 
 
 def test_token_ids_need_no_tokenizer(

@@ -79,7 +79,7 @@ def test_a_real_step_takes_what_was_told(kind: str, experts: int | None, tmp_pat
     """Bytes of tensors alive at once in a real step on the CPU, adapters on experts: within 10% of those told, where as
     many tokens as can be are given to one group, which is what is told of."""
     told, real = measured(CONFIGS[kind], tmp_path, experts)
-    assert 0.97 * real <= told <= 1.1 * real
+    assert 0.95 * real <= told <= 1.1 * real
 
 
 def to_the_first(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
