@@ -8,7 +8,6 @@ goes to a terminal has no control character.
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from html.parser import HTMLParser
@@ -54,22 +53,11 @@ KEYS = tuple(
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Open `count` directories, each drawn from the seed and its own number, of all kinds in turn."""
-    started, made, kinds = time.perf_counter(), tiny_model(), list(KINDS.items())
-    honest(made)
-
-    def case(number: int) -> str:
-        name, kind = kinds[number % len(kinds)]
-        place = made.fresh()
-        wrong = kind(made, place, Random(f"{seed}:{number}"))
-        shutil.rmtree(place, ignore_errors=True)
-        return wrong and f"{name}, seed {seed}: {wrong}"
-
+    honest(tiny_model())
     required = (
         "shown, gone on with, or refused by name; no exit of 1, no hang; nothing that a browser or terminal obeys"
     )
-    return watch.outcome(
-        "directories of runs", required, count, watch.watched(count, case, made.place, report), started
-    )
+    return watch.drawn("directories of runs", KINDS, count, seed, report, required)
 
 
 @cache

@@ -8,21 +8,27 @@ import contextlib
 import io
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 from faults import forked
 from faults.forked import Child, Marks
 from faults.outcome import Outcome
 from faults.patience import TooLong, patience
+from faults.tinymodel import TinyModel, tiny_model
 from lema.cli import exitcodes
 from lema.cli.app import app
 from lema.cli.arguments import config_of
 
-__all__ = ["Seen", "command", "outcome", "refused", "watched"]
+__all__ = ["Seen", "command", "drawn", "outcome", "refused", "watched"]
+
+Kind = Callable[[TinyModel, Path, Random], str]
+"""Makes a case below a directory, opens it, and returns what is wrong."""
 
 SECONDS = 10.0  # of the processor, for a case
 GROWTH = 1.25 * 2**30  # bytes that a case may take: what a template may have, and what the process had besides
@@ -94,6 +100,23 @@ def outcome(fault: str, required: str, count: int, seen: Seen, started: float) -
     passed = count - len(seen.failures)
     about = (fault, required, count, passed, seen.failures, time.perf_counter() - started)
     return Outcome(*about, user=seen.user, codes=seen.codes)
+
+
+def drawn(
+    fault: str, kinds: Mapping[str, Kind], count: int, seed: int, report: Callable[[str], None] | None, required: str
+) -> Outcome:
+    """Open `count` cases, each drawn from the seed and its own number, of all kinds in turn."""
+    started, made, named = time.perf_counter(), tiny_model(), list(kinds.items())
+
+    def case(number: int) -> str:
+        name, kind = named[number % len(named)]
+        place = made.fresh()
+        os.chdir(place)
+        wrong = kind(made, place, Random(f"{seed}:{number}"))
+        shutil.rmtree(place, ignore_errors=True)
+        return wrong and f"{name}, seed {seed}: {wrong}"
+
+    return outcome(fault, required, count, watched(count, case, made.place, report), started)
 
 
 def _user() -> float:
