@@ -301,11 +301,14 @@ class Suspended:
         output: Tensor = values[self._output]
         return output if self._rest is None else (output, *self._rest)
 
+    def operands(self) -> list[Tensor]:
+        """Return what the steps compute with besides the experts' result, such as what shared experts have made."""
+        return [one for step in self._steps for one in tensors_in((step.args, step.kwargs))]
+
     @contextmanager
     def looking(self) -> Iterator[list[Tensor]]:
         """Yield a list of what the graph that is made in the `with` block keeps that is made of the experts' result."""
-        constants = [one for step in self._steps for one in tensors_in((step.args, step.kwargs))]
-        known, kept = {one.untyped_storage()._cdata for one in constants}, list[Tensor]()
+        known, kept = {one.untyped_storage()._cdata for one in self.operands()}, list[Tensor]()
 
         def pack(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage()._cdata not in known:

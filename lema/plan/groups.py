@@ -135,9 +135,15 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
             if (experts := split.experts_of(index)) is None or index not in parts.groups:
                 continue
             call, entered = prelude.calls[index], states[index].detach().requires_grad_()
+            weights, saved = fake_weights(layers[index]), dict[int, Tensor]()  # which live, or another has their place
+
+            def note(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+                saved[tensor.untyped_storage()._cdata] = tensor.detach()
+                return tensor
+
             with torch.enable_grad():
-                weights = fake_weights(layers[index])
-                half = split.suspended(index, partial(split.run_layer, index, weights, call, entered))
+                with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                    half = split.suspended(index, partial(split.run_layer, index, weights, call, entered))
                 with half.looking() as looked:
                     half.resume(torch.zeros_like(half.given[0]).requires_grad_().clone())
             with replaced({experts.module: lambda hidden, *_: torch.zeros_like(hidden)}):
@@ -148,9 +154,12 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
             # what they make; of the pairs of a token and an expert their order, and gradients of the weights.
             waits = states[index].nbytes + (2 + bool(looked)) * hidden.nbytes + wide
             waits += 2 * (chosen.nbytes + factors.nbytes)
+            # What the steps behind the experts compute with waits with the graph, which need not save it.
+            beside = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in half.operands()}
+            kept = work.saved_bytes + sum(nbytes for place, nbytes in beside.items() if place not in saved)
             group = _group_bytes(split, index, parts, call.autocast, given)
             turn = 4 * hidden.nbytes  # of what is computed of the experts' result, before the head
-            found[kinds[index]] = Waiting(work.saved_bytes, waits, max(work.working_bytes, group), turn)
+            found[kinds[index]] = Waiting(kept, waits, max(work.working_bytes, group), turn)
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from everytype import write_model
+from meteredstep import second_step
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
@@ -17,7 +18,6 @@ from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import device_parts
 from lema.plan.groups import with_waiting
 from lema.plan.machine import PROFILES
-from lema.plan.meter import Tally
 from lema.plan.planner import planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import Workload, measure
@@ -73,13 +73,7 @@ def taken(config: LemaConfig, *, again: bool) -> int:
         model.allocation = replace(model.allocation, runs_again=again)
         ids = torch.randint(1, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
         batch = {"input_ids": ids, "labels": ids}
-        for _ in range(2):  # the first makes what later steps use again
-            for parameter in model.get_trainable_parameters():
-                parameter.grad = None
-            with Tally() as tally:
-                tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *batch.values()])
-                tally.leave_out([buffer.memory for buffer in model.memory._ring.buffers])
-                model.adapter.loss([batch] * 4).backward()
+        tally = second_step(model, [batch] * 4)
         assert [*model.split.groups] and model.adapter.engine.runs_again == again
     return tally.peak
 

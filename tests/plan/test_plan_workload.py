@@ -9,6 +9,7 @@ import pytest
 import torch
 from covering import cases, covering
 from hollowmodel import large_config, write_hollow
+from meteredstep import second_step
 from smallrun import settings, write_model
 from transformers import LlamaConfig, MixtralConfig
 
@@ -113,13 +114,7 @@ def peak_and_flops_of_a_step(config: LemaConfig) -> tuple[int, int]:
     mask[:, -1] = 0
     seen = {"position_ids": torch.arange(LENGTH).remainder(20).expand(2, -1)} if config.packing else {}
     batch = {"input_ids": ids, "labels": ids, **(seen or {"attention_mask": mask})}
-    for _ in range(2):  # the first makes what later steps use again
-        for parameter in model.get_trainable_parameters():
-            parameter.grad = None
-        with Tally() as tally:
-            tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *batch.values()])
-            tally.leave_out([buffer.memory for buffer in model.memory._ring.buffers])
-            model.adapter.loss([batch] * 3).backward()
+    tally = second_step(model, [batch] * 3)
     model.close()
     return tally.peak, tally.flops
 
