@@ -94,7 +94,7 @@ def shard_adapters(outer: ParamWrapper, name: str, comm: Comm) -> None:
             linear.weight = nn.Parameter(held.clone(), requires_grad=full.requires_grad)
             found[f"{cut}.{adapter}.weight"] = mine
             found[f"{whole}.{adapter}.weight"] = replicated_part(comm, partial=True)
-        wrapper.parts = lambda found=found: found  # type: ignore[assignment]
+        wrapper.parts = lambda found=found: found  # type: ignore[assignment] # a method, as `parts` looks for
         wrapper = wrapper.base_layer
 
 

@@ -80,13 +80,10 @@ def train(
             out(f"evaluation data: {eval_data.counts}")
         planner = timed(model.planner)
         (show or (lambda *given: out(f"plan: {verdict_of(*given)}")))(planner, train_data)
-        adapters = f"{model.num_adapter_parameters:,} adapter parameters; device {model.backend.device}"
-        weights = f"{model.split.num_layers} layers ({model.allocation.summary()}), {human_bytes(model.gbi.nbytes)}"
-        out(f"{weights} of weights; {adapters}")
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             noted = NotePlan(model.config, brief(planner), given=given, used=model.backend.memory().used)
             trainer = model.get_trainer(callbacks=[*callbacks, noted] if replicas.first else ())
-            for line in _left_out(model):
+            for line in _about(model):
                 out(line)
             how: dict[str, Any] = {"resume": resume, "weights_only": weights_only, "say": out, "stop": stop.why}
             result = trainer.fit(train_data, eval_data, **how)
@@ -95,8 +92,12 @@ def train(
     return result
 
 
-def _left_out(model: LemaModel) -> Iterator[str]:
-    """Yield that the loss leaves out what the routers add to it elsewhere, where nobody has said anything of it."""
+def _about(model: LemaModel) -> Iterator[str]:
+    """Yield what is trained and where, and that the loss leaves out what the routers add to it elsewhere, unless the
+    config says anything of it."""
+    adapters = f"{model.num_adapter_parameters:,} adapter parameters; device {model.backend.device}"
+    weights = f"{model.split.num_layers} layers ({model.allocation.summary()}), {human_bytes(model.gbi.nbytes)}"
+    yield f"{weights} of weights; {adapters}"
     known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
     if known and model.config.router_aux_loss_coef is None and model.adapter.engine.routers is None:
         what = "the training loss leaves out the routers' auxiliary loss, which TRL adds by default"

@@ -309,7 +309,7 @@ def test_gradients_of_experts_adapters_are_formed_of_a_group_alone(tmp_path: Pat
                         {one.untyped_storage()._cdata: one for one in tree_leaves(some) if isinstance(one, Tensor)}
                         for some in ((args, kwargs), out)
                     )
-                    self.count += sum(new[key].shape in shapes for key in new.keys() - given.keys())  # noqa: B023
+                    self.count += sum(new[key].shape in shapes for key in new.keys() - given.keys())  # noqa: B023 - at once
                     return out
 
             with Large() as large:
