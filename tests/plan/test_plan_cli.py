@@ -243,6 +243,7 @@ def test_lines_are_tab_parted_and_a_terminal_gets_a_table(eight: Path, capsys: p
         show_plan(plan, console)
     table = captured.get()
     assert "tokens per second" in table and "\t" not in table
+    assert "tokens of full rows" in table  # whose time is told
     assert any("in all" in line and " of " in line for line in table.splitlines())
 
 
