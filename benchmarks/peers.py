@@ -44,6 +44,7 @@ from rich.table import Table
 
 INTERVAL = 0.01  # seconds between looks at an arm's memory
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3}  # of the loss; rounded differently, they drift apart over the steps
+LOOSER = {"airllm": 5}  # times the tolerance, because its adapters are in the weights' type, and each update is rounded
 OWN_COPY = {"lema", "airllm"}  # of the model, because they read it in every step
 NEEDED = {"lema", "peft"}
 STARTING = 6  # micro-batches: what starting the processes takes, when the time is divided
@@ -232,8 +233,9 @@ def _alternate(arms: dict[str, Arm], rounds: int, dropped: int, until: float) ->
 def _check_losses(steps: dict[str, list[dict[str, Any]]], tolerance: float) -> None:
     first, *others = steps
     for name in others:
+        allowed = tolerance * LOOSER.get(name, 1)
         for number, (ours, theirs) in enumerate(zip(steps[first], steps[name], strict=True), 1):
-            if abs(ours["loss"] - theirs["loss"]) > tolerance * abs(ours["loss"]):
+            if abs(ours["loss"] - theirs["loss"]) > allowed * abs(ours["loss"]):
                 raise SystemExit(f"step {number}: {first} has a loss of {ours['loss']}, {name} one of {theirs['loss']}")
 
 

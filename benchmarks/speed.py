@@ -5,7 +5,8 @@
 Both arms train the same adapters on the same weights and tokens; the arms alternate, and the model's files are dropped
 from the page cache before every streamed step. The PEFT arm keeps its weights in memory: it is the one to equal.
 
-One LEMA arm keeps, in as much memory as PEFT's weights and boundaries take, activations that are then not recomputed.
+One LEMA arm keeps, in as much memory as PEFT's weights and boundaries take, products and activations that are then not
+recomputed.
 
 Beside the ratio stands the fraction of the limit: no step can be shorter than its arithmetic at the speed this machine
 reaches on the layer's own matmuls, nor than its bytes at the speed a plain multi-threaded reader reaches on its files.
@@ -45,10 +46,10 @@ def main() -> None:
         directory = Path(name)
         write_model(directory, shape)
         ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
-        lema, stream = _lema_arm(directory, ids, arguments)
+        lema, streamed = _lema_arm(directory, ids, arguments)
         fast, _ = _lema_arm(directory, ids, arguments, arithmetic="fast")
         memory = _peft_memory(directory, shape, arguments)
-        roomy, _ = _lema_arm(
+        roomy, spent = _lema_arm(
             *(directory, ids, arguments), arithmetic="fast", gradient_checkpointing="auto", device_memory=memory
         )
         baseline = peft_model(directory)
@@ -56,9 +57,14 @@ def main() -> None:
         arms = {"lema, from disk": lema, "lema fast, from disk": fast, "lema fast, PEFT's memory": roomy}
         arms["peft, in memory"] = peft
         seconds, cpu, losses = _alternate(arms, directory, arguments.steps)
-        limits = _limits(stream, directory, shape, arguments)
+        limits = _limits(streamed.memory, directory, shape, arguments)
         rows = _rows(seconds, cpu, losses, arguments.tokens, limits)
-        _show(rows, limits, stream.counters)
+        _show(rows, limits, streamed.memory.counters)
+        layer = spent.planner.demand().layers[0]
+        Console(width=110).print(
+            f"in PEFT's {memory / 1e6:,.0f} MB: {spent.allocation.summary()}; the products of a layer take "
+            f"{layer.product_bytes / layer.saved_bytes:.2f} of the bytes of its activations"
+        )
         report(f"speed-{shape.dtype}-{arguments.micro_batches}x", {"arms": rows, "limits": limits}, shape)
 
 
@@ -79,12 +85,12 @@ def _arguments() -> argparse.Namespace:
 
 def _lema_arm(
     directory: Path, ids: torch.Tensor, arguments: argparse.Namespace, **settings: Any
-) -> tuple[Callable[[], float], LayerStream]:
+) -> tuple[Callable[[], float], LemaModel]:
     model = LemaModel(_config(directory, arguments, **settings))
     model.initialize_lora()
     trainer = model.get_trainer()
     micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
-    return lambda: trainer.accumulate(micro_batches).loss, model.memory
+    return lambda: trainer.accumulate(micro_batches).loss, model
 
 
 def _config(directory: Path, arguments: argparse.Namespace, **settings: Any) -> LemaConfig:

@@ -97,6 +97,7 @@ def _step(plan: Plan) -> Iterator[Row]:
         "layers that stay on the device": str(len(allocation.residents)),
         "layers kept in host memory": str(len(allocation.host_cached)),
         "layers not recomputed": str(len(allocation.saved)),
+        "layers recomputed but for products": str(len(allocation.products)),
         waiting[0]: f"on the {waiting[1]}",
         "read from disk": human_bytes(step.bytes_read),
         "copied to the device": human_bytes(step.bytes_uploaded),

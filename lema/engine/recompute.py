@@ -10,7 +10,7 @@ references, which are found in the lease under which the backward runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ class Graph:
     """The graph of one micro-batch through one layer, which holds no weights and, if it is to be recomputed, nothing.
     `again`: runs the layer once more, from the generator state of the first run, and returns what that made, to be
     differentiated; None: the first run's graph is kept. `linears`: the layer's adapted linears, of which one may skip a
-    product then; None: none does. `whole`: compute everything again, after the last saved tensor too. `keep`: for a
+    product then; None: none does. `products`: keep the products by frozen weights, which the second run then takes.
+    `whole`: compute everything again, after the last saved tensor too, and keep no product. `keep`: for a
     graph that is not recomputed, packs the tensors that it is to hold; None: it holds them as they are. Its attribute
     `held`: the storages of those that it holds as they are, with their bytes, by address."""
 
@@ -38,11 +39,13 @@ class Graph:
         again: Callable[[Lease], Sequence[Tensor]] | None = None,
         linears: AdaptedLinears | None = None,
         *,
+        products: bool = False,
         whole: bool = False,
         keep: Callable[[Tensor], Packed] | None = None,
     ) -> None:
         self._again, self._whole, self._keep = again, whole, keep
         self._linears = None if again is None or whole else linears
+        self._products = self._linears.products() if products and self._linears is not None else None
         self._last = LastLinear()
         self._saved = 0  # how many tensors the first run saved, without weights
         self._lease: Lease | None = None
@@ -71,10 +74,12 @@ class Graph:
         try:
             with ExitStack() as stack:
                 if self._linears is not None:
-                    self._last = stack.enter_context(self._linears.watched(lambda: self._saved))
+                    self._last = stack.enter_context(self._linears.watched(lambda: self._saved, self._products))
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(saved_tensors_hooks(pack, self._unpack))
                 yield
+            if self._products is not None:
+                self._products.drop(self._last, self._saved)
         finally:
             self._lease = None
 
@@ -115,7 +120,8 @@ class Graph:
             return tensor.detach()
 
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
-        with skipped, self._last.skipped(self._saved, lambda: count), torch.enable_grad(), hooks:
+        taken = nullcontext() if self._products is None else self._products.taken()
+        with skipped, taken, self._last.skipped(self._saved, lambda: count), torch.enable_grad(), hooks:
             made = again(lease)
         assert count == self._saved, f"{count} of {self._saved} tensors were recomputed: the layer ran differently"
         return made

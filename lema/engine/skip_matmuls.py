@@ -13,7 +13,7 @@ autograd (`Skipped`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,21 +27,25 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema.model.capture import replaced
-from lema.model.shared_inputs import PRODUCTS, Unread
+from lema.model.shared_inputs import PRODUCTS, Product
 
-__all__ = ["AdaptedLinears", "LastLinear", "Skipped"]
+__all__ = ["AdaptedLinears", "KeptProducts", "LastLinear", "Skipped"]
 
 
 class Skipped(TorchDispatchMode):
-    """Has products of matrices be NaN in a `with` block, and computes none. Autograd, above it, sees them as ever."""
+    """Computes no product of matrices in a `with` block: each is the `value`, or NaN. Autograd, above it, records them
+    all the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, value: Tensor | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
+        self._value = value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
             return func(*args, **(kwargs or {}))
         left, right = args[-2:]
+        if self._value is not None:
+            return self._value.view(*left.shape[:-1], right.shape[-1])
         # Whole, because the layer may write into what it has made.
         return left.new_full((*left.shape[:-1], right.shape[-1]), torch.nan)
 
@@ -67,14 +71,65 @@ class LastLinear:
         assert self.linear is not None
         if saved() != self.begun:  # a layer may call one linear more than once, and this is not the last call
             return forward(*args, **kwargs)
-        unread = Unread(partial(self._nothing, self.linear.base_layer.forward))
-        with replaced({self.linear.base_layer: unread}):
+        base = self.linear.base_layer
+        with replaced({base: Product(base.forward, Skipped)}):
             return forward(*args, **kwargs)
 
-    def _nothing(self, product: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
-        """Return NaN in place of a product, because nobody reads it."""
-        with Skipped():
-            return product(given)
+
+class KeptProducts:
+    """The products by frozen weights that one forward of a layer formed, which its recomputation takes from here."""
+
+    def __init__(self, modules: Sequence[nn.Module], hold: Callable[[Tensor], Tensor]) -> None:
+        self._made: dict[Any, list[_Made]] = {module: [] for module in modules if _is_left_alone(module)}
+        self._hold = hold
+
+    def watched(self, saved: Callable[[], int]) -> dict[nn.Module, Product]:
+        """Return what keeps products in a forward that has saved `saved()` tensors so far, for each module."""
+
+        def keep(made: list[_Made], output: Tensor) -> None:
+            made.append(_Made(self._hold(output), output._version, saved()))
+
+        return {one: Product(one.forward, lambda: None, partial(keep, made)) for one, made in self._made.items()}
+
+    def drop(self, last: LastLinear, total: int) -> None:
+        """Let go of the products that the recomputation of a forward with `total` saved tensors skips anyway."""
+        for made in self._made.values():
+            made[:] = [one for one in made if one.saved < total]
+        if last.linear is not None and last.ended == total and (made := self._made.get(last.linear.base_layer, [])):
+            made.pop()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the products."""
+        return sum(one.output.nbytes for made in self._made.values() for one in made)
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations of the products."""
+        return sum(
+            2 * one.output.numel() * module.weight.numel() // one.output.shape[-1]
+            for module, made in self._made.items()
+            for one in made
+        )
+
+    def taken(self) -> AbstractContextManager[None]:
+        """Have the modules return in the `with` block what they returned in the forward, in the same order."""
+
+        def take(made: list[_Made]) -> Skipped | None:
+            one = made.pop(0) if made else None
+            # A layer may have written into an output since.
+            return None if one is None or one.output._version != one.version else Skipped(one.output)
+
+        return replaced({one: Product(one.forward, partial(take, made)) for one, made in self._made.items()})
+
+
+@dataclass(frozen=True)
+class _Made:
+    """An output of a module."""
+
+    output: Tensor
+    version: int  # of the output, when it was made
+    saved: int  # how many tensors the layer had saved by then
 
 
 class AdaptedLinears:
@@ -84,11 +139,20 @@ class AdaptedLinears:
         parts = list(layer.modules())
         self._linears = [part for part in parts if isinstance(part, Linear)]
         self._dropouts = [part for part in parts if type(part) is nn.Dropout] if self._linears else []
+        products = [part for part in parts if type(part).forward in PRODUCTS and not part.weight.requires_grad]
+        self._frozen = products
+
+    def products(self, hold: Callable[[Tensor], Tensor] = Tensor.detach) -> KeptProducts:
+        """Return a place for the products by frozen weights of one forward. `hold` returns what is kept of an output:
+        not the output itself, because that has a graph, but what shares its memory and its version."""
+        return KeptProducts(self._frozen, hold)
 
     @contextmanager
-    def watched(self, saved: Callable[[], int]) -> Iterator[LastLinear]:
-        """Note which linear is called last in the `with` block, a forward that has saved `saved()` tensors so far."""
+    def watched(self, saved: Callable[[], int], products: KeptProducts | None = None) -> Iterator[LastLinear]:
+        """Note which linear is called last in the `with` block, a forward that has saved `saved()` tensors so far, and
+        keep the `products`."""
         last, watched = LastLinear(), dict[nn.Module, Callable[..., Any] | None]()
+        watched.update({} if products is None else products.watched(saved))
         for linear in filter(_only_adds, self._linears):
             watched[linear] = partial(_linear, last, saved, linear, linear.forward)
         for dropout in filter(_is_left_alone, self._dropouts):

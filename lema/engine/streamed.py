@@ -51,6 +51,7 @@ class StreamedModel:
         recompute: keep only boundary activations and recompute each layer in the backward; else keep the graph, in
             which weights are references that pin nothing. On a lazy device every layer is recomputed.
         saved: layers whose graph is kept all the same.
+        products: layers that keep their products by frozen weights for the recomputation. On a lazy device none does.
         saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or "disk".
         loss_chunk_tokens: logits exist for this many tokens at a time.
         boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
@@ -77,6 +78,7 @@ class StreamedModel:
         *,
         recompute: bool = True,
         saved: Collection[int] = (),
+        products: Collection[int] = (),
         saved_on: TierName = "device",
         loss_chunk_tokens: int = 1024,
         boundaries: TierName = "device",
@@ -88,7 +90,7 @@ class StreamedModel:
         self.split, self.stream, self.backend, self.head = split, stream, backend, head
         if split.lazy:  # because a graph that is kept refers to weights by address, and here would keep copies of them
             recompute, saved, saved_on = True, (), "device"
-        self.recompute, self.saved = recompute, frozenset(saved)
+        self.recompute, self.saved, self.products = recompute, frozenset(saved), frozenset(products)
         self.loss_chunk_tokens, self.padding = loss_chunk_tokens, padding or Padding()
         carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
@@ -378,5 +380,5 @@ class StreamedModel:
         """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by `visit_frozen` below it."""
         if lowest <= layer:
             kept = None if layer in self.saved else boundaries
-            return visit(self.engine, layer, calls, hidden, kept, graphs, beside, room)
+            return visit(self.engine, layer, calls, hidden, kept, graphs, beside, room, layer in self.products)
         return visit_frozen(self.engine, layer, calls, hidden, beside)

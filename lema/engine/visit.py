@@ -102,11 +102,13 @@ def visit(
     graphs: StepGraphs | None = None,
     beside: Beside | None = None,
     room: int = 0,
+    products: bool = False,
 ) -> tuple[Tensor, ...]:
     """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
     `calls` are the layer's other arguments, for each micro-batch. The inputs wait for the backward in `boundaries`, and
     the layer is recomputed there, but for the first micro-batches, whose activations fill `room` bytes; None: all are
     kept, in `graphs` or, without them, on the device. The rows `beside` those that train go through in the same lease.
+    `products`: of a layer that is recomputed, the products by frozen weights are kept on the device.
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
     visit: _LayerVisit | GroupedVisit
@@ -114,7 +116,8 @@ def visit(
         assert boundaries is not None and beside is None, "a layer in parts keeps its graph, or has rows beside"
         visit = GroupedVisit(engine, layer, calls, boundaries)
     else:
-        visit = _LayerVisit(engine, layer, calls, boundaries, graphs if boundaries is None else None, beside, room)
+        away = graphs if boundaries is None else None
+        visit = _LayerVisit(engine, layer, calls, boundaries, away, beside, room, products)
     made = apart(visit.forward, visit.backward, engine.outer, hidden)
     each = len(made) // len(calls)
     for index, call in enumerate(calls):
@@ -179,6 +182,7 @@ class _LayerVisit:
     _away: StepGraphs | None
     _beside: Beside | None
     _room: int
+    _products: bool
     _graphs: list[tuple[Graph, list[GradientEdge]]] = field(default_factory=list)
     _boundary: list[Tensor] = field(default_factory=list)  # of the micro-batch whose backward runs
     _found: dict[int, Tensor] = field(default_factory=dict)  # gradients of the inputs
@@ -217,7 +221,8 @@ class _LayerVisit:
             again = self._runner(index, state, needs=needs, compiled=compiled)
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.own))
         # Whole where tensors have no address, because no tensor is known for a weight there.
-        graph = Graph(again, self._linears, whole=compiled or not lease.has_address, keep=keep)
+        whole = compiled or not lease.has_address
+        graph = Graph(again, self._linears, products=self._products, whole=whole, keep=keep)
         with graph.built(lease):
             if again is not None:
                 given = given.detach().requires_grad_(needs)

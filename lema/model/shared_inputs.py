@@ -8,7 +8,7 @@ place. What shares an input is seen when a layer is first run. Where an option a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lema.model import capture
 
-__all__ = ["PRODUCTS", "SharedInputs", "Unread", "multiply_together"]
+__all__ = ["PRODUCTS", "Product", "SharedInputs", "multiply_together"]
 
 PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument by a matrix, and saves no more than that
 # What a layer's arguments may be where it is tried on copies of its tensors: nothing that the trial could change.
@@ -52,14 +52,29 @@ Together.__name__ = Linear.__name__  # by which PEFT knows it
 
 
 @dataclass(frozen=True)
-class Unread:
-    """In the place of a frozen module's `forward`: `make` returns what stands for a product that nobody reads."""
+class Product:
+    """Replaces the `forward` of a module that multiplies by a frozen matrix, to skip the product or to keep it."""
 
-    make: Callable[[Tensor], Tensor]
+    form: Callable[[Tensor], Tensor]  # the module's own forward
+    # Returns the context in which `form` computes nothing and returns the value to use; None: the product is formed.
+    skipped: Callable[[], AbstractContextManager[Any] | None]
+    keep: Callable[[Tensor], None] = lambda _: None  # takes note of each output that is formed
 
     def __call__(self, given: Tensor) -> Tensor:
-        """Return `[..., out_features]` for what the module is given."""
-        return self.make(given)
+        """Return `[..., out_features]` of an input `[..., in_features]`."""
+        if given.is_meta:  # in a trial
+            return self.form(given)
+        if (made := self.unformed(given)) is None:
+            made = self.form(given)
+            self.keep(made)
+        return made
+
+    def unformed(self, given: Tensor) -> Tensor | None:
+        """Return the output without computing it; None: it has to be computed."""
+        if (skipped := self.skipped()) is None:
+            return None
+        with skipped:
+            return self.form(given)
 
 
 @dataclass(eq=False)
@@ -144,7 +159,7 @@ class _Factors:
     scaling: float
     transposed: bool
     dtype: torch.dtype  # that products are formed in
-    unread: Unread | None  # what stands for the frozen product; None: it is formed
+    product: Product | None  # how the output is skipped or kept; None: it is formed, and not kept
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Return the weight as `[out, in]`."""
@@ -156,12 +171,12 @@ def _factors(linear: Together, given: Tensor) -> _Factors | None:
     active = [name for name in linear.active_adapters if name in linear.lora_A]
     if len(active) != 1 or linear.disable_adapters or linear.merged or active[0] in linear.lora_variant:
         return None
-    name, unread = active[0], vars(linear.base_layer).get("forward")
+    name, product = active[0], vars(linear.base_layer).get("forward")
     base: Any = linear.base_layer
     left: Any = linear.lora_A[name]
     right: Any = linear.lora_B[name]
     dropout = linear.lora_dropout[name]
-    if type(base).forward not in PRODUCTS or not (unread is None or isinstance(unread, Unread)):
+    if type(base).forward not in PRODUCTS or not (product is None or isinstance(product, Product)):
         return None
     if any(one.bias is not None or type(one) is not nn.Linear or "forward" in vars(one) for one in (left, right)):
         return None
@@ -177,7 +192,7 @@ def _factors(linear: Together, given: Tensor) -> _Factors | None:
     if weight.dtype != dtype or given.dtype not in (dtype, torch.float32) or not (cast or left.weight.dtype == dtype):
         return None
     scaling, transposed = float(linear.scaling[name]), isinstance(base, Conv1D)
-    return _Factors(weight, bias, left.weight, right.weight, scaling, transposed, dtype, unread)
+    return _Factors(weight, bias, left.weight, right.weight, scaling, transposed, dtype, product)
 
 
 class _Sums(torch.autograd.Function):
@@ -192,8 +207,8 @@ class _Sums(torch.autograd.Function):
         outputs = []
         for one, part in zip(factors, low.split([len(one.left) for one in factors], dim=1), strict=True):
             matrix = one.matrix(one.weight)
-            if one.unread is not None:
-                outputs.append(one.unread(given))
+            if one.product is not None and (unformed := one.product.unformed(given)) is not None:
+                outputs.append(unformed)  # of the whole sum
                 continue
             made = x.new_empty(*given.shape[:-1], len(matrix))  # no view, because the model may write into it
             flat = made.view(-1, len(matrix))
@@ -203,6 +218,8 @@ class _Sums(torch.autograd.Function):
                 torch.addmm(one.bias.to(dtype), x, matrix.t(), out=flat)
             flat.addmm_(part, one.right.to(dtype).t(), alpha=one.scaling)
             outputs.append(made)
+            if one.product is not None:
+                one.product.keep(made)
         ctx.about, ctx.dtype, ctx.shape = [(one.scaling, one.transposed) for one in factors], dtype, given.shape
         ctx.set_materialize_grads(False)
         # The frozen weights too, because what is saved is packed, a leased weight as a reference to its place.

@@ -108,6 +108,7 @@ def allocated(
             saved_on=saved_on,
             stay=stay,
             save=recompute is None or wanted != "auto",  # whoever asks for recomputation, and no number, means all
+            products=not config.torch_compile,  # because compiled layers run again as a whole
         )
 
     def spent(depth: int) -> Allocation:
@@ -154,7 +155,7 @@ def _least_recomputed(
         return solved(True, "device")  # which says what is missing
     cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
     best = min(found, key=lambda one: seconds(demand, one, cautious)) if timed else found[0]
-    return replace(best, saved=best.saved if timed or not best.recompute else frozenset())
+    return best if timed or not best.recompute else replace(best, saved=frozenset(), products=frozenset())
 
 
 def untimed(demand: Demand) -> Demand:
@@ -220,8 +221,8 @@ def _allocations(config: LemaConfig, demand: Demand, allocation: Allocation) -> 
             yield f"activation_offloading: {setting}", _peak(demand, replace(allocation, saved_on=away))
     elif allocation.boundaries == "device" and not demand.shared:
         yield "boundary_activations: host", _peak(demand, replace(allocation, boundaries="host"))
-    if allocation.residents or (allocation.saved and allocation.recompute):
-        bare = replace(allocation, residents=frozenset(), saved=frozenset())
+    if allocation.residents or allocation.products or (allocation.saved and allocation.recompute):
+        bare = replace(allocation, residents=frozenset(), saved=frozenset(), products=frozenset())
         yield "a lower device_memory", _peak(demand, bare)
 
 

@@ -48,6 +48,7 @@ def solve(
     saved_on: Tier = "device",
     stay: bool = True,
     save: bool = True,
+    products: bool = True,
 ) -> Allocation:
     """Return the allocation with the fastest step among those whose predicted peaks are within the limits.
 
@@ -63,6 +64,7 @@ def solve(
         saved_on: without `recompute`, where activations wait; with it, those that are kept stay on the device.
         stay: let layers stay on the device where it has room for them.
         save: with `recompute`, keep activations of layers where the device has room for them.
+        products: keep products by frozen weights of layers that are recomputed, where it has room for these.
 
     Raises `MemoryLimitError` where nothing fits.
     """
@@ -83,7 +85,8 @@ def solve(
         if host_cache == "fill":
             bare = replace(bare, host_cached=frozenset(_cacheable(demand, bare, host_limit)))
         if recompute and save and device_limit is not None:
-            bare = replace(bare, saved=frozenset(_savable(demand, bare, room)))
+            saved, some = _kept(demand, bare, room, products=products)
+            bare = replace(bare, saved=saved, products=some)
         key = (seconds(demand, bare, cautious), _TIERS.index(bare.boundaries), len(bare.residents))
         fitting.append((key, bare))
     if not fitting:
@@ -96,27 +99,53 @@ def _candidates(
     demand: Demand, num_slots: int, tiers: Sequence[Tier], saved_on: Tier, *, stay: bool, recompute: bool
 ) -> Iterator[Allocation]:
     """Yield every number of layers that `stay`, if they may, with every place for boundaries."""
-    given: tuple[frozenset[int], Tier] = (frozenset(), "device") if recompute else (frozenset(demand.keeping), saved_on)
+    saved, place = (frozenset[int](), _TIERS[0]) if recompute else (frozenset(demand.keeping), saved_on)
     num_layers = len(demand.layers)
     for count in range(num_layers + 1 if stay else 1):
         residents = frozenset(spread(count, num_layers))
         for tier in tiers:
-            yield Allocation(num_slots, residents, frozenset(), tier, *given, demand.pieces, recompute)
+            yield Allocation(
+                num_slots,
+                residents,
+                boundaries=tier,
+                saved=saved,
+                saved_on=place,
+                pieces=demand.pieces,
+                recompute=recompute,
+            )
 
 
 def _left(limit: int | None, parts: dict[str, int]) -> float:
     return math.inf if limit is None else limit - sum(parts.values())
 
 
-def _savable(demand: Demand, bare: Allocation, room: float) -> Iterator[int]:
-    """Yield the layers whose activations fit, taken in an order that does not depend on the room."""
+def _kept(demand: Demand, bare: Allocation, room: float, *, products: bool) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the layers whose activations are kept, and others whose products are, in an order that does not depend on
+    the room: products of all layers come first if they save more seconds for their bytes."""
     inputs = 0 if bare.boundaries == "device" else demand.boundary_bytes  # they stay with the activations
-    for index in scattered(len(demand.layers)):
-        if index in demand.keeping and not demand.layers[index].groups:  # which are recomputed
-            room -= demand.layers[index].saved_bytes + inputs
-            if room < 0:
-                return
-            yield index
+    layers = {index: demand.layers[index] for index in scattered(len(demand.layers)) if index in demand.keeping}
+    layers = {index: layer for index, layer in layers.items() if not layer.groups}  # which are recomputed
+    whole = {index: layer.saved_bytes + inputs for index, layer in layers.items()}
+    part = {index: layer.product_bytes for index, layer in layers.items() if products and layer.product_bytes}
+    saves = sum(layers[index].product_seconds for index in part)
+    if saves * sum(whole.values()) <= sum(layer.recompute for layer in layers.values()) * sum(part.values()):
+        return _fitting(whole, room)[0], frozenset()
+    some, room = _fitting(part, room)
+    if len(some) < len(part):
+        return frozenset(), some
+    saved, _ = _fitting({index: nbytes - part.get(index, 0) for index, nbytes in whole.items()}, room)
+    return saved, some - saved
+
+
+def _fitting(sizes: dict[int, int], room: float) -> tuple[frozenset[int], float]:
+    """Return the first layers that fit, and the room that is left."""
+    chosen = list[int]()
+    for index, nbytes in sizes.items():
+        if nbytes > room:
+            break
+        chosen.append(index)
+        room -= nbytes
+    return frozenset(chosen), room
 
 
 def _cacheable(demand: Demand, bare: Allocation, limit: int | None) -> Iterable[int]:
@@ -137,7 +166,7 @@ def _without_surplus(
     demand: Demand, speeds: Speeds, best: Allocation, host_limit: int | None, *, may_stream: bool
 ) -> Allocation:
     """Give back the memory that makes the step no faster, of host memory if cached layers `may_stream` instead."""
-    for part in ("host_cached",) * may_stream + ("saved",) * best.recompute:
+    for part in ("host_cached",) * may_stream + ("saved", "products") * best.recompute:
         least, whole = seconds(demand, best, speeds), getattr(best, part)
         fewer = (replace(best, **dict[str, Any]({part: some})) for some in _beginnings(demand, whole))
         fewer = (one for one in fewer if _left(host_limit, host_parts(demand, one)) >= 0)

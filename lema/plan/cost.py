@@ -53,12 +53,13 @@ class Allocation:
     recompute: bool = True  # whether the backward computes again what is not `saved`; else all of it is
     experts: int = 0  # that are leased together, of layers that are leased in parts; 0: all layers are whole
     runs_again: bool = False  # whether what such a layer has before its experts is run twice in the backward
+    products: frozenset[int] = frozenset()  # layers not `saved` that keep their products by frozen weights
 
     def summary(self) -> str:
         """Say it in a few words."""
         kept = {"resident": len(self.residents), "cached in host memory": len(self.host_cached)}
-        kept |= {"not recomputed": len(self.saved), "pieces of the head streamed": self.pieces}
-        kept |= {"experts in a slot": self.experts}
+        kept |= {"not recomputed": len(self.saved), "recomputed but for products": len(self.products)}
+        kept |= {"pieces of the head streamed": self.pieces, "experts in a slot": self.experts}
         parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
         parts += ["what comes before experts run again for each backward"] * self.runs_again
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
@@ -81,6 +82,13 @@ class LayerCost:
     micro_saved_bytes: int = 0  # of its activations those of the largest micro-batch
     gradient_bytes: int = 0  # of those of its weights that train themselves, as they leave the device
     groups: tuple[int, ...] = ()  # bytes of its experts that are leased in groups, which are among the others here
+    product_bytes: int = 0  # of its products by frozen weights that the recomputation uses
+    without_products: float = 0.0  # seconds of running it again if these are kept
+
+    @property
+    def product_seconds(self) -> float:
+        """The seconds that kept products save."""
+        return max(0.0, self.recompute - self.without_products)
 
 
 @dataclass(frozen=True)
@@ -198,6 +206,7 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     away, gone = _away(demand, allocation), saved_elsewhere(demand, allocation)
     staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
     kept = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
+    kept += sum(demand.layers[index].product_bytes for index in allocation.products)
     # Up, the activations that are just leaving; down, those of the micro-batch that comes next.
     passing = max((demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone), default=0)
     return {
@@ -286,7 +295,8 @@ def crossover(demand: Demand, allocation: Allocation, speeds: Speeds, tokens: in
 def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
     """Return the seconds that a layer computes on the way down."""
     layer = demand.layers[index]
-    return layer.expand + layer.backward + (0.0 if index in allocation.saved else layer.recompute)
+    again = layer.recompute - (layer.product_seconds if index in allocation.products else 0.0)
+    return layer.expand + layer.backward + (0.0 if index in allocation.saved else again)
 
 
 def group_numbers(groups: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -69,15 +69,16 @@ def layer_seconds(
         engine = Engine(split, stream, backend)
         engine.trained = TrainedWeights({index: trained}, lambda *_: None)
 
-        def visits(*, recompute: bool) -> Iterator[None]:
+        def visits(*, recompute: bool, products: bool = False) -> Iterator[None]:
             boundaries = arena.step([given], [index]) if recompute else None
-            (output,) = visit(engine, index, [call], [given], boundaries)
+            (output,) = visit(engine, index, [call], [given], boundaries, products=products)
             yield
             torch.autograd.backward(output, torch.ones_like(output))
             yield
 
         forward, again = _phases(lambda: visits(recompute=True), backend, clock)
         _, backward = _phases(lambda: visits(recompute=False), backend, clock, cold=0)
+        _, less = _phases(lambda: visits(recompute=True, products=True), backend, clock, cold=0)
 
         def lease() -> None:
             with stream.lease(index):
@@ -86,7 +87,8 @@ def layer_seconds(
         expand = median_seconds(lease, backend, clock) if layers[index].expansions else 0.0
     for parameter in split.layers[index].parameters():
         parameter.grad = None
-    return LayerSeconds(max(0.0, forward - expand), max(0.0, again - backward), max(0.0, backward - expand), expand)
+    seconds = forward - expand, again - backward, backward - expand, expand, less - backward
+    return LayerSeconds(*(max(0.0, one) for one in seconds))
 
 
 def with_values(value: Any, backend: Backend) -> Any:
@@ -205,9 +207,9 @@ def estimate(
         share = min(1.0, 2 * batch.tokens * active * each / max(workload.works[kind].forward, 1))
         slower = share * rate / alone + 1 - share
         groups = launch * len(blueprint.group_bytes.get(index, [0])[1:])  # each of which is handed over by itself
-        parts = seconds.forward, seconds.recompute, seconds.backward
-        forward, again, back = (slower * one + groups for one in parts)
-        found.append(LayerSeconds(forward, again, back, seconds.expand))
+        parts = seconds.forward, seconds.recompute, seconds.backward, seconds.without_products
+        forward, again, back, less = (slower * one + groups for one in parts)
+        found.append(LayerSeconds(forward, again, back, seconds.expand, less))
     return machine, replace(whole, layers=tuple(found))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -66,10 +66,12 @@ class LayerSeconds:
     recompute: float = 0.0  # of running it again, as far as the backward needs it
     backward: float = 0.0  # without that
     expand: float = 0.0  # of expanding weights that are stored quantised, once in each lease
+    without_products: float = 0.0  # of running it again if its products by frozen weights are kept
 
     def times(self, factor: float) -> LayerSeconds:
         """Return the seconds of micro-batches that have `factor` times the tokens."""
-        return LayerSeconds(factor * self.forward, factor * self.recompute, factor * self.backward, self.expand)
+        forward, recompute, backward, _, less = (factor * one for one in astuple(self))
+        return LayerSeconds(forward, recompute, backward, self.expand, less)
 
 
 @dataclass(frozen=True)
@@ -145,10 +147,13 @@ def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Mac
     for kind, work in enumerate(workload.works):
         first = layers[workload.kinds.index(kind)]
         expand = (first.nbytes + first.expanded_bytes) / machine.memory if first.expansions else 0.0
-        parts = zip((work.forward, work.recompute, work.backward), work.exchanges, strict=True)
+        flops = work.forward, work.recompute, work.backward, max(0, work.recompute - work.product_flops)
+        parts = zip(flops, (*work.exchanges, work.exchanges[1]), strict=True)
         # One after the other, because what follows a collective needs what it brings.
-        forward, again, back = (max(one / speed, machine.launch) + machine.exchanging(sent) for one, sent in parts)
-        found.append(LayerSeconds(forward, again, back, expand))
+        forward, again, back, less = (
+            max(one / speed, machine.launch) + machine.exchanging(sent) for one, sent in parts
+        )
+        found.append(LayerSeconds(forward, again, back, expand, less))
     reduced = [workload.of(layer).reduced for layer in range(len(layers))]  # the gradients of all in one collective
     once = Exchange(max(one.count for one in reduced), sum(one.nbytes for one in reduced))
     head = workload.head.flops / speed + machine.exchanging(workload.head.exchange)
@@ -187,7 +192,8 @@ def demand_of(
         seconds = (spent.expand, forward, spent.recompute, spent.backward)
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
         gradients = 0 if trained is None else trained.layers[index].nbytes
-        costs.append(LayerCost(*sizes, *seconds, micro, gradients, tuple(parts[1:])))
+        products = 0 if workload is None else round(times * workload.works[kind].product_bytes)
+        costs.append(LayerCost(*sizes, *seconds, micro, gradients, tuple(parts[1:]), products, spent.without_products))
     product = 0.0 if timings is None else times * timings.head / PRODUCTS
     for piece in pieces:
         part = product * piece.nbytes / sum(one.nbytes for one in pieces)

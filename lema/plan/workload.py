@@ -24,6 +24,7 @@ from lema.backend import Exchange, Parallel, load
 from lema.engine.head.cut import HeadCut
 from lema.engine.head.loss import blocks
 from lema.engine.head.pieces import piece_passes
+from lema.engine.skip_matmuls import AdaptedLinears
 from lema.errors import LemaError, ModelError
 from lema.model import Split
 from lema.model.capture import replaced_tensors, tensors_in
@@ -73,6 +74,8 @@ class LayerWork:
     gradient_bytes: int  # the gradients of the adapters in the layer; those of its own weights are counted apart
     exchanges: tuple[Exchange, ...]  # of the forward, of running it again, and of the backward
     reduced: Exchange  # of the gradients of which each process has a part only, once in a step
+    product_bytes: int  # of the products by frozen weights that running it again needs; 0 under another autocast
+    product_flops: int  # of these products
 
 
 @dataclass(frozen=True)
@@ -166,11 +169,9 @@ def measure(
 def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Collection[str]] = ()) -> tuple[int, ...]:
     """Number the kinds of layers that cost alike: of the same modules, with tensors of the same shapes and types.
 
-    This is another question than that of `lema.model.layer_kinds`, and errs to the other side. There one layer's graph
-    stands for another's, so whatever cannot be told to be equal, down to the last attribute, makes two kinds. Here
-    every kind is measured for seconds, so attributes that cost nothing must not make one: of 170 types of models 26
-    would have more kinds by their attributes, and one of these types one kind per layer. But how weights are
-    stored on disk counts, and which of them (`weights` of each layer) train, which the modules do not show.
+    `lema.model.layer_kinds` tells more layers apart, because there one layer's graph stands for another's. Here every
+    kind is measured for seconds, so attributes that cost nothing do not count: by these, 26 of 170 types of models have
+    more kinds. How weights are stored on disk counts, and which of them (`weights` of each layer) train.
     """
     known: dict[Any, int] = {}
     found = []
@@ -246,7 +247,7 @@ def _measure(
         layer_work(split, index, layers[index], prelude.calls[index], states[index : index + 2], trained[index])
         for index in (one_of_each(kinds, states) if known is None else ())
     )
-    # Where the last layer puts the parts of several processes together, that and its gradient are there beside them.
+    # The last layer puts the parts of several processes together, and the gradient of the whole is there as well.
     whole = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
     return Workload(
         kinds,
@@ -281,7 +282,8 @@ def layer_work(
             parameter.grad = torch.empty_like(parameter)  # counted with the adapters
     for name in trained:
         weights[name].requires_grad_().grad = torch.empty_like(weights[name])  # counted with the layer's gradients
-    saved: dict[int, int] = {}
+    saved, linears = dict[int, int](), AdaptedLinears(layer)
+    products = linears.products(lambda output: output.to("meta"))  # which takes no memory
     with Tally(split.parallel) as tally:
         tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.own), *parameters, *layer.buffers()])
         tally.leave_out([one.grad for one in (*parameters, *weights.values())])
@@ -292,8 +294,10 @@ def layer_work(
                 saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+        with torch.enable_grad(), hooks, linears.watched(saved.__len__, products) as last:
             output = split.run_layer(index, weights, call, given)
+        products.drop(last, len(saved))
         forward, forward_bytes, sent = tally.flops, tally.live, tally.exchanged
         torch.autograd.backward(output, gradient)
     exchanges = sent, tally.exchanged_to_saved, tally.exchanged.plus(sent, -1)
@@ -303,7 +307,8 @@ def layer_work(
     for parameter in parameters:
         parameter.grad = None
     flops = forward, tally.flops_to_saved(), tally.flops - forward
-    return LayerWork(*flops, sum(saved.values()), tally.peak, forward_bytes, gradients, exchanges, reduced)
+    kept = (products.nbytes, products.flops) if call.autocast in (None, split.dtype) else (0, 0)
+    return LayerWork(*flops, sum(saved.values()), tally.peak, forward_bytes, gradients, exchanges, reduced, *kept)
 
 
 def _head_work(split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
@@ -340,8 +345,7 @@ class _Chunks:
         for rows, columns in blocks(*self.tokens, self.chunk_tokens):
             yield rows, columns, targets[rows, columns]
 
-    def place(self, *_: Any) -> None:
-        """Nobody asks for logits."""
+    def place(self, *_: Any) -> None: ...  # nobody asks for logits
 
 
 @dataclass(frozen=True)

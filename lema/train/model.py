@@ -238,6 +238,7 @@ class LemaModel:
             self.backend,
             recompute=self.allocation.recompute if recompute is None else recompute,
             saved=self.allocation.saved,
+            products=self.allocation.products,
             saved_on=self.allocation.saved_on,
             loss_chunk_tokens=self.config.loss_chunk_tokens or CHUNK_TOKENS,
             boundaries=self.allocation.boundaries,

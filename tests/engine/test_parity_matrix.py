@@ -18,7 +18,7 @@ OPENED = {  # how a model is opened
     "prefetch_depth": (1, 2, 4),
     "strategy": ("streaming", "resident"),
     "residents": (0, NUM_LAYERS // 2, NUM_LAYERS),
-    "recompute": ("all", "some", "none"),
+    "recompute": ("all", "but products", "some", "none"),
     "tied": (False, True),
     "dropout": (0.0, 0.1),
 }
@@ -51,6 +51,7 @@ def compare(checkpoint_of: Any, outcome_of: Any) -> Callable[..., None]:
             spent={
                 "residents": frozenset(spread(opened["residents"], NUM_LAYERS)),
                 "saved": SOME if opened["recompute"] == "some" else frozenset(),
+                "products": frozenset(range(NUM_LAYERS) if opened["recompute"] == "but products" else ()),
             },
         ) as model:
             draw_b(model.lora_manager)

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,9 @@ from trainedways import disturb, streamed_model, whole_model
 from transformers import GPTNeoXConfig, JambaConfig, NemotronHConfig, PreTrainedConfig
 
 from lema import LemaModel
-from lema.engine.skip_matmuls import LastLinear
+from lema.engine.skip_matmuls import KeptProducts, LastLinear
+from lema.model.shared_inputs import Product
+from lema.plan.workload import MicroBatch
 
 CheckpointOf = Callable[..., Checkpoint]
 
@@ -93,14 +96,17 @@ def skips_counted(model: LemaModel) -> Iterator[list[int]]:
     """Count the products that the recomputations of each layer skip in the `with` block."""
     counts = [0] * model.split.num_layers
     layer_of = {id(part): index for index, layer in enumerate(model.split.layers) for part in layer.modules()}
-    nothing = LastLinear._nothing
+    unformed = Product.unformed
 
-    def count(self: LastLinear, product: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
-        counts[layer_of[id(self.linear)]] += 1
-        return nothing(self, product, given)
+    def count(self: Product, given: Tensor) -> Tensor | None:
+        made, form = unformed(self, given), self.form
+        while isinstance(form, Product):  # the one that keeps the product, which is not asked for it
+            form = form.form
+        counts[layer_of[id(form.__self__)]] += made is not None  # type: ignore[attr-defined] # a bound method
+        return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LastLinear, "_nothing", count)
+        patch.setattr(Product, "unformed", count)
         yield counts
 
 
@@ -129,6 +135,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("keep", [False, True], ids=["", "products kept"])
 @pytest.mark.parametrize(
     ("checkpoint", "options", "products"),
     [((name, options.get("lora_dropout", 0.0)), options, products) for name, options, products in CASES.values()],
@@ -136,13 +143,15 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
     indirect=["checkpoint"],
 )
 def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
-    checkpoint: Checkpoint, options: dict[str, Any], products: int | None
+    checkpoint: Checkpoint, options: dict[str, Any], products: int | None, keep: bool
 ) -> None:
     whole = whole_model(checkpoint, **options)
     disturb(whole)
     layers = layers_of(whole, checkpoint) if options.get("lora_dropout") else None
     with streamed_model(checkpoint, RECOMPUTED, **options) as model:
         disturb(model.lora_manager)
+        if keep:
+            model.adapter.products = frozenset(range(NUM_LAYERS))
         for _ in range(2):
             batches = micro_batches(3, padding=True)
             with skips_counted(model) as counts:
@@ -152,8 +161,56 @@ def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
             assert_same(found, whole_step(whole, batches, layer_major=layers), apart)
             *recomputed, top = counts
             assert top == 0
+            if keep:
+                assert min(recomputed) > 3 * (products or 0)
+                continue
             assert products is None or set(recomputed) == {3 * products}
             assert products is not None or set(recomputed) == {0, 3}
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "fast"])
+def test_kept_products_are_not_formed_again_and_take_the_bytes_of_the_plan(
+    checkpoint_of: CheckpointOf, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, drop = list[tuple[int, list[weakref.ref[Tensor]]]](), KeptProducts.drop
+
+    def noted(self: KeptProducts, last: LastLinear, total: int) -> None:
+        drop(self, last, total)
+        held.append((self.nbytes, [weakref.ref(one.output) for made in self._made.values() for one in made]))
+
+    settings, batches = RECOMPUTED | {"arithmetic": arithmetic, "max_length": 12}, micro_batches(1)
+    rows, length = batches[0]["input_ids"].shape
+    with streamed_model(checkpoint_of("llama"), settings) as model:
+        model.adapter.products = frozenset(range(NUM_LAYERS))
+        planned = model.planner.work(MicroBatch(rows, length)).of(0)
+        streamed_step(model, batches)  # sees what shares an input
+        monkeypatch.setattr(KeptProducts, "drop", noted)
+        with skips_counted(model) as counts:
+            model.adapter.loss(batches).backward()
+        assert counts == [7] * (NUM_LAYERS - 1) + [0]  # of all that a layer has
+        assert [nbytes for nbytes, _ in held] == [planned.product_bytes] * (NUM_LAYERS - 1)
+        assert planned.product_bytes == 4 * rows * length * (32 + 16 + 16 + 32 + 96 + 96)
+        assert planned.product_flops == 2 * rows * length * 32 * (32 + 16 + 16 + 32 + 96 + 96)
+        assert not [one for _, outputs in held for one in outputs if one() is not None]
+
+
+def test_a_product_that_a_layer_writes_into_is_formed_again(tmp_path: Path) -> None:
+    checkpoint, batches = write_checkpoint("llama", tmp_path), micro_batches(2)
+    found = []
+    for products in (frozenset[int](), frozenset(range(NUM_LAYERS))):
+        with streamed_model(checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]) as model:
+            disturb(model.lora_manager)
+            model.adapter.products = products
+            for layer in model.split.layers:
+                layer.mlp.forward = partial(write_into_gate, layer.mlp)
+            with skips_counted(model) as counts:
+                found.append(streamed_step(model, batches))
+    assert counts[0] == 2 * (1 + 5)  # of six others, all but the one that was written into
+    assert_same(*found)
+
+
+def write_into_gate(mlp: Any, hidden: Tensor) -> Tensor:
+    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(hidden).mul_(2)) * mlp.up_proj(hidden))
 
 
 class Flops(TorchDispatchMode):

@@ -28,11 +28,10 @@ from transformers import (
 import lema
 from lema import LemaConfig
 from lema.backend import SingleProcess
-from lema.engine.skip_matmuls import LastLinear
 from lema.errors import ConfigError
 from lema.model import Split, shared_inputs, split
 from lema.model.capture import replaced
-from lema.model.shared_inputs import SharedInputs, multiply_together
+from lema.model.shared_inputs import Product, SharedInputs, multiply_together
 from lema_cpu import CpuBackend
 
 LAYERS, RANK = 8, 2  # that of `opened`
@@ -69,9 +68,10 @@ SHARED = {"llama": [3, 2], "qwen3": [3, 2], "gpt2": [], "phi3": [], "gemma2": [3
 FAST = {"arithmetic": "fast", "attn_implementation": "sdpa"}  # because what else fast attends by is no linear
 
 
-def gradients_of(directory: Path, **settings: Any) -> dict[str, Tensor]:
-    """Return every adapter gradient of a streamed step of two micro-batches."""
+def gradients_of(directory: Path, products: int = 0, **settings: Any) -> dict[str, Tensor]:
+    """Return every adapter gradient of a streamed step of two micro-batches, where some layers keep `products`."""
     with opened(directory, **settings) as model:
+        model.adapter.products = frozenset(range(products))
         draw_b(model.lora_manager)
         model.adapter.loss(micro_batches()).backward()
         return {name: one.grad for name, one in trained(model.lora_manager).items() if one.grad is not None}
@@ -123,18 +123,20 @@ def test_in_float64_nothing_is_left_of_the_difference(kind: str) -> None:
 
 def test_a_graph_that_is_recomputed_and_one_that_is_kept_are_bitwise_one(tmp_path: Path) -> None:
     """The recomputation leaves the same product out as PEFT's, of every layer but the top one."""
-    skipped, directory = Counter[int](), write_model(CONFIGS["llama"], tmp_path)
-    nothing = LastLinear._nothing
+    skipped, directory = Counter[Any](), write_model(CONFIGS["llama"], tmp_path)
+    unformed = Product.unformed
 
-    def count(self: LastLinear, product: Any, given: Tensor) -> Tensor:
-        skipped[id(self.linear)] += 1
-        return nothing(self, product, given)
+    def count(self: Product, given: Tensor) -> Tensor | None:
+        made = unformed(self, given)
+        skipped[self.form] += made is not None
+        return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LastLinear, "_nothing", count)
+        patch.setattr(Product, "unformed", count)
         one = gradients_of(directory, **FAST)
     other = gradients_of(directory, gradient_checkpointing=False, **FAST)
-    assert all(torch.equal(gradient, other[name]) for name, gradient in one.items())
+    kept = gradients_of(directory, LAYERS, **FAST)
+    assert all(torch.equal(one[name], gradients[name]) for gradients in (other, kept) for name in one)
     assert len(skipped) == LAYERS - 1 and set(skipped.values()) == {len(micro_batches())}
 
 

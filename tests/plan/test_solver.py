@@ -23,6 +23,8 @@ LAYERS = st.builds(
     recompute=st.floats(0, 9),
     backward=st.floats(0, 9),
     micro_saved_bytes=st.integers(0, 200),
+    product_bytes=st.integers(0, 400),
+    without_products=st.floats(0, 9),
 )
 BYTES = st.integers(0, 400)
 
@@ -202,6 +204,24 @@ def test_memory_goes_to_residents_until_the_link_keeps_up_and_then_to_activation
         assert one.residents == set(spread(len(one.residents), 12))
     assert taken[2].residents and not taken[2].saved
     assert taken[-1].saved == set(demand.visited_twice)
+
+
+def test_products_are_kept_before_activations_if_they_save_more_seconds_for_their_bytes() -> None:
+    fast, cheap, dear = Speeds(disk=1e9, link=1e9), {"product_bytes": 20}, {"product_bytes": 45}
+    for sizes, order in ((cheap, ("products", "saved")), (dear, ("saved", "products"))):
+        demand = equal_layers(**sizes, without_products=0.2)
+        bare, seen = sum(device_parts(demand, Allocation(3)).values()), list[Allocation]()
+        for extra in range(0, 700, 5):
+            seen.append(solve(demand, fast, 3, device_limit=bare + extra, stay=False, boundaries="device"))
+            assert sum(device_parts(demand, seen[-1]).values()) <= bare + extra
+            assert not seen[-1].saved & seen[-1].products
+        times = [seconds(demand, one, fast) for one in seen]
+        assert times == sorted(times, reverse=True)
+        first = next(one for one in seen if one.saved or one.products)
+        assert len(getattr(first, order[0])) == 1 and not getattr(first, order[1])
+        assert seen[-1].saved == set(demand.visited_twice) and not seen[-1].products
+    only_graphs = solve(equal_layers(**cheap), fast, 3, device_limit=bare + 100, stay=False, products=False)
+    assert only_graphs.saved and not only_graphs.products
 
 
 def test_boundaries_leave_the_device_when_there_is_no_room_for_them() -> None:
