@@ -241,8 +241,7 @@ def _measure(
         prelude = split.prelude(inputs, {}, differentiate=outside_trains)
         begun = tally.exchanged
     given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
-    states = given_of(split, layers, prelude)
-    entered, hidden = states[0], states[-1]
+    entered, *_, hidden = states = given_of(split, layers, prelude)
     works = tuple(
         layer_work(split, index, layers[index], prelude.calls[index], states[index : index + 2], trained[index])
         for index in (one_of_each(kinds, states) if known is None else ())
