@@ -225,5 +225,5 @@ def _judged(code: int, said: str, named: Sequence[str]) -> str:
     if code and named and not any(name in told for name in named):
         return f"names nothing, exit {code}: {told[:600]}"
     if told.rstrip("\n").count("\n") >= MAX_LINES or len(told) > 10_000:
-        return f"a message of {len(told.splitlines())} lines, {len(told)} characters"
+        return f"a message of {len(told.splitlines())} lines, {len(told)} characters: {told[:600]}"
     return ""
