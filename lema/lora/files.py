@@ -170,7 +170,10 @@ def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | N
         what = f"the adapter cannot be used, because it has {'; '.join(found)}"
         raise AdapterError(what, where=str(file), how="upgrade peft" if newer else "use an adapter without this")
     try:
-        config = PeftConfig.from_pretrained(str(directory))
+        with warnings.catch_warnings():
+            # It repeats names that it does not know, however long they are. They have no value, or were refused above.
+            warnings.filterwarnings("ignore", message="Unexpected keyword arguments")
+            config = PeftConfig.from_pretrained(str(directory))
     # Any error at all: PEFT takes the types of a file from outside on trust.
     except Exception as error:
         raise AdapterError(f"PEFT cannot read this adapter config: {error}", where=str(file)) from error
