@@ -148,7 +148,7 @@ class _BringingBack(TorchDispatchMode):
             # What follows shall draw what it drew. Where the checkpoint does not preserve the state, it draws again.
             if torch.equal(_random_state(device), before):
                 _set_random_state(device, after)
-        # An alias, for autograd makes it part of a graph: what stayed on the device may be asked for again.
+        # An alias, because autograd makes it part of a graph, and a tensor that stayed may be requested again.
         return tree_map_only(_Waiting, lambda waiting: waiting.packed.unpack().detach(), call.out)
 
 

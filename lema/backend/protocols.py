@@ -189,7 +189,7 @@ class Parallel(Protocol):
         the embeddings return meanwhile is thrown away."""
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum over the group the gradients of which each rank has formed a part only."""
+        """Sum the gradients over the group that are partial, because each rank has formed only a part of them."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the norm of all gradients of the group, on the device: what several ranks hold alike counts once."""

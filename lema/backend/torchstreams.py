@@ -98,7 +98,7 @@ class _Queue:
 
 
 class _Queues:
-    """`lema.backend.queues.Queues` of one device: three streams beside the one that computes. Nothing is gathered."""
+    """`lema.backend.queues.Queues` of one device: three streams besides the one that computes. It gathers nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index

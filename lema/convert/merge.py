@@ -66,7 +66,7 @@ class MergedTensors:
     def _weight(self, stored: str, parameter: nn.Parameter) -> Tensor:
         if parameter.is_meta:
             return read_tensor(self._records[stored], self._dtypes[stored])
-        return parameter.detach().clone()  # a bias that was trained, or what PEFT saved beside the adapter
+        return parameter.detach().clone()  # a trained bias, or a module that PEFT saved with the adapter
 
 
 def check_mergeable(model: nn.Module) -> None:

@@ -51,7 +51,7 @@ class Prepared:
         return self.weights.stat().st_size
 
     def notes(self) -> list[str]:
-        """Say what is not a plain copy, one line each: what was rearranged, what was left out, what was added."""
+        """List, one line each, the tensors that are not plain copies: rearranged, left out or added ones."""
         names = self.names or NameMap()
         lines = {
             "rearranged": names.rearranged,
