@@ -173,7 +173,7 @@ def entered(scope: Scope) -> Iterator[None]:
 # own. Where there is nothing but the last norm, the head follows it.
 HEADS = ("output", "output.linear", "lm_head", "decoder.output", "decoder.lm_head", "final_layer_norm", "ln_f", "head")
 
-UNTOUCHED = "liger"  # modules named so keep what they save: their kernels do with it as they please
+UNTOUCHED = "liger"  # modules with this in their names keep what they save, for their own kernels
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # parts of names that users do not write
 
 

@@ -111,7 +111,7 @@ class _Away:
         value.waiting.add(self)
 
     def unpack(self) -> Tensor:
-        """Return the tensor. Those that share a value share what came back; a graph asked again brings it again."""
+        """Return the tensor. Tensors that share a value share one copy; a second use by a graph fetches it again."""
         offload, value = self._offload, self._value
         offload.counters.restored += 1
         tensor = offload.bring(value)

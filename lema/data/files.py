@@ -55,7 +55,7 @@ def find_files(paths: str | Path | Iterable[str | Path], first: int | None = Non
 
 
 def _kind(path: Path) -> str:
-    """The end of a file's name that says what it holds, without the one that says how it is compressed."""
+    """The suffix for a file's contents, without the suffix for its compression."""
     if is_stream(path):
         return HUB
     kind, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
@@ -198,7 +198,7 @@ def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
 
 
 def _expanded(file: BinaryIO, kind: str) -> BinaryIO:
-    """A file as it is before it is compressed."""
+    """A file without its compression."""
     if kind not in _COMPRESSED:
         return file
     import pyarrow

@@ -194,7 +194,7 @@ class OomRetry:
         return MemoryLimitError(what, where=short.place, how=self.advise(short))
 
     def _say(self) -> None:
-        """Warn of what was given up since this was last called, if anything was."""
+        """Warn of memory savings that the run has made since the last call, if any."""
         if not self._given_up:
             return
         given_up, place = self._given_up, self._short_at

@@ -134,7 +134,7 @@ def _recorded(model: nn.Module) -> set[str]:
 
 
 def _beside_experts(model: nn.Module, numbers: set[int]) -> set[str]:
-    """Name the linears with as many outputs as there are experts beside them, where `numbers` has their number too."""
+    """Name the linears with as many outputs as their layer has experts, if `numbers` has this number too."""
     found = set()
     for name, block in model.named_modules():
         # How many experts a part may hold: one for each entry of a list, or of a weight's first dimension.

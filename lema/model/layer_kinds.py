@@ -1,4 +1,4 @@
-"""Kinds of decoder layers: layers of the same modules with the same settings, of which one can stand for another.
+"""Kinds of decoder layers: layers of the same modules with the same settings, so that one can replace another.
 
 Nothing here knows an architecture. Two layers are compared module by module: types, names and shapes of tensors, and
 every plain attribute. Layers of one kind may differ only in their number in the stack, and in names that contain it.

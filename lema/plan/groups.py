@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ExpertsTold", "Waiting", "active_experts", "experts_told", "waiting_of", "with_groups", "with_waiting"]
 
 SETTING = "experts_per_slot"
-FEW = 8  # groups of a layer: with more, rather what comes before the experts is run again, so that less waits
+FEW = 8  # groups of a layer: rather than use more, run the part before the experts again, so that less waits
 
 
 @dataclass(frozen=True)

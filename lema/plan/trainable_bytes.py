@@ -51,12 +51,12 @@ class TrainableBytes:
 
     count: int = 0  # their parameters
     nbytes: int = 0  # the bytes of the weights in their own type, which is that of their gradients, too
-    not_single: int = 0  # those of the parameters that are not in fp32, so have masters beside them
+    not_single: int = 0  # bytes of parameters that are not in fp32 and so have masters
     largest: int = 0  # the bytes of the largest tensor in its own type
 
     @property
     def masters(self) -> int:
-        """Bytes of masters in fp32 beside what streams."""
+        """Bytes of masters in fp32, in addition to the streamed weights."""
         return MASTER_BYTES * self.not_single
 
     @property
@@ -114,7 +114,7 @@ def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memor
     left = host_memory - outside_bytes
     if left < 0:
         raise MemoryLimitError(
-            f"training weights needs {outside_bytes:,} bytes of host memory beside what can lie in files, and "
+            f"training weights needs {outside_bytes:,} bytes of host memory besides those that can be in files, and "
             f"{host_memory:,} are allowed",
             where="host_memory",
             how="allow that much, or train fewer weights",

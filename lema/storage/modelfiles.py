@@ -3,7 +3,7 @@
 A tokenizer's files and `config.json` come from the same strangers as the weights. A link may not lead out of the
 model's directory, and a pipe or a device, which would block or never end, is not read. `transformers` counts layers in
 loops and makes tables as long as the config says, so a number that no model has would cost hours or all memory, and is
-refused; so is a config that sends `transformers` to other files, which nobody has checked.
+refused; so is a config that sends `transformers` to other files, which were not checked.
 
 Code runs only where the user allowed it, from a directory or one fixed commit of a hub repository: what the user can
 have read. Settings come from files, and files come from strangers, so this is no setting. It is a flag, or an argument.
@@ -251,7 +251,7 @@ def _check_place(source: Path) -> None:
 
 
 def _used(auto_map: Any) -> Iterator[str]:
-    """The classes that are asked for, as `module.Class`; a tokenizer may have two, or none, under one name."""
+    """The requested classes, as `module.Class`; a tokenizer may have two, or none, under one name."""
     for named in [auto_map.get(name) for name in USED] if isinstance(auto_map, dict) else [auto_map]:
         yield from filter(None, named if isinstance(named, list | tuple) else [named])
 
@@ -261,7 +261,7 @@ def _file(reference: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read a JSON object; a file that is none has nothing to say here, and fails where it is used."""
+    """Read a JSON object; any other file counts as empty here, and fails where it is used."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -101,7 +101,7 @@ def test_token_ids_need_no_tokenizer(
     write_rows(tmp_path / "tokens.jsonl", rows)
     assert lema("train", write_config(model_name_or_path=str(bare), train_data=str(tmp_path / "tokens.jsonl"))) == 0
     tokens = sum(len(row["input_ids"]) for row in rows)
-    assert f"6 rows, {tokens} tokens of which {tokens - 12} are trained on" in capfd.readouterr().out
+    assert f"6 rows, {tokens} tokens, {tokens - 12} of them trained on" in capfd.readouterr().out
     assert lema("train", write_config(model_name_or_path=str(bare), output_dir=str(tmp_path / "other"))) == 3
     assert "the model has no tokenizer" in capfd.readouterr().err
 

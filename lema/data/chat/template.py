@@ -126,7 +126,7 @@ def _written(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None, row: Row) -> Template:
-    """The tokenizer's template. `DataError`: there is none, or it has a part that could take all time or memory."""
+    """Return the tokenizer's template. `DataError`: it has none, or one that could take all time or memory."""
     if not tokenizer.chat_template:
         how = "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + completion"
         raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
