@@ -105,7 +105,7 @@ class MemoryStats:
     """Bytes of the device's memory: in use by this process, the most ever in use by it, and the device's total.
 
     `shared`: the device computes in host memory, so that a host buffer is a slot, and nothing is uploaded. `free`: what
-    other processes leave to this one, with what it has; None: nobody knows of others.
+    other processes leave to this one, with what it has; None: no others are known.
     """
 
     used: int

@@ -31,7 +31,7 @@ def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: b
 
 
 class TorchCarrier:
-    """A `lema.backend.Carrier` whose copies run beside the compute, in torch's streams; no thread waits for them. If
+    """A `lema.backend.Carrier` whose copies run during the compute, in torch's streams; no thread waits for them. If
     `at_once`, copies have ended when the call returns, on any device: the reference for the others. Otherwise the
     device is of the kind of torch's current accelerator; without a number, it is the one that is current now. With
     `pin_memory` host buffers are page-locked: a device copies from and to others only while its host waits."""

@@ -118,7 +118,7 @@ def merge_adapter(
 
     `adapter_dir`: a saved adapter; it names its base model. `max_shard_size`: bytes of the tensors of one file, at
     most; a larger tensor has a file to itself. `rounding`: of `W + alpha / rank B A`, which is formed in fp32, to the
-    type of the weights. In half precision `nearest` loses changes that are small beside a weight (of 1e-6 on 0.02 in
+    type of the weights. In half precision `nearest` loses changes that are small next to a weight (of 1e-6 on 0.02 in
     bfloat16 it keeps a thirtieth); `stochastic` keeps them in the mean, at the cost of noise of one last place. `seed`:
     of stochastic rounding; the same one gives the same bits, however the files are cut."""
     if rounding not in get_args(Rounding):

@@ -62,7 +62,7 @@ permutation = lru_cache(maxsize=256)(Permutation)
 
 
 def shuffled_row(count: int, index: int, *key: int | str) -> tuple[int, int]:
-    """Return epoch and row of the `index`-th row drawn from `count` rows, each epoch of which has an order of its own.
+    """Return epoch and row of the `index`-th row drawn from `count` rows, with a different order in each epoch.
     Every row comes once in an epoch: in `count` draws from a multiple of `count` on."""
     epoch, place = divmod(index, count)
     return epoch, permutation(count, *key, epoch)(place)

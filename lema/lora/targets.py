@@ -38,7 +38,7 @@ def default_targets(model: PreTrainedModel) -> list[str]:
 
 
 def default_parameters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the stacked weights of experts to adapt by default beside the linears, as ends of names. None where PEFT
+    """Return the stacked weights of experts to adapt by default with the linears, as ends of names. None where PEFT
     takes no parameters with what else `config` asks for; where that chooses among modules, of those it chooses."""
     refused = config.lora_dropout or config.lora_bias or config.use_dora or config.init_lora_weights == "orthogonal"
     wanted = [] if refused else [name for name, apart in _experts(model, config) if apart]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["Attribute", "compare_layers"]
 
 # What torch keeps in every module: its parts, which are compared by themselves, and whether it trains and what hooks it
-# has, which whoever calls a layer must look at, since they change.
+# has, which every caller of a layer must look at, since they change.
 KEPT_BY_TORCH = frozenset(vars(nn.Module()))
 REPLACED = "forward"  # of a layer; while a part of the model runs, another may stand in its place
 DEEPEST = 6  # objects in objects

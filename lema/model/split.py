@@ -120,7 +120,7 @@ class Split:
 
     def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Run the whole model; of one that scores texts its base, because a score is none of each token, and its head
-        is run by whoever calls the model."""
+        is run by the caller of the model."""
         with self.autocast():
             if self._scores:
                 last: Tensor = self.model.base_model(**batch, use_cache=False)[0]
@@ -366,7 +366,7 @@ class Split:
 
     def adapters_changed(self) -> None:
         """Forget the layers' names and compiled forms, because adapters were attached or taken off. Those of experts
-        multiply apart from here on, also for whoever makes another `Split` of this model."""
+        multiply apart from here on, also for another `Split` of this model."""
         self._forget_layers()
         if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
             multiply_apart(self.layers)

@@ -112,7 +112,7 @@ def _why_whole(planner: Planner) -> str:
         "gradient_checkpointing: false keeps the graphs of whole layers": config.gradient_checkpointing is False,
         "activation_offloading keeps the graphs of whole layers": config.offloading_tier is not None
         and config.activation_offloading != "hidden_states",
-        f"objective: {config.objective} has rows beside those that train": config.objective != "sft",
+        f"objective: {config.objective} has other rows than those that train": config.objective != "sft",
         f"a {type(blueprint.model).__name__} has no stacked experts, once in a layer": not _most_experts(blueprint),
         "several processes hold the model together": blueprint.parallel.size > 1,
         "weights of the layers train": blueprint.trained is not None,

@@ -98,7 +98,7 @@ def outside_bytes(outside: TrainableBytes, *, shared: bool) -> int:
 
 
 def unmovable_bytes(layers: Iterable[TrainableBytes], outside: TrainableBytes, *, shared: bool) -> int:
-    """Return the bytes of host memory that training takes beside the weights, and that no file can hold: gradients on
+    """Return the bytes of host memory that training takes besides the weights, and that no file can hold: gradients on
     their way, and masters, moments and gradients in fp32 of what lies outside the layers."""
     passing = max((layer.passing for layer in layers), default=0)
     return passing + outside_bytes(outside, shared=shared) + MASTER_BYTES * outside.count
@@ -191,7 +191,7 @@ def lowest_trained(stack: nn.ModuleList) -> int:
 def host_training(
     trained: TrainedBytes, there: int, limit: int, *, clipped: bool, shared: bool, processes: int = 1
 ) -> HostTraining:
-    """Return what each process takes of host memory beside the copy that streams, and what of it goes to files.
+    """Return the host memory of each process without the copy that streams, and its part that goes to files.
 
     The bytes `there` are in host memory besides; `processes` divide them and the `limit`. Where gradients are `clipped`
     all of them wait for the norm, in the type that streams; else those of one layer pass through. `shared`: the device

@@ -236,12 +236,12 @@ def _kernels(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def _check_place(source: Path) -> None:
     for reference in _used(_read(source).get("auto_map") or {}):
         if not isinstance(reference, str) or not REFERENCE.fullmatch(reference):
-            what = f"the model's code is named {reference!r}, which is no class of a file beside the weights"
+            what = f"the model's code is named {reference!r}, which is no class in a file next to the weights"
             how = 'write "file.Class" there; do not use this model unless you trust it'
         elif "--" in reference:
             other = reference.partition("--")[0]
             what = f"the model's code is in another repository, {other}, at whatever it is today"
-            how = "put that repository's .py files beside the weights, and take its name out of auto_map"
+            how = "put that repository's .py files next to the weights, and take its name out of auto_map"
         elif not (source.parent / _file(reference)).is_file():
             what = f"the model's code is not there: {_file(reference)}"
             how = "copy the model's .py files into its directory; of a hub id, go online to fetch them"

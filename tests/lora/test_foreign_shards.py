@@ -328,7 +328,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no word of a tensor": (
         lambda d: edit_metadata(d, lambda c: c["parameters"].pop(f"{O_PROJ}.lora_B.default.weight")),
-        f"does not say how {O_PROJ}.lora_B.weight lies",
+        f"does not say how {O_PROJ}.lora_B.weight is divided",
     ),
     "an unknown fusion": (
         lambda d: edit_metadata(d, lambda c: spec(c, 0).__setitem__(0, "Knot")),

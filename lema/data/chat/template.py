@@ -89,7 +89,7 @@ class Template:
 
 def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]:
     """Yield what `render` makes of messages, in one after the other of the forms in which templates take them: as they
-    are, with arguments of tool calls as JSON and a text, perhaps an empty one, beside each call, and in blocks of text.
+    are, with arguments of tool calls as JSON and a text, perhaps an empty one, with each call, and in blocks of text.
     `DataError`: the template takes none of the forms; it is what is said of the first."""
     forms, refused, taken = [messages], list[DataError](), 0
     if any(message.get("tool_calls") for message in messages):

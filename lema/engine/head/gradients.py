@@ -159,7 +159,7 @@ class _Apart(torch.autograd.Function):
 
 
 def apart(forward: Forward[Made], backward: Backward, anchor: Tensor, given: Sequence[Tensor]) -> Made:
-    """Return what `forward` makes of tensors, without a graph, of which it is told who needs a gradient. Autograd calls
+    """Return `forward`'s results for tensors, without a graph; it is told which of them need a gradient. Autograd calls
     `backward` with the gradients of what it made when these are there, for the gradients of what it was given. It knows
     nothing of graphs inside, whose weights may be leased only then. `anchor` requires grad, should nothing given do."""
     made: Made = _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is

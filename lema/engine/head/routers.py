@@ -1,7 +1,7 @@
 """The load-balancing loss of routers: for each micro-batch, a product of means over all layers.
 
 So it is no sum over layers. Each visit hands on what its routers made, which is small; with that of the top layer the
-model's own function forms the loss, and gradients that layers are given in the backward beside their hidden states'.
+model's own function forms the loss, and layers get their gradients in the backward with those of hidden states.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class TextPlan:
     new: int  # tokens that are made for each, at most
     host: bool  # keys and values of all layers but one are in host memory
     taken: TextBytes
-    allocation: Allocation  # of memory to weights, with that much left beside them
+    allocation: Allocation  # of memory to weights, with that much left for the rest
 
     def summary(self) -> str:
         """Say what a batch costs."""
@@ -92,7 +92,7 @@ class RowPlan:
     rows: int  # of a pass
     at_once: int  # that a layer computes at once
     on_host: bool  # hidden states of all but those wait in host memory
-    allocation: Allocation  # of memory to weights, with that much left beside them
+    allocation: Allocation  # of memory to weights, with that much left for the rest
 
 
 def plan_rows(

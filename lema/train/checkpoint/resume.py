@@ -181,7 +181,7 @@ def newest_settings(directory: Path) -> dict[str, Any]:
 
 
 def settings_then(checkpoint: Path) -> dict[str, Any]:
-    """Read the settings a checkpoint was written with; none where they are not beside it; or raise `AdapterError`."""
+    """Read the settings of a checkpoint; none if it was saved without them; or raise `AdapterError`."""
     file = checkpoint / CONFIG_NAME
     if not file.is_file():
         return {}
