@@ -1,6 +1,6 @@
 """LEMA, streaming from disk, against PEFT with gradient checkpointing, FSDP2, DeepSpeed, and the peers that stream.
 
-    tox -e peers                                        # the table of docs/benchmarks.md, in at most eleven minutes
+    tox -e peers                                 # the table of docs/benchmarks/engines.md, in at most eleven minutes
     tox -e peers -- --layers 2 --hidden 128 --intermediate 352 --vocabulary 512 --rounds 1      # that all arms run
 
 Every arm is a process of its own (`peers_arms.py` says what each does) that has loaded the model and waits. One after

@@ -51,7 +51,7 @@ __all__ = [
 def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a package whose names are imported when they are first used (PEP 562).
 
-    Importing one module of a folder then costs nothing of the others, some of which import transformers or PEFT.
+    So the import of one module does not import the others of its folder, which may import transformers or PEFT.
 
     Args:
         package: its full name.

@@ -40,7 +40,7 @@ def listed(items: list[str], most: int = 14) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device has no memory left for what was asked; that of the host is another matter (`MemoryError`)."""
+    """Whether a device is out of memory. The host's memory is not meant (`MemoryError`)."""
     named = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for the sake of its errors
     return isinstance(error, RuntimeError) and (named or any(saying in str(error).lower() for saying in SAYINGS))
 
@@ -89,7 +89,7 @@ class ConfigError(LemaError):
 
 
 class BackendUnavailable(ConfigError):
-    """The backend asked for cannot run here; the message says what is missing."""
+    """The requested backend cannot run here; the message says what is missing."""
 
 
 class ModelError(ConfigError):
@@ -144,7 +144,7 @@ class Stopped(LemaError):
 
 @contextmanager
 def named_in(source: object) -> Iterator[None]:
-    """Have an error in the block also say in which file stands what it is about, unless it says so already."""
+    """Add the name of a file to an error that is raised in the block, unless the error names it already."""
     try:
         yield
     except LemaError as error:

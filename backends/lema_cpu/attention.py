@@ -1,9 +1,9 @@
 """Attention of rows of a few hundred tokens as matrix products, for `arithmetic: fast`.
 
 Torch's fused kernel for a CPU walks over small tiles, which takes longer than products of the same arithmetic do. Here
-a block of queries meets all keys that it may see in one product over all heads. Above the diagonal only the rest of a
-block is computed. The probabilities are kept for the backward. Longer rows, and other cases that this does not cover,
-use transformers' `sdpa`.
+one product over all heads multiplies a block of queries with all keys that it may see. Above the diagonal only the
+rest of a block is computed. The probabilities are kept for the backward. Longer rows, and other cases that this code
+does not cover, use transformers' `sdpa`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["NAME", "attend"]
 
 NAME = "lema_cpu"  # in the settings and the configs of transformers
 BLOCK = 128  # queries of one product
-LONGEST = 512  # tokens of a row; of longer ones the probabilities would take more than all else that a layer keeps
-OTHERS = "position_bias", "cache", "softcap", "s_aux"  # arguments that ask for more than this does
+LONGEST = 512  # tokens of a row; the probabilities of longer rows would take more memory than all else of a layer
+OTHERS = "position_bias", "cache", "softcap", "s_aux"  # arguments that this code does not support
 
 
 def attend(
@@ -36,7 +36,7 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return what transformers' `sdpa` does, `[batch, tokens, heads, size]`, but for rounding. `query` is `[batch,
+    """Return the same as transformers' `sdpa`, but for rounding: `[batch, tokens, heads, size]`. `query` is `[batch,
     heads, tokens, size]`; `key` and `value` may have fewer heads."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     flags = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.dim() == 4
@@ -97,7 +97,7 @@ class _Blocks(torch.autograd.Function):
 
 
 def _blocks(length: int, *, causal: bool) -> list[tuple[int, int, int]]:
-    """Return of each block of queries where it begins and ends, and how many keys it meets."""
+    """Return where each block of queries begins and ends, and how many keys it is multiplied with."""
     bounds = [(begin, min(begin + BLOCK, length)) for begin in range(0, length, BLOCK)]
     return [(begin, end, end if causal else length) for begin, end in bounds]
 

@@ -1,7 +1,7 @@
-"""The `cpu` backend. By default nothing is copied: what the reader filled is what the layer computes with.
+"""The `cpu` backend. By default nothing is copied: a layer computes with the buffer that the reader filled.
 
 With `poison=True` (tests) it behaves like a device with memory of its own: bytes are copied into private slots, and a
-released slot is filled with NaN, so that a use after release cannot pass unseen.
+released slot is filled with NaN, so that tests notice a use after release.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lema.errors import BackendUnavailable
 
 __all__ = ["CpuBackend"]
 
-NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
+NAN_BYTE = 0xFF  # in every floating dtype, a word of ones is NaN
 
 
 class _Alias:
@@ -48,7 +48,7 @@ class _Alias:
         """Nothing is queued on this device: compute has finished when the call returns."""
 
     def drained(self) -> None:
-        """The source is the slot, and the reader is handed it only after release."""
+        """The source is the slot, and the reader gets it only after release."""
 
 
 class _AliasSlots:
@@ -59,7 +59,7 @@ class _AliasSlots:
 
 
 class _PoisonedUpload:
-    """Bytes that each lease gets a copy of, NaN as soon as it is released: also if the slot is leased again."""
+    """A copy of the bytes for each lease. It is NaN once it is released, even if the slot is leased again."""
 
     def __init__(self, slots: _PoisonedSlots, clean: Tensor, nbytes: int) -> None:
         self._slots, self._clean, self._nbytes, self._number = slots, clean, nbytes, slots.uploads
@@ -88,7 +88,7 @@ class _PoisonedUpload:
 
 
 class _PoisonedSlots:
-    """Private slots whose memory is never used twice: what was leased is NaN for ever after."""
+    """Private slots whose memory is never used twice: after its lease it stays NaN."""
 
     def __init__(self, nbytes: int, count: int) -> None:
         self._nbytes, self.free = nbytes, count
@@ -110,7 +110,7 @@ class CpuBackend:
         device: `"cpu"`.
         options: layers are not divided.
         poison: copy into private slots and fill them with NaN on release.
-        joined: the other processes, and what leaves them; None: those that `torchrun` started are joined.
+        joined: the other processes, and how to leave them; None: the backend joins those that `torchrun` started.
 
     Raises:
         BackendUnavailable: a device number was given; this backend has one device.
@@ -138,12 +138,12 @@ class CpuBackend:
 
     @property
     def device(self) -> torch.device:
-        """The one device there is."""
+        """The only device."""
         return torch.device("cpu")
 
     @property
     def poison(self) -> bool:
-        """Whether what is released is filled with NaN."""
+        """Whether released slots are filled with NaN."""
         return self._poison
 
     @property
@@ -157,7 +157,7 @@ class CpuBackend:
         return self._replicas
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
-        """Return uint8 `[nbytes]`, page-aligned; nothing is gained by locking it."""
+        """Return uint8 `[nbytes]`, page-aligned; locking it would gain nothing."""
         return anonymous(nbytes) if memory is None else memory
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
@@ -170,11 +170,11 @@ class CpuBackend:
         return Downloaded()
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
+        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
         return nullcontext() if dtype == torch.float32 else _autocast(dtype)
 
     def attention(self) -> str:
-        """Return transformers' name of the attention that is fast here; it takes seconds to import."""
+        """Return the name by which transformers knows the attention that is fast here; importing it takes seconds."""
         from lema_cpu.attention import NAME
 
         return NAME

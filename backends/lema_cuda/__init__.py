@@ -1,4 +1,4 @@
-"""One NVIDIA GPU, or several through `torchrun`: layers arrive on a stream of their own, in slots that events guard."""
+"""One NVIDIA GPU, or several with `torchrun`: a separate stream copies layers into slots, and events guard these."""
 
 from lema_cuda.backend import CudaBackend
 

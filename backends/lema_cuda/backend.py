@@ -1,4 +1,4 @@
-"""The `cuda` backend: copies in queues of their own, ordered by events; nothing in a step makes the host wait."""
+"""The `cuda` backend: separate queues copy, events order them, and the host waits for nothing in a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lema_cuda.torchqueues import TorchQueues
 
 __all__ = ["CudaBackend"]
 
-CARRIERS = "cpu:gloo,cuda:nccl"  # what carries tensors between hosts, and between devices
+CARRIERS = "cpu:gloo,cuda:nccl"  # the libraries that carry tensors between hosts, and between devices
 
 
 class CudaBackend:
@@ -62,10 +62,10 @@ class CudaBackend:
         return self._replicas
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
-        """Return uint8 `[nbytes]`, page-aligned, and page-locked as the options say (`lema_cuda.hostmemory`).
+        """Return uint8 `[nbytes]`, page-aligned, and page-locked if the options ask for it (`lema_cuda.hostmemory`).
 
         Raises:
-            MemoryLimitError: it must be locked, and cannot be.
+            MemoryLimitError: the options demand page-locked memory, and it cannot be locked.
         """
         return self._host.buffer(nbytes, memory)
 
@@ -79,11 +79,11 @@ class CudaBackend:
         return CopyDown(self._copies, source, target)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
+        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
         return nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype=dtype)
 
     def rng_state(self) -> Tensor:
-        """Return the state of the device's generator, which is in host memory: nothing is waited for."""
+        """Return the state of the device's generator, which is in host memory, so nothing waits."""
         return torch.cuda.get_rng_state(self._device)
 
     def set_rng_state(self, state: Tensor) -> None:
@@ -91,7 +91,7 @@ class CudaBackend:
         torch.cuda.set_rng_state(state, self._device)
 
     def end_step(self) -> None:
-        """Work goes to the device as it is queued."""
+        """Do nothing: work goes to the device as soon as it is queued."""
 
     def synchronize(self) -> None:
         """Block until all queues are empty."""
@@ -105,7 +105,7 @@ class CudaBackend:
         return MemoryStats(used, peak, total, free=free + torch.cuda.memory_reserved(self._device))
 
     def close(self) -> None:
-        """Wait for what is queued, and leave the process group, if this backend joined it."""
+        """Wait for queued work, and leave the process group, if this backend joined it."""
         try:
             self.synchronize()
         finally:

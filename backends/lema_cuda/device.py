@@ -1,4 +1,4 @@
-"""Which CUDA device a process uses, and what is missing where there is none."""
+"""The CUDA device that a process uses, and the error that says why there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["choose_device"]
 def choose_device(device: str) -> torch.device:
     """Return the device that `"cuda"` or `"cuda:N"` names, with its number.
 
-    Without a number it is that of the process's place on its machine under `torchrun`, else the current one.
+    Without a number, it is the device numbered like the process's local rank under `torchrun`, else the current device.
 
     Raises:
         BackendUnavailable: it cannot be used; the message says what is missing.
@@ -60,7 +60,7 @@ def _check_usable(device: str) -> None:
 
 
 def _reason(said: list[str]) -> str:
-    """Return torch's own words: those of its warning, else those of its refusal to begin."""
+    """Return the text of torch's warning, or else of the error that torch raises when it starts."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

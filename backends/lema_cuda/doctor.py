@@ -1,6 +1,6 @@
-"""What LEMA's doctor looks at on NVIDIA devices: driver, the CUDA that torch was built with, and whether they fit.
+"""The checks of `lema doctor` on NVIDIA devices: whether the driver fits the CUDA that torch was built with.
 
-The driver itself is looked at in `lema_cuda.installeddriver`, without torch.
+`lema_cuda.installeddriver` checks the driver itself, without torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRIVERS = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compa
 ARCHITECTURES = "https://github.com/pytorch/pytorch/issues/172352"
 ATTENTION = "https://github.com/pytorch/pytorch/issues/196678"
 FLASH = "https://github.com/Dao-AILab/flash-attention/issues/1644"
-OTHER_NUMBERS = 100  # drivers of embedded boards are numbered below this, in a way of their own
+OTHER_NUMBERS = 100  # drivers of embedded boards have lower numbers, of another kind
 
 VARIABLES = {
     "CUDA_VISIBLE_DEVICES": (Level.OK, "only these devices are seen", ""),
@@ -43,7 +43,7 @@ VARIABLES = {
 
 
 def doctor() -> Iterator[Finding]:
-    """Tell how the driver, torch and the devices stand."""
+    """Yield the findings on the driver, torch and the devices."""
     yield driver()
     yield from system_management()
     yield from _torch(driver_version())
@@ -108,12 +108,12 @@ def runtime(built: str | None, driver: str | None) -> Finding:
 
 
 def memory(number: int, name: str, free: int, total: int) -> Finding:
-    """Tell what of a device's memory is free."""
+    """Tell how much of a device's memory is free."""
     facts: dict[str, Fact] = {"name": name, "free_bytes": free, "total_bytes": total}
     what = f"{name}: {human_bytes(free)} of {human_bytes(total)} free"
     if free >= 0.9 * total:  # a context of this process takes some hundred megabytes of it
         return Finding(SECTION, f"memory {number}", Level.OK, f"{what}.", facts=facts)
-    how = "nvidia-smi tells who has it; device_memory in bytes leaves it alone"
+    how = "nvidia-smi lists the processes that use it; set device_memory to a number of bytes that is free"
     return Finding(SECTION, f"memory {number}", Level.NOTE, f"{what}: others use the rest.", how, facts=facts)
 
 
@@ -123,7 +123,7 @@ def kernels(number: int, capability: tuple[int, int], built_for: Sequence[str]) 
     Args:
         number: of the device.
         capability: its compute capability.
-        built_for: as `torch.cuda.get_arch_list` says: `sm_90` are kernels, `compute_90` is what can still be compiled.
+        built_for: from `torch.cuda.get_arch_list`: `sm_90` are kernels, `compute_90` can be compiled at run time.
     """
     major, minor = capability
     facts: dict[str, Fact] = {"capability": f"{major}.{minor}", "built_for": " ".join(built_for)}
@@ -151,7 +151,7 @@ def _runs(built_for: str, capability: tuple[int, int]) -> bool:
     if not found:
         return False
     major, minor = int(found[2]), int(found[3])
-    if found[4]:  # of this very device, and of no other
+    if found[4]:  # such kernels run on this device alone
         return (major, minor) == capability
     if found[1] == "compute":
         return (major, minor) <= capability
@@ -159,7 +159,7 @@ def _runs(built_for: str, capability: tuple[int, int]) -> bool:
 
 
 def attention(torch_version: str, capabilities: Sequence[tuple[int, int]]) -> Iterator[Finding]:
-    """Tell of attention whose gradients may not be numbers."""
+    """Warn of an attention that may give gradients with NaN."""
     if Version(torch_version) < Version("2.11") or (9, 0) not in capabilities:
         return
     yield Finding(
@@ -167,15 +167,15 @@ def attention(torch_version: str, capabilities: Sequence[tuple[int, int]]) -> It
         "attention",
         Level.WARNING,
         f"torch {torch_version} on compute capability 9.0: where rows are padded and 64 longer than a multiple of 128, "
-        "cuDNN's attention may give a gradient that is no number (seen from torch 2.11 to 2.13).",
-        "if a run stops for that: torch.backends.cuda.enable_cudnn_sdp(False) before it",
+        "cuDNN's attention may give gradients with NaN (seen from torch 2.11 to 2.13).",
+        "if a run stops because of NaN, call torch.backends.cuda.enable_cudnn_sdp(False) before it",
         ATTENTION,
         {"torch": torch_version},
     )
 
 
 def _quantizer(built: str) -> Iterator[Finding]:
-    """Tell whether bitsandbytes has a library for this CUDA; it takes none of another major version."""
+    """Tell whether bitsandbytes has a library for this CUDA; one of another major version does not work."""
     found = installed_version("bitsandbytes")
     spec = find_spec("bitsandbytes") if found else None
     if found is None or spec is None or not spec.submodule_search_locations:
@@ -207,7 +207,7 @@ def _flash_attention() -> Iterator[Finding]:
 
 
 def _reason() -> str:
-    """Return what torch says when it is made to start."""
+    """Return the error that torch raises when it starts CUDA."""
     import torch
 
     try:
@@ -218,7 +218,7 @@ def _reason() -> str:
 
 
 def environment(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Tell which variables of NVIDIA's libraries are set, and what they do."""
+    """List the variables of NVIDIA's libraries that are set, with their effect."""
     for name, (level, what, how) in VARIABLES.items():
         value = given.get(name)
         if value is None or (value == "0" and level is not Level.OK):

@@ -16,7 +16,7 @@ class CudaDriver:
     """`lema_cuda.hostmemory.Driver` through torch's own binding of the runtime library.
 
     Args:
-        device: with its number.
+        device: a CUDA device with its number.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,13 +33,13 @@ class CudaDriver:
         return f"{runtime.cudaGetErrorString(result)} (CUDA error {int(result)})"
 
     def unlock(self, address: int) -> None:
-        """Take the registration back, from any thread."""
+        """Unregister memory, from any thread."""
         with torch.cuda.device(self._device):
             runtime: Any = torch.cuda.cudart()
             if int(runtime.cudaHostUnregister(address)) != 0:
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """Have an error reported that would else be taken for the next kernel's: the runtime keeps its last."""
+        """Clear the runtime's last error, which would otherwise be reported for the next kernel."""
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)

@@ -1,7 +1,7 @@
-"""Host memory that the device copies from and to by itself: locked in place, exactly as large as was asked for.
+"""Page-locked host memory for copies from and to the device, exactly as large as requested.
 
-`pin_memory()` takes blocks of the next power of two, up to twice what is needed. Here memory is mapped as everywhere in
-LEMA and then registered with the driver, until the last tensor in it is dropped.
+`pin_memory()` takes blocks of the next power of two, up to twice the bytes that are needed. Here memory is mapped as
+everywhere in LEMA and then registered with the driver, until the last tensor in it is dropped.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ HOW = (
 
 
 class Driver(Protocol):
-    """What locks memory."""
+    """A driver that locks memory."""
 
     def lock(self, address: int, nbytes: int) -> str | None:
-        """Lock memory for the device; return why it cannot be done, if it cannot."""
+        """Lock memory for the device; return None, or the reason why it cannot be locked."""
 
     def unlock(self, address: int) -> None:
-        """Let go of memory that `lock` locked."""
+        """Unlock memory that `lock` locked."""
 
 
 class HostMemory:
     """Host buffers of one device.
 
-    Memory that is not locked is pageable: a copy that is queued from or to it is still right, but the driver moves it
-    through a buffer of its own, at a fraction of the speed, and the thread that queues it may be kept waiting.
+    Memory that is not locked is pageable. A copy from or to it is still right, but the driver moves it through a
+    buffer of its own, at a fraction of the speed, and the thread that queues the copy may have to wait.
 
     Args:
         driver: locks memory.
-        page_locked: True: what cannot be locked is an error. None: it is pageable, and said once. False: nothing is
-            locked.
+        page_locked: True: memory that cannot be locked is an error. None: it stays pageable, with one warning.
+            False: no memory is locked.
     """
 
     def __init__(self, driver: Driver, page_locked: bool | None = None) -> None:
@@ -55,13 +55,13 @@ class HostMemory:
         """Return uint8 `[nbytes]` at a page boundary; `memory`: as in `lema.backend.Backend.host_buffer`.
 
         Raises:
-            MemoryLimitError: it must be locked, and cannot be.
+            MemoryLimitError: it must be locked, and that is not possible.
         """
         memory = anonymous(nbytes) if memory is None else memory
         assert memory.dtype == torch.uint8 and memory.shape == (nbytes,), "memory of another size was given"
         if nbytes == 0 or self._page_locked is False:
             return memory
-        # A link of its own in the chain from tensors to memory: it goes after the last tensor, before the memory.
+        # This object is a link between tensors and memory: it is freed after the last tensor, before the memory.
         link = memory.numpy()
         address = link.ctypes.data
         if (refusal := self._driver.lock(address, nbytes)) is not None:

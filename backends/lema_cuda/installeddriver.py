@@ -1,4 +1,4 @@
-"""The NVIDIA driver as the system tells it: it is asked without torch, which may not be able to use it."""
+"""Checks of the NVIDIA driver that do not use torch, because torch may not be able to use the driver."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ COLUMNS = {
 
 
 def driver_version(root: Path = ROOT) -> str | None:
-    """Return the version of the driver that is loaded; None: none is."""
+    """Return the version of the loaded driver; None: no driver is loaded."""
     if found := re.search(r"\s(\d+\.\d+(\.\d+)*)(\s|$)", _said_by(root / "proc/driver/nvidia/version")):
         return found[1]
     return _said_by(root / "sys/module/nvidia/version") or None
 
 
 def driver(root: Path = ROOT) -> Finding:
-    """Tell which driver is loaded, and where none is, whether there is a device that needs one."""
+    """Tell which driver is loaded; without one, tell whether there is a device that needs it."""
     version, present = driver_version(root), len(list(_on_the_bus(root)))
     facts: dict[str, Fact] = {"driver": version, "devices_on_the_bus": present}
     if version is not None:
         facts["open_module"] = "Open Kernel" in _said_by(root / "proc/driver/nvidia/version")
         return Finding(SECTION, "driver", Level.OK, f"NVIDIA driver {version}.", facts=facts)
     if (root / "dev/dxg").exists():
-        what = "The driver is that of the Windows beneath this system."
+        what = "The driver is that of Windows, which hosts this system."
         return Finding(SECTION, "driver", Level.OK, what, facts=facts)
     if present:
         return Finding(
@@ -68,14 +68,14 @@ def _on_the_bus(root: Path) -> Iterator[Path]:
 
 
 def _said_by(file: Path) -> str:
-    """Return the first line of a file; empty where there is none."""
+    """Return the first line of a file; empty if there is no such file."""
     with suppress(OSError):
         return file.read_text().partition("\n")[0].strip()
     return ""
 
 
 def system_management(command: str = "nvidia-smi") -> Iterator[Finding]:
-    """Tell what `nvidia-smi` says of each device: it sees them also where torch cannot."""
+    """Report on each device from `nvidia-smi`, which also sees devices that torch cannot use."""
     if shutil.which(command) is None:
         return
     asked = [command, f"--query-gpu={','.join(COLUMNS)}", "--format=csv,noheader,nounits"]

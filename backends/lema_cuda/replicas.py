@@ -14,13 +14,13 @@ __all__ = ["QueuedReplicas"]
 
 
 class QueuedReplicas:
-    """`lema.backend.protocols.Replicas` whose gathering has a queue of its own.
+    """`lema.backend.protocols.Replicas` that gathers in a separate queue.
 
-    There it waits for the upload, sends and receives, and gives the uploaded part back, so that compute goes on
-    meanwhile.
+    That queue waits for the upload, sends and receives, and releases the uploaded part. Meanwhile the device
+    computes.
 
     Args:
-        replicas: the processes; what they queue goes where the calling thread queues its work.
+        replicas: the processes; their work goes to the queue that is current in the calling thread.
         queues: of the device.
     """
 
@@ -54,7 +54,7 @@ class QueuedReplicas:
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are in all."""
+        """The number of all processes."""
         return self._replicas.num_processes
 
     def sum(self, tensor: Tensor) -> None:
@@ -64,7 +64,7 @@ class QueuedReplicas:
     def gather(self, upload: Upload, whole: Tensor) -> Gathering:
         """Start to put the parts together in `whole`, after the compute queued so far; the caller goes on."""
         compute, gathers = self._queues.compute, self._queues.gathers
-        gathers.wait(compute.record())  # which may still use what was in `whole`
+        gathers.wait(compute.record())  # which may still use the last content of `whole`
         with gathers.current():
             self._replicas.gather(upload, whole).wait()  # waits in that queue, and releases the part there
         return _Gathering(self._queues, gathers.record(), compute, whole)
@@ -74,11 +74,11 @@ class QueuedReplicas:
         return self._replicas.exchange(value)
 
     def everyone(self, value: Any) -> list[Any]:
-        """Return every process's value, of all there are."""
+        """Return the values of all processes, those of other copies too."""
         return self._replicas.everyone(value)
 
     def of_copy(self, value: Any) -> list[Any]:
-        """Return the values of those that hold one copy together."""
+        """Return the values of the processes that hold one copy together."""
         return self._replicas.of_copy(value)
 
     def shared_memory(self, nbytes: int) -> Tensor:

@@ -12,12 +12,12 @@ from lema.backend.queues import Event
 
 __all__ = ["TorchQueues"]
 
-# What a copy engine has begun it finishes: in pieces, a layer lets a boundary activation in between.
+# A copy engine finishes each copy that it has begun. So a layer is copied in pieces: activations get in between.
 PIECE = 32 << 20
 
 
 class _TorchEvent:
-    """A `torch.cuda.Event` for which a thread sleeps rather than spins; without a clock, which would cost time."""
+    """A `torch.cuda.Event` for which a thread sleeps instead of spinning. It records no time, which would be slower."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
@@ -25,7 +25,7 @@ class _TorchEvent:
         self.event.record(stream)
 
     def wait(self) -> None:
-        with torch.cuda.device(self._device):  # in a thread that never chose one, asking would wake up device 0
+        with torch.cuda.device(self._device):  # a thread that has chosen no device would start device 0 here
             self.event.synchronize()
 
     def happened(self) -> bool:
@@ -60,7 +60,7 @@ class _TorchQueue:
 
 
 class TorchQueues:
-    """Four streams of one device beside the one that torch computes on.
+    """Four streams of one device, apart from the one that torch computes on.
 
     Args:
         device: with its number.
@@ -74,5 +74,5 @@ class TorchQueues:
 
     @property
     def compute(self) -> _TorchQueue:
-        """The stream that is current in the calling thread; in a backward, autograd makes it that of the forward."""
+        """The stream that is current in the calling thread; in a backward, autograd sets it to the forward's."""
         return _TorchQueue(torch.cuda.current_stream(self._device))

@@ -1,7 +1,7 @@
 """The `neuron` backend: layers divided among the processes that `torchrun` started, one for each NeuronCore.
 
-What computes is a runtime (`lema_neuron.probe`). What is here is the same for all of them: the grid of processes, and
-how layers lie over it.
+A runtime (`lema_neuron.probe`) does the computing. This file has the part that all runtimes share: the grid of
+processes, and how layers are divided over it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["NeuronBackend"]
 
 
 class NeuronBackend:
-    """One NeuronCore, or a process that stands for one.
+    """One NeuronCore, or a process that emulates one.
 
     Args:
         device: `"neuron"`.
-        options: the runtime, and how many processes hold one copy of the model; all, where nothing is said.
+        options: the runtime, and how many processes hold one copy of the model (default: all of them).
 
     Attributes:
-        runtime: the name of what computes.
-        keeps: the part of the device's memory up to which layers stay where the settings set no limit. What compiled
-            graphs take beside their tensors is not known beforehand; the rest is for them.
+        runtime: its name.
+        keeps: the part of the device's memory that layers may fill if the settings set no limit. The rest is for
+            compiled graphs, because the memory that they need in addition to their tensors is not known beforehand.
 
     Raises:
-        BackendUnavailable: the runtime or the device is missing; says what there is and what to install.
+        BackendUnavailable: the runtime or the device is missing; the message says what to install.
         ConfigError: the processes cannot be divided into groups of that size.
     """
 
@@ -74,8 +74,8 @@ class NeuronBackend:
 
     @staticmethod
     def planned(options: BackendOptions) -> Parallel:
-        """Return how layers would lie over `tensor_parallel_size` processes, as the first of them sees it, for a plan:
-        no runtime is needed, and no other process."""
+        """Return how layers would be divided over `tensor_parallel_size` processes, as the first of them sees it. This
+        is for a plan: it needs no runtime and no other process."""
         from lema_neuron.divide import Division
 
         size = options.tensor_parallel_size or 1
@@ -88,7 +88,7 @@ class NeuronBackend:
 
     @property
     def device(self) -> torch.device:
-        """What the runtime computes on."""
+        """The device that the runtime computes on."""
         return self._device.device
 
     @property
@@ -114,7 +114,7 @@ class NeuronBackend:
         return self._device.download(source, target)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
+        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
         return self._device.autocast(dtype)
 
     def rng_state(self) -> Tensor:
@@ -122,11 +122,11 @@ class NeuronBackend:
         return self._device.rng_state()
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Put back a state that `rng_state` returned."""
+        """Restore a state that `rng_state` returned."""
         self._device.set_rng_state(state)
 
     def end_step(self) -> None:
-        """Run what was computed, on a lazy device; from the first step on, others are waited for less long."""
+        """Run the collected graph, on a lazy device. After the first step, waits for other ranks end sooner."""
         self._device.end_step()
         self._watch.step_ended()
 
@@ -139,7 +139,7 @@ class NeuronBackend:
         return self._device.memory()
 
     def close(self) -> None:
-        """Leave the processes, and give the device back."""
+        """Leave the process group, and release the device."""
         self._watch.close()
         try:
             self._device.close()

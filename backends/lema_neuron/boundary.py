@@ -1,7 +1,7 @@
-"""Where a block of a decoder layer begins and ends for the ranks: attention, and the network after it.
+"""The begin and the end of a decoder layer's blocks over ranks; a block is attention, or the network after it.
 
 The hidden state is gathered, or its gradient summed, once for all column layers of a block. A gather inside each of
-them would be wrong: attention takes the shape of its heads from the hidden state it is given.
+them would be wrong, because attention takes the shape of its heads from its input.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SEQUENCE = -2  # of hidden states, [batch, sequence, hidden], or [tokens, hidden
 
 
 def enter(hidden: Tensor, comm: Comm, sequence_parallel: bool) -> Tensor:
-    """Return what a block computes on, all tokens; the gradient that comes back is partial, and is summed here."""
+    """Return the block's input, all tokens; the gradient that comes back is partial, and this function sums it."""
     return gather_sequence(hidden, comm, SEQUENCE) if sequence_parallel else copy_to_group(hidden, comm)
 
 
 def wrap_block(block: nn.Module, comm: Comm, sequence_parallel: bool) -> None:
-    """Let a block enter its hidden state: `hidden_states`, or what it is given first."""
+    """Make a block call `enter` on its input: the argument `hidden_states`, or else the first one."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
@@ -35,7 +35,7 @@ def wrap_block(block: nn.Module, comm: Comm, sequence_parallel: bool) -> None:
 
 
 def scatter_at_start(layer: nn.Module, comm: Comm) -> None:
-    """Let a layer, the first, keep this rank's tokens of the hidden state it is given."""
+    """Make the first layer keep only this rank's tokens of its input."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
@@ -46,7 +46,7 @@ def scatter_at_start(layer: nn.Module, comm: Comm) -> None:
 
 
 def gather_at_end(layer: nn.Module, comm: Comm) -> None:
-    """Let a layer, the last, return the hidden state of all tokens; what follows is the same on every rank."""
+    """Make the last layer return the hidden state of all tokens; the code after it is the same on every rank."""
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ARG001
         if isinstance(output, tuple):

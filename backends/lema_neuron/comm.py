@@ -1,4 +1,4 @@
-"""What parallel layers ask of the processes they lie over: a few collectives, out of place.
+"""The collectives that parallel layers need from the processes that share them; all are out of place.
 
 `C10dComm` goes through `torch.distributed` (gloo, nccl, native Trainium), `XlaComm` through `torch_xla`, `Solo` is one
 process. Every process of a group makes the same calls in the same order, and sums have the same bits on all.
@@ -73,23 +73,23 @@ class Solo:
     size = 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the one tensor there is."""
+        """Return the tensor itself."""
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: ARG002
-        """Return the one tensor there is."""
+        """Return the tensor itself."""
         return tensor
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: ARG002
-        """Return the one tensor there is."""
+        """Return the tensor itself."""
         return tensor
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002
-        """Return the one tensor there is."""
+        """Return the tensor itself."""
         return tensor
 
     def barrier(self) -> None:
-        """Nobody is waited for."""
+        """Do nothing: there is no other process."""
 
     def split(self, parts: Sequence[Sequence[int]]) -> Comm:  # noqa: ARG002
         """Return the same process."""
@@ -108,11 +108,11 @@ class C10dComm:
         self._dist, self.group = dist, group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
-        self._scatters = dist.get_backend(group) != "gloo"  # which does not have it in every version
+        self._scatters = dist.get_backend(group) != "gloo"  # gloo does not have it in every version
         self._parts: dict[Groups, Comm] = {}
 
     def __deepcopy__(self, memo: Any) -> C10dComm:
-        return self  # copies of a layer lie over the same processes
+        return self  # copies of a layer use the same processes
 
     @classmethod
     def over(cls, groups: Sequence[Sequence[int]]) -> C10dComm:
@@ -123,7 +123,7 @@ class C10dComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group; it is formed once for each element, so that all ranks get the same bits."""
-        if tensor.is_meta:  # a layer that is looked at, not run
+        if tensor.is_meta:  # the layer is only traced for its shapes
             return tensor
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._dist.all_reduce(total, group=self.group)
@@ -208,7 +208,7 @@ class XlaComm:
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's equal share along `dim` of the sum over the group."""
-        share(tensor, dim, self)  # says what cannot be cut
+        share(tensor, dim, self)  # raises if it cannot be cut
         total: Tensor = self._xm.reduce_scatter(
             self._xm.REDUCE_SUM,
             tensor,
@@ -221,7 +221,7 @@ class XlaComm:
         return total
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of the rank `source`: a sum in which the others are zeros, chosen by data, not by graph."""
+        """Return the tensor of rank `source`, by a sum with zeros of the others: all ranks build the same graph."""
         mine = torch.tensor(self.rank == source, device=tensor.device)
         return self.all_reduce(torch.where(mine, tensor, torch.zeros_like(tensor)))
 
@@ -239,15 +239,15 @@ class XlaComm:
 
 
 class Counted:
-    """A group that counts what its collectives exchange, in its parts as well.
+    """A group that counts the bytes that its collectives exchange, and those of its parts.
 
-    A ring sends of `n` bytes over `T` processes `2 (T-1)/T n` in an all-reduce, and `(T-1)/T n` in an all-gather or a
-    reduce-scatter, which is the least that any way sends (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+    For `n` bytes over `T` processes, a ring sends `2 (T-1)/T n` in an all-reduce, and `(T-1)/T n` in an all-gather or a
+    reduce-scatter, which is the least that is possible (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
     algorithms for clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002).
 
     Args:
         comm: the group.
-        whole: the count that it adds to; None: one of its own.
+        whole: the count that it adds to; None: a new one.
     """
 
     def __init__(self, comm: Comm, whole: Counted | None = None) -> None:
@@ -295,7 +295,7 @@ class Counted:
 
 
 def comm_of(group: Any = None) -> Comm:
-    """Return what a layer's `tensor_model_parallel_group` stands for.
+    """Return the group that a layer's argument `tensor_model_parallel_group` means.
 
     Args:
         group: a `Comm`; a process group of `torch.distributed`; None: all processes that were joined, or this one.

@@ -1,8 +1,8 @@
-"""How many graphs a lazy device has compiled, told step by step: after the first steps there are no new ones.
+"""Counts the graphs that a lazy device compiles in each step: after the first steps there should be no new ones.
 
 A compiler takes minutes for a graph of a layer. The same graph is used by all layers of one shape, and in all steps
-whose micro-batches have one shape; whatever changes it (another length of a row, another number of rows) is compiled
-again, and nothing but the time it takes would tell.
+whose micro-batches have one shape. Another length of rows or another number of rows means another compilation, and
+without this count the user would notice only the time that it takes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 __all__ = ["WARM_UP", "Compiles"]
 
-# Steps. One is enough, but where an optimizer of the user's makes its state in the first, or where a warm-up begins
-# with a learning rate of 0, which the compiler takes for a constant.
+# Steps. One is not enough if a user's optimizer makes its state in the first step, or if a warm-up begins with a
+# learning rate of 0, because the compiler takes 0 for a constant.
 WARM_UP = 2
 
 
@@ -23,11 +23,11 @@ class Compiles:
 
     Args:
         total: returns how many were compiled so far.
-        warm_up: steps in which graphs are compiled as a matter of course.
+        warm_up: the number of first steps that are expected to compile graphs.
 
     Attributes:
-        of_steps: how many were compiled in each step, from the first: those that run where a lease or a step begins or
-            ends. Those that run because someone asks for a number, as at the end of an evaluation, are small.
+        of_steps: how many were compiled in each step. These graphs run where a lease or a step begins or ends. Graphs
+            that run because the host reads a number, for example after an evaluation, are small and not counted.
     """
 
     def __init__(self, total: Callable[[], int], warm_up: int = WARM_UP) -> None:
@@ -37,13 +37,13 @@ class Compiles:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what is compiled in a `with` block."""
+        """Count the graphs that are compiled in a `with` block."""
         before = self._total()
         yield
         self._found += self._total() - before
 
     def step_ended(self) -> None:
-        """End the count of a step; warn of graphs that a later step than the first ones needed."""
+        """End the count of a step; warn if a step after the first ones compiled graphs."""
         found, self._found = self._found, 0
         self.of_steps.append(found)
         if found and len(self.of_steps) > self._warm_up:

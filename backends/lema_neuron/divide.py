@@ -1,7 +1,7 @@
 """A model whose adapters are attached, divided among the ranks: `lema.backend.Parallel` over a communication group.
 
-Adapters are attached to the whole model first, with the numbers PEFT draws for it; then both are cut. So an adapter
-begins the same on any number of ranks, bit for bit as on one.
+Adapters are attached to the whole model first, with the numbers PEFT draws for it; then both are cut. So the
+initial values of an adapter are bitwise the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ADAPTER = "default"
 
 
 class Division:
-    """How the layers of one model lie over a group.
+    """How the layers of one model are divided over a group.
 
     Args:
         comm: the group; every rank makes the same calls in the same order.
@@ -64,11 +64,11 @@ class Division:
 
     @property
     def exchanged(self) -> Exchange:
-        """What the collectives of layers, words and gradients have exchanged so far."""
+        """The bytes that the collectives of layers, words and gradients have exchanged so far."""
         return self._comm.exchanged
 
     def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
-        """Put this rank's share in the place of every decoder layer's modules, and of the adapters on them.
+        """Replace the modules of every decoder layer, and the adapters on them, by this rank's share of them.
 
         Args:
             layer: the model; its layers are on `meta`, its adapters real, or there are none.
@@ -100,7 +100,7 @@ class Division:
         mark(model, self._comm)
 
     def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
-        """Return the cross-entropy of what the head makes; of one that is divided, each rank makes its words'."""
+        """Return the cross-entropy of the head's logits. With a divided head, each rank computes those of its words."""
         if self._words is None:
             return SingleProcess().cross_entropy(logits, targets, **options)
         with self._words.left_apart():
@@ -108,11 +108,11 @@ class Division:
         return self._words.cross_entropy(made, targets, **options)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of which each rank has formed a part only."""
+        """Sum the gradients that are partial, because each rank has computed only a part of them."""
         reduce_gradients(self._marked(parameters))
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of all gradients of the group: what several ranks hold alike counts once."""
+        """Return the norm of all gradients of the group; a parameter that several ranks hold counts once."""
         return global_norm(self._marked(parameters), self._comm)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -130,7 +130,7 @@ class Division:
         return gather_sequence(hidden, self._comm, SEQUENCE, partial=False)
 
     def _marked(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Say of parameters that nothing was said of, outside the layers, that every rank has the whole of them."""
+        """Mark unmarked parameters, which are outside the layers: every rank has them whole."""
         found = list(parameters)
         for parameter in found:
             if not is_marked(parameter):
@@ -139,7 +139,7 @@ class Division:
 
 
 def _take_off(model: PreTrainedModel) -> dict[str, LoraLayer]:
-    """Put the modules that adapters wrap back in their places; return the adapters by the names of these."""
+    """Detach the adapters, so that the modules which they wrap are back in place; return adapters by module name."""
     config: LoraConfig | None = getattr(model, "peft_config", {}).get(ADAPTER)
     if config is None:
         return {}
@@ -147,7 +147,7 @@ def _take_off(model: PreTrainedModel) -> dict[str, LoraLayer]:
     inside = f"{find_layers(model)[0]}."
     found: dict[str, LoraLayer] = {}
     for name, module in list(model.named_modules()):
-        nested = name.removesuffix(".base_layer") in found  # adapters of several weights are one around the other
+        nested = name.removesuffix(".base_layer") in found  # adapters on several weights of a module are nested
         if not isinstance(module, LoraLayer) or not name.startswith(inside) or nested:
             continue
         base = module.get_base_layer()

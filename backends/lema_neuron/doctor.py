@@ -1,7 +1,7 @@
-"""What LEMA's doctor looks at on AWS Trainium: the devices, the Neuron packages, and whether they fit each other.
+"""The checks of `lema doctor` on AWS Trainium: the devices, the Neuron packages, and whether they fit each other.
 
-Nothing of the Neuron kit is imported: of two of its packages the public index has stand-ins that raise on import, and
-the real ones start the runtime.
+No Neuron package is imported. The public index has empty packages under the names of two of them, which raise on
+import, and the real ones start the runtime.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ PAIRS = (
 
 VARIABLES = {
     "NEURON_RT_VISIBLE_CORES": (Level.OK, "only these cores are seen", ""),
-    "NEURON_RT_NUM_CORES": (Level.OK, "so many cores are taken", ""),
-    "NEURON_CC_FLAGS": (Level.OK, "the compiler is called with these", ""),
+    "NEURON_RT_NUM_CORES": (Level.OK, "the process takes this number of cores", ""),
+    "NEURON_CC_FLAGS": (Level.OK, "these flags are passed to the compiler", ""),
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": (Level.NOTE, "rounding is random, so no two runs are equal", "unset it"),
     "XLA_USE_BF16": (Level.WARNING, "every float32 tensor is computed as bfloat16, which changes results", "unset it"),
     "XLA_DOWNCAST_BF16": (Level.WARNING, "float32 is computed as bfloat16, which changes results", "unset it"),
@@ -61,7 +61,7 @@ VARIABLES = {
 
 
 def doctor() -> Iterator[Finding]:
-    """Tell how devices, packages and variables stand."""
+    """Yield the findings on devices, packages and variables."""
     yield driver()
     found = {name: installed_version(name) for name in PACKAGES}
     wrong = list(stubs(STUBS, SECTION))
@@ -95,7 +95,7 @@ def driver(root: Path = ROOT) -> Finding:
 
 
 def built_for(name: str, version: str | None, torch: str | None) -> Iterator[Finding]:
-    """Tell where a package was built for another torch: its first two numbers are those of the torch it needs."""
+    """Warn if a package was built for another torch. The first two numbers of its version are those of its torch."""
     if version is None or torch is None:
         return
     wanted, found = (".".join(one.split(".")[:2]) for one in (version, torch))
@@ -106,13 +106,13 @@ def built_for(name: str, version: str | None, torch: str | None) -> Iterator[Fin
             Level.WARNING,
             f"{name} {version} is built for torch {wanted}, and torch {torch} is installed.",
             f'pip install "torch=={wanted}.*"',
-            SETUP if name == "torch-neuronx" else "",  # of torch-xla it was seen: an undefined symbol
+            SETUP if name == "torch-neuronx" else "",  # torch-xla was seen to fail this way, with an undefined symbol
             {"installed": version, "torch": torch},
         )
 
 
 def environment(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Tell which variables of the Neuron kit are set, and what they do."""
+    """List the variables of the Neuron kit that are set, with their effect."""
     for name, (level, what, how) in VARIABLES.items():
         value = given.get(name)
         if value is None or (value == "0" and level is not Level.OK):

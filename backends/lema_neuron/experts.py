@@ -1,8 +1,8 @@
 """The experts of a mixture over several ranks: each rank has a share of every expert's hidden features.
 
-Their weights are parameters of one module, `[experts, 2 * features, hidden]` and `[experts, hidden, features]`; the
-module computes with what it holds, and the sum over the ranks is its output. Of an adapter on such a weight, the factor
-that has the weight's features is cut as they are; the other is whole on every rank.
+Their weights are parameters of one module, `[experts, 2 * features, hidden]` and `[experts, hidden, features]`. The
+module computes with its share, and the sum over the ranks is its output. If a factor of an adapter has the features
+of the weight, it is cut in the same way; the other factor is whole on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPERTS = "moe_tp_experts"  # the style of the whole module in a plan
 
 
 def shard_experts(module: nn.Module, styles: Mapping[str, str], path: str, comm: Comm, sequence_parallel: bool) -> None:
-    """Cut the parameters of a module of experts, and let it enter what it is given and sum what it returns.
+    """Cut the parameters of a module of experts, and make it call `enter` on its inputs and sum its outputs.
 
     Raises:
         ModelError: one of its parameters is cut in a way that is not supported, or the weights are transposed.
@@ -68,10 +68,10 @@ def shard_experts(module: nn.Module, styles: Mapping[str, str], path: str, comm:
 
 
 def shard_adapters(outer: ParamWrapper, name: str, comm: Comm) -> None:
-    """Cut PEFT's adapters on the weights of experts, of which `outer` is the outermost; the experts have been cut.
+    """Cut PEFT's adapters on the weights of experts that have been cut; `outer` is the outermost adapter.
 
-    A weight is `[experts, outputs, inputs]`; A is `[experts * rank, inputs]` and B `[outputs, rank * experts]`, as PEFT
-    has them. The gradient of the factor that is whole is a sum over the ranks: each has seen its share of the features.
+    A weight is `[experts, outputs, inputs]`; A is `[experts * rank, inputs]` and B `[outputs, rank * experts]`, as in
+    PEFT. The gradient of the whole factor is a sum over the ranks, because each has used its share of the features.
 
     Raises:
         ConfigError: the model's plan keeps the experts whole on every rank.
@@ -94,7 +94,7 @@ def shard_adapters(outer: ParamWrapper, name: str, comm: Comm) -> None:
             linear.weight = nn.Parameter(held.clone(), requires_grad=full.requires_grad)
             found[f"{cut}.{adapter}.weight"] = mine
             found[f"{whole}.{adapter}.weight"] = replicated_part(comm, partial=True)
-        wrapper.parts = lambda found=found: found  # type: ignore[assignment] # a method, as `parts` looks for
+        wrapper.parts = lambda found=found: found  # type: ignore[assignment] # `gradients.parts` looks for a method
         wrapper = wrapper.base_layer
 
 
@@ -103,7 +103,7 @@ def _layout(style: str, parameter: nn.Parameter, comm: Comm) -> Layout:
         layout = Layout("row", comm.size, 2)
     else:
         layout = fused([(parameter.shape[1] // 2, Layout("column", comm.size, 1))] * 2)
-    places(layout, parameter.shape[layout.dim], 0)  # says what cannot be cut
+    places(layout, parameter.shape[layout.dim], 0)  # raises if it cannot be cut
     return layout
 
 
@@ -116,7 +116,7 @@ def _cut(full: Tensor, layout: Layout, rank: int) -> Tensor:
 
 
 def _enter(value: Any, comm: Comm, sequence_parallel: bool) -> Any:
-    """Tokens' hidden states and routing weights bring partial gradients back; the experts' numbers bring none."""
+    """Enter hidden states and routing weights, whose gradients are partial; the experts' numbers have no gradient."""
     if not isinstance(value, Tensor):
         return value
     if value.is_floating_point():

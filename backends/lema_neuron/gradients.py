@@ -1,7 +1,7 @@
-"""What is to be done with a parameter's gradient where layers lie over several ranks: a rule that is data.
+"""How gradients are summed when layers are divided over several ranks.
 
-The rule of each parameter is its `Part`. Partial gradients are summed over the ranks that hold the parameter, then all
-are measured by a norm in which copies count once.
+Each parameter carries a `Part`, which says it. Partial gradients are summed over the ranks that hold the parameter.
+Then the norm of all gradients is computed, and copies count once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["carry", "global_norm", "is_marked", "mark", "part_of", "parts", "red
 
 
 def parts(model: nn.Module, comm: Comm) -> dict[str, Part | None]:
-    """Return how each parameter lies, by its name in the model.
+    """Return how each parameter is divided, by its name in the model.
 
-    A module says it of its own and its children's parameters by a method `parts`; what none speaks of is as the nearest
-    module above has it in `whole_part` (None: its gradient cannot be told), and where that is nowhere, whole with a
-    complete gradient.
+    A module's method `parts` gives this for its own and its children's parameters. A parameter that no module lists has
+    the `whole_part` of the nearest module above it (None: it is unknown whether its gradient is partial). Without
+    that, it is whole and its gradient is complete.
     """
     found: dict[str, Part | None] = {}
     for prefix, module in model.named_modules():
@@ -47,10 +47,10 @@ def _inherited(model: nn.Module, name: str, found: Part | None) -> Part | None:
 
 
 def mark(model: nn.Module, comm: Comm) -> None:
-    """Let every parameter carry its part; again whenever parameters were put in others' places.
+    """Store its part on every parameter; call this again whenever parameters were replaced.
 
     Raises:
-        ModelError: one trains of whose gradient it cannot be told whether it is partial; it is named.
+        ModelError: a parameter trains, and it is unknown whether its gradient is partial; the message names it.
     """
     known = parts(model, comm)
     for name, parameter in model.named_parameters():
@@ -65,7 +65,7 @@ def mark(model: nn.Module, comm: Comm) -> None:
 
 
 def carry(parameter: nn.Parameter, part: Part) -> None:
-    """Let a parameter carry its part: the layout where the core looks for it, the rest beside it."""
+    """Store its part on a parameter: the layout in the attribute that the core reads, the rest in another."""
     given: Any = parameter
     given.parallel_layout, given.gradient_rule = part.layout, (part.sum_over, part.counted)
 
@@ -79,7 +79,7 @@ def part_of(parameter: nn.Parameter) -> Part:
     """Return the part that a parameter carries.
 
     Raises:
-        ModelError: nothing.
+        ModelError: it carries none.
     """
     if not is_marked(parameter):
         raise ModelError(
@@ -92,7 +92,7 @@ def part_of(parameter: nn.Parameter) -> Part:
 
 
 def reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients that are partial over the ranks their parameters' parts name, in place; all get the same bits.
+    """Sum partial gradients, in place, over the ranks that their parameters' parts name; all get the same bits.
 
     One collective for each group and dtype. Every rank passes its parameters in one order.
     """

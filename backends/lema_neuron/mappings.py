@@ -1,8 +1,8 @@
-"""What happens to an activation where its way over the ranks changes, and to its gradient on the way back.
+"""How an activation is gathered, summed or cut over the ranks, and its gradient in the backward.
 
 The pairs are those of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022,
-https://arxiv.org/abs/2205.05198). A tensor is either whole on every rank, a share of one along a dimension, or partial:
-the sum over the ranks is what is meant.
+https://arxiv.org/abs/2205.05198). A tensor is either whole on every rank, a share along a dimension, or partial:
+then its value is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 class _Mapping(torch.autograd.Function):
-    """One step forward, another backward."""
+    """One function in the forward, another in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: Step, back: Step) -> Tensor:
@@ -62,7 +62,7 @@ def reduce_from_group(tensor: Tensor, comm: Comm) -> Tensor:
 
 
 def gather_from_group(tensor: Tensor, comm: Comm, dim: int = -1) -> Tensor:
-    """Share to whole; of its gradient, whole and the same on every rank, each takes its share."""
+    """Share to whole; the gradient is whole and the same on every rank, and each rank takes its share of it."""
     return _map(tensor, comm, lambda one: comm.all_gather(one, dim), lambda one: share(one, dim, comm).contiguous())
 
 
@@ -78,7 +78,7 @@ def gather_sequence(tensor: Tensor, comm: Comm, dim: int, *, partial: bool = Tru
         tensor: this rank's tokens.
         comm: the group.
         dim: the sequence's dimension.
-        partial: what follows differs from rank to rank, so that the gradient is partial and is summed; else it is
+        partial: the ranks use the result in different ways, so the gradient is partial and is summed. False: it is
             whole, and each rank takes its share.
     """
     if not partial:

@@ -1,7 +1,7 @@
-"""Puts a transformers model's decoder layers over several ranks, along the model's own tensor-parallel plan.
+"""Divides a transformers model's decoder layers over several ranks, by the model's own tensor-parallel plan.
 
-Of each block of a layer (attention, the network after it) the first linears are cut by columns, the last by rows; the
-block's hidden state enters once. Embeddings, norms and the head stay whole. What the plan does not cover is refused.
+In each block of a layer (attention, the network after it) the first linears are cut by columns, the last by rows. The
+block's hidden state enters once. Embeddings, norms and the head stay whole. A module outside the plan is an error.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from lema_neuron.shares import replicated_part
 __all__ = ["TensorParallel", "parallelize"]
 
 COLUMNS = {"colwise": False, "colwise_gather_output": True, "packed_colwise": False}  # whether the output is gathered
-ROWS = {"rowwise": True, "rowwise_split_input": False}  # whether the input is cut already
+ROWS = {"rowwise": True, "rowwise_split_input": False}  # whether its input is cut already
 WHOLE = ("replicate", "replicated_with_grad_allreduce")
-COUNTS = ("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_heads")  # as attention modules have them
+COUNTS = ("num_heads", "num_attention_heads"), ("num_kv_heads", "num_key_value_heads")  # in attention modules
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the layers of a model are put over a group.
+    """How the layers of a model are divided over a group.
 
     Attributes:
         model: the whole model, with parameters on `meta` or real.
         comm: the group.
         styles: the model's plan, by patterns of names.
-        layouts: of the modules' weights, by patterns of names.
+        layouts: those of the modules' weights, by patterns of names.
         sequence_parallel: between blocks each rank has its share of the tokens.
-        whole: names of modules, as they are in a layer, that stay whole though the plan does not cover them.
+        whole: names of modules in a layer that stay whole although the plan does not cover them.
     """
 
     model: PreTrainedModel
@@ -52,10 +52,10 @@ class TensorParallel:
     whole: frozenset[str] = frozenset()
 
     def shard(self, layer: nn.Module) -> None:
-        """Put this rank's share in the place of one decoder layer's modules.
+        """Replace one decoder layer's modules by this rank's share of them.
 
         Raises:
-            ModelError: the plan does not cover one of them, or in a way that is not supported; it is named.
+            ModelError: the plan does not cover one of them, or its style is not supported; the message names it.
             ConfigError: one cannot be cut for so many ranks.
         """
         name = next((name for name, module in self.model.named_modules() if module is layer), None)
@@ -115,7 +115,7 @@ class TensorParallel:
         for layout in layouts.values():
             if layout.kind == "query" and cut:
                 _count_heads(block, layout)
-        block.whole_part = None  # type: ignore[assignment]  # what of its own trains may be partial or not: who knows
+        block.whole_part = None  # type: ignore[assignment]  # its own gradients may be partial or complete
         wrap_block(block, self.comm, self.sequence_parallel)
 
     def _column(self, linear: nn.Linear, layout: Layout, style: str) -> nn.Module:
@@ -164,14 +164,14 @@ def parallelize(
     kv_layout: KvLayout = "tile",
     whole: Collection[str] = (),
 ) -> None:
-    """Put all decoder layers of a model over a group, in place; then attach adapters with `lema_neuron.peft`.
+    """Divide all decoder layers of a model over a group, in place; then attach adapters with `lema_neuron.peft`.
 
     Args:
-        model: without adapters; its parameters may be on `meta`, those that are real are cut.
+        model: without adapters; its parameters may be on `meta`, and real ones are cut.
         comm: the group; every rank calls this.
         sequence_parallel: between blocks each rank has its share of the tokens; sequences must divide evenly.
         kv_layout: where copies of key/value heads lie, if there are fewer of them than ranks.
-        whole: names of modules, as they are in a layer (`mlp.experts`), that stay whole on every rank.
+        whole: names of modules in a layer (`mlp.experts`) that stay whole on every rank.
 
     Raises:
         ModelError: the model has no plan, or the plan does not cover a module; it is named.
@@ -189,7 +189,7 @@ def parallelize(
 
 
 def _count_heads(block: nn.Module, layout: Layout) -> None:
-    """Let an attention count the heads of this rank."""
+    """Set the numbers of heads of an attention to those of this rank."""
     keys = layout.kv_heads * layout.kv_multiplier
     block.num_key_value_groups = layout.heads // keys  # type: ignore[assignment]
     for names, count in zip(COUNTS, (layout.heads, keys), strict=True):

@@ -1,7 +1,7 @@
-"""Which runtime drives the Neuron devices of this machine: told by what is installed, or asked for by name.
+"""Chooses the runtime that drives this machine's Neuron devices, by the installed packages or by name.
 
 PyTorch/XLA (torch-neuronx up to 2.9) drives Trn1; TorchNeuron (torch-neuronx from 2.13 on) drives Trn2 and Trn3. They
-are one package under one name, so an environment has one of them. Nothing is imported to find out.
+are one package under one name, so an environment has one of them. This module imports neither to find out.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ELSE = "without a device: neuron_runtime: emulated"
 
 @dataclass(frozen=True)
 class Found:
-    """What a machine has.
+    """The packages and devices of a machine.
 
     Attributes:
-        versions: of the packages that matter; None: not installed.
+        versions: those of the packages that matter; None: not installed.
         devices: how many Neuron devices there are.
-        stand_ins: packages that only bear the name, with what to do, as sentences.
+        stand_ins: a sentence for each installed package that is empty but has a real one's name, with the fix.
         on_cpu: the user has told torch_xla to compute on the CPU (`PJRT_DEVICE=CPU`), as for tests.
     """
 
@@ -50,14 +50,14 @@ class Found:
 
     @property
     def installed(self) -> Runtime | None:
-        """The runtime that is installed, whatever it may lack."""
+        """The runtime that is installed, even if parts of it are missing."""
         version = self.versions.get("torch-neuronx")
         if version is None or self.stand_ins:
             return None
         return "native" if Version(version) >= FIRST_NATIVE else "xla"
 
     def told(self) -> str:
-        """The versions, in a line."""
+        """The versions, in one line."""
         listed = [f"{name} {version or 'is not installed'}" for name, version in self.versions.items()]
         return f"{', '.join(listed)}; {self.devices} Neuron device{'' if self.devices == 1 else 's'}"
 
@@ -74,13 +74,13 @@ def choose_runtime(asked: str, found: Found) -> Runtime:
     """Return the runtime to use.
 
     Args:
-        asked: `auto` or the name of one. `emulated` is never chosen unasked: nobody shall think that a device trains.
-            For `xla` the CPU device of torch_xla will do, if the user has chosen it.
-        found: what the machine has.
+        asked: `auto` or the name of one. `auto` never chooses `emulated`, so that nobody thinks that a device trains.
+            `xla` accepts the CPU device of torch_xla, if the user has chosen it.
+        found: the machine's packages and devices.
 
     Raises:
-        BackendUnavailable: the kit of packages or the device is missing, or it is the kit of another runtime; says
-            which versions there are, and what to install from where.
+        BackendUnavailable: packages or the device are missing, or the packages are of another runtime. The message has
+            the versions, and says what to install from where.
     """
     if asked == "emulated":
         return "emulated"

@@ -1,4 +1,4 @@
-"""What a config may say about Neuron devices, beside what it says about any; nothing heavy is imported."""
+"""The settings for Neuron devices alone. This module imports no heavy library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layout means for one parameter of a layer over ranks: its size here, who else holds the same, its gradient."""
+"""From a layout: the size of a parameter on a rank, the ranks that hold the same part, and the gradient's sum."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sharing(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=64)
 def in_order(layout: Layout, size: int) -> tuple[int, ...]:
-    """Return where each position of the axis is in the ranks' shares, one after the other; of copies the first."""
+    """Return where each position of the axis is in the ranks' shares, joined in order; for copies, the first one."""
     found: dict[int, int] = {}
     position = 0
     for rank in range(layout.tp):
@@ -45,7 +45,7 @@ def in_order(layout: Layout, size: int) -> tuple[int, ...]:
 
 
 def is_plain(layout: Layout, size: int) -> bool:
-    """Whether the ranks' shares, one after the other, are the whole."""
+    """Whether the ranks' shares, joined in order, are the whole."""
     position = 0
     for rank in range(layout.tp):
         for start, length in places(layout, size, rank):
@@ -57,10 +57,10 @@ def is_plain(layout: Layout, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Part:
-    """How one parameter lies over the ranks, and what is to be done with its gradient.
+    """How one parameter is divided over the ranks, and how its gradient is summed.
 
-    A parameter that is whole on every rank may have seen a part of the tokens only (sequence parallelism), or a part of
-    what its output goes to; then its gradient is partial, and is summed. Of copies one is counted in a norm.
+    A parameter that is whole on every rank may have been used for a part of the tokens only (sequence parallelism), or
+    for a part of the next layer. Then its gradient is partial and is summed. In a norm, only one of its copies counts.
 
     Attributes:
         layout: how it is cut; None: every rank holds all of it.
@@ -74,7 +74,7 @@ class Part:
 
     @property
     def tp_grad(self) -> str:
-        """`none`, or `sum`: what is to be done with the gradient."""
+        """`none`, or `sum` if the gradient is to be summed."""
         return "none" if self.sum_over is None else "sum"
 
     def shard(self, full: Tensor, rank: int) -> Tensor:
@@ -92,7 +92,7 @@ class Part:
 
 
 def sharded_part(layout: Layout, size: int, comm: Comm) -> Part:
-    """Return the part of a parameter that is cut; ranks that hold copies sum what each of them has of the gradient."""
+    """Return the part of a parameter that is cut; ranks that hold copies of a share sum their gradients."""
     groups = sharing(layout, size)
     mine = next(group for group in groups if comm.rank in group)
     return Part(layout, comm.split(groups) if len(mine) > 1 else None, comm.rank == mine[0])

@@ -1,7 +1,7 @@
-"""A group of which one process is there: it answers for the others with what it has itself.
+"""A group with only one process: it uses its own tensors in the place of the others'.
 
-What comes out has the shapes, and takes the memory and about the time, of what the group would compute, and not its
-values. A plan is made with it, where the other processes are not there, and where tensors have no values.
+The results have the shapes of the real group's results, and need the same memory and about the same time, but the
+values are wrong. Plans use it, because they run without the other processes, on tensors without values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["StandIn", "without_values"]
 
 @dataclass(frozen=True)
 class StandIn:
-    """A `lema_neuron.comm.Comm` for plans.
+    """A `lema_neuron.comm.Comm` for plans, in which the other processes are absent.
 
     Attributes:
         rank: this process's place.
@@ -35,19 +35,19 @@ class StandIn:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return so many of this rank's, joined."""
+        """Return copies of this rank's tensor, one for each rank, joined."""
         return torch.cat([tensor.detach()] * self.size, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's share of its own."""
+        """Return this rank's share of its own tensor."""
         return share(tensor.detach(), dim, self).clone(memory_format=torch.contiguous_format)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002
-        """Return this rank's own."""
+        """Return this rank's own tensor."""
         return self.all_reduce(tensor)
 
     def barrier(self) -> None:
-        """Nobody is waited for."""
+        """Do nothing: there is no other process."""
 
     def split(self, parts: Sequence[Sequence[int]]) -> Comm:
         """Return this rank's part."""
@@ -56,5 +56,5 @@ class StandIn:
 
 
 def without_values(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape alone: then a layer is looked at, not run, and other ranks do not take part."""
+    """Whether a tensor has only a shape: then a layer is traced without values, and other ranks do not take part."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)

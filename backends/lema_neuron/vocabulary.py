@@ -1,9 +1,9 @@
-"""The input embeddings and the head of a model with their rows, one of each word, divided over a group.
+"""The input embeddings and the head of a model, divided over a group by their rows, one row for each word.
 
-Each rank looks up the words it has. Their vectors, summed over the ranks, are those of the whole table, bit for bit. Of
-the head's logits each rank makes those of its words, and all are gathered, unless a loss is made of them: then each
-rank finds, of every token, the largest of its logits, the sum of their exponentials and the target's logit. These three
-numbers are exchanged, and no more (Megatron-LM's cross-entropy, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
+Each rank looks up its own words. The sum of the vectors over the ranks is bitwise that of the whole table. Each rank
+computes the logits of its words, and these are gathered. For a loss they are not gathered: for every token each rank
+finds the largest of its logits, the sum of their exponentials and the target's logit. The ranks exchange only these
+three numbers (Megatron-LM's cross-entropy, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 class Words:
-    """Which words of a vocabulary this rank has.
+    """The words of a vocabulary that this rank has.
 
     Args:
         comm: the group.
         size: how many words there are.
 
     Attributes:
-        each: how many a rank has; the last ones may have fewer.
-        first: the first of this rank's.
-        apart: whether the head returns the logits of this rank's words alone, and vectors are not asked for.
+        each: how many words a rank has; the last ranks may have fewer.
+        first: this rank's first word.
+        apart: whether the head returns only the logits of this rank's words, and no vectors are needed.
     """
 
     def __init__(self, comm: Comm, size: int) -> None:
@@ -59,14 +59,14 @@ class Words:
         return nn.Parameter(rows, requires_grad=whole.requires_grad)
 
     def here(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the places of words among this rank's, any place for those of others, and which are this rank's."""
+        """Return the rows of words in this rank's weight (any row for words of other ranks), and which words it has."""
         at = ids - self.first
         return at.clamp(0, min(self.each, self.size - self.first) - 1), (at >= 0) & (at < self.each)
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, *, reduction: str, ignore_index: int = -100, label_smoothing: float = 0.0
     ) -> Tensor:
-        """Return what torch's `cross_entropy` of all words' logits does, given those of this rank's words.
+        """Return the same as torch's `cross_entropy` of all words' logits, from the logits of this rank's words.
 
         Args:
             logits: `[..., words of this rank]`, of any precision; the loss is in fp32.
@@ -83,8 +83,8 @@ class Words:
 
     @contextmanager
     def left_apart(self) -> Iterator[None]:
-        """Let the head return the logits of this rank's words alone, in a `with` block. What embeddings return in it is
-        thrown away, so that other ranks are not asked for it."""
+        """Make the head return only the logits of this rank's words, in a `with` block. The block discards outputs of
+        embeddings, so other ranks need not send them."""
         self.apart = True
         try:
             yield
@@ -93,20 +93,20 @@ class Words:
 
 
 def words_of(module: nn.Module | None) -> Words | None:
-    """Return how the words of embeddings or a head lie over ranks; None: they are whole."""
+    """Return how the words of embeddings or a head are divided over ranks; None: they are whole."""
     return getattr(module, "words", None)
 
 
 def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
-    """Let embeddings and a head have this rank's rows of their weights, in place; weights that are tied stay one. Where
-    there are too few words for every rank to have one, they stay whole.
+    """Cut the weights of embeddings and a head to this rank's rows, in place; tied weights stay one weight. If there
+    are fewer words than ranks, the weights stay whole.
 
     Args:
         model: the model.
-        names: of the weights, of modules `nn.Embedding` that take nothing but ids, or `nn.Linear`.
+        names: those of the weights, of modules `nn.Embedding` that take only ids, or `nn.Linear`.
         comm: the group.
     """
-    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the whole ones, whose `id` is theirs till the end
+    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the whole ones, so that each `id` stays unique
     vocabularies: dict[int, Words] = {}
     for name in sorted(names):
         module = model.get_submodule(name.rpartition(".")[0])
@@ -118,11 +118,11 @@ def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
         assert isinstance(whole, nn.Parameter)
         module.weight = shared.setdefault(id(whole), (whole, words.held(whole)))[1]
         if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # the id whose row gets no gradient, which would mean another row here
+            module.padding_idx = None  # the id whose row gets no gradient; here it would be another row
         elif module.bias is not None:
             module.bias = words.held(module.bias)
-        # Methods of this one module, because models ask of what class their embeddings are, and have classes of their
-        # own that scale them; a copy of the module has methods of its own.
+        # Methods of this one module, because models check the class of their embeddings, and have their own classes
+        # that scale them; a copy of the module has its own methods.
         module.words = words  # type: ignore[assignment]
         module.parts = MethodType(_parts, module)  # type: ignore[assignment]
         module.forward = MethodType(_vectors if isinstance(module, nn.Embedding) else _logits, module)  # type: ignore[method-assign]
@@ -137,14 +137,14 @@ def _vectors(module: Any, input: Tensor) -> Tensor:
     """Return the vectors of token ids, as the module's own class makes them."""
     at, mine = module.words.here(input)
     vectors: Tensor = type(module).forward(module, at)
-    # Chosen and not multiplied, because a row of another word may not be finite.
+    # Selected instead of multiplied by 0, because a row of another word may not be finite.
     mine_alone = torch.where(mine.unsqueeze(-1), vectors, 0.0)
     return mine_alone if module.words.apart else reduce_from_group(mine_alone, module.words.comm)
 
 
 def _logits(module: Any, input: Tensor) -> Tensor:
     """Return the logits of all words, or of this rank's."""
-    if has_torch_function((input,)):  # one step for those who follow tensors through the model
+    if has_torch_function((input,)):  # one operation for code that traces tensors through the model
         followed: Tensor = handle_torch_function(_logits, (input,), module, input)
         return followed
     words: Words = module.words
@@ -155,21 +155,21 @@ def _logits(module: Any, input: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each token, `[tokens]` in fp32, of this rank's logits, `[tokens, words]`."""
+    """The loss of each token, `[tokens]` in fp32, from this rank's logits, `[tokens, words]`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, words: Words, smoothing: float) -> Tensor:
         at, inside = words.here(targets)
         at = at.unsqueeze(-1)
         most = logits.amax(-1).float()
-        # Of numbers of two precisions torch makes fp32: no copy of the logits is needed.
+        # torch computes in fp32 if only one operand is in fp32, so no copy of the logits is needed.
         total = torch.sub(logits, most.unsqueeze(-1)).exp_().sum(-1)
         hit = torch.where(inside, logits.gather(-1, at).squeeze(-1).float(), 0.0)
         found = [most, total, hit] + ([logits.sum(-1, dtype=torch.float32)] if smoothing else [])
         every = words.comm.all_gather(torch.stack(found).unsqueeze(0), 0).unbind(1)  # each [ranks, tokens]
         most = every[0].amax(0)
         total = (every[1] * (every[0] - most).exp()).sum(0).log()
-        # The difference first, because the sum's logarithm and the largest logit may be of very different sizes.
+        # Subtract first, because the sum's logarithm and the largest logit may have very different sizes.
         losses = total - (every[2].sum(0) - most)
         if smoothing:
             mean = every[3].sum(0) / words.size

@@ -1,8 +1,8 @@
-"""Ranks that wait for each other, and do not wait for ever: a collective that takes too long ends the process.
+"""A time limit for every collective: one that takes too long ends the process.
 
-Ranks that call different collectives, or of which one has died, hang without a word. Here every collective has a limit:
-long until the first step has been taken, since others may still read or compile; shorter afterwards. When it is over,
-the stacks of all threads are written to standard error, and the process ends; `torchrun` ends the others.
+If ranks call different collectives, or one rank has died, all hang without a message. So every collective has a limit.
+It is long until the end of the first step, because other ranks may still read or compile, and shorter afterwards. When
+it is over, LEMA writes the stacks of all threads to standard error and ends the process; `torchrun` ends the others.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ Kind = TypeVar("Kind")
 
 
 class Watch:
-    """How long a rank waits for the others.
+    """The limit on a rank's waits for the others.
 
-    One thread looks on, whatever is waited for. It sleeps no longer than any wait may take, so what begins meanwhile
-    need not wake it.
+    One thread watches all waits. It never sleeps longer than the shortest limit, so a new wait need not wake it.
 
     Args:
-        at_start: until the first step has ended.
-        later: from then on.
-        over: called with what was waited for when the time is over; None: write all stacks, and end the process.
+        at_start: the limit until the first step has ended.
+        later: the limit from then on.
+        over: called with a description of the wait when the time is over; None: write all stacks, end the process.
     """
 
     def __init__(
@@ -56,14 +55,14 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def step_ended(self) -> None:
-        """Wait less long from now on."""
+        """Use the shorter limit from now on."""
         with self._changed:
             if self._patience != self._later:
                 self._patience = self._later
                 self._changed.notify()
 
     def waited(self, what: str, call: Callable[[], Kind]) -> Kind:
-        """Return what a call that waits for other ranks returns, if it does in time.
+        """Return the result of a call that waits for other ranks, within the limit.
 
         Raises:
             LemaError: another rank has ended.
@@ -87,7 +86,7 @@ class Watch:
                 self._waits.pop(wait, None)
 
     def close(self) -> None:
-        """Stop looking on."""
+        """Stop the thread that watches."""
         with self._changed:
             thread, self._thread = self._thread, None
             self._changed.notify()
@@ -109,11 +108,11 @@ class Watch:
 
 
 class WatchedComm:
-    """A group whose collectives end in time, or end the process. Tensors without values go to no other process.
+    """A group whose collectives have a time limit. Tensors without values go to no other process.
 
     Args:
         comm: the group.
-        watch: how long they may take.
+        watch: the limit.
     """
 
     def __init__(self, comm: Comm, watch: Watch) -> None:
@@ -121,7 +120,7 @@ class WatchedComm:
         self._alone = StandIn(comm.rank, comm.size)
 
     def __deepcopy__(self, memo: Any) -> WatchedComm:
-        return self  # copies of a layer lie over the same processes
+        return self  # copies of a layer use the same processes
 
     @property
     def rank(self) -> int:
@@ -167,10 +166,10 @@ class WatchedComm:
 
 
 def _end(what: str) -> None:
-    """Say what was waited for, write the stacks of all threads, and end: others of the run end with this process."""
+    """Print the wait and the stacks of all threads, and end the process; the other ranks then end, too."""
     sys.stderr.write(
-        f"error: other ranks were not heard of: {what}\n  how: see the stacks below, and what the other ranks say; "
-        "start all of them again (--resume goes on from the last checkpoint)\n"
+        f"error: other ranks did not answer: {what}\n  how: see the stacks below, and the output of the other ranks; "
+        "start all of them again (--resume continues from the last checkpoint)\n"
     )
     faulthandler.dump_traceback(all_threads=True)
     sys.stderr.flush()

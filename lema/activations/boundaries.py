@@ -30,7 +30,7 @@ ALIGNMENT = 64  # of a boundary in memory: torch's own
 
 
 def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> "Tier":
-    """Return an empty tier; `directory` is where one on disk has its file, `trace` records what goes there."""
+    """Return an empty tier; `directory` has its file if it is on disk, `trace` records what goes there."""
     if name == "device":
         return _OnDevice(backend.device)
     return _Away(backend, _Pool(backend.host_buffer) if name == "host" else _DiskRoom(backend, directory, trace))
@@ -59,7 +59,7 @@ class _Pool:
         self._chunk = self._used = 0
 
     def take(self, nbytes: int, to_come: int) -> Tensor:
-        """Return the next `nbytes`; where there are none left, take room for as many again for all `to_come`."""
+        """Return the next `nbytes`; if the room is used up, allocate more for all boundaries `to_come`."""
         while self._chunk < len(self._chunks):
             chunk, start = self._chunks[self._chunk], self._used
             if start + nbytes <= len(chunk):
@@ -147,7 +147,7 @@ class _Away:
 
     def __init__(self, backend: Carrier, room: _Pool | _DiskRoom) -> None:
         self._backend, self._room = backend, room
-        self._kept: list[_Fetch] = []  # before the turn
+        self._kept: list[_Fetch] = []  # until the backward begins
         self._leaving: deque[Download] = deque()  # the last few, which keep their boundaries on the device
         self._to_fetch: deque[_Fetch] = deque()
         self._fetches: deque[_Fetch] = deque()  # under way
@@ -164,7 +164,7 @@ class _Away:
         self._room.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
-        """Keep a copy of `state`, which nobody writes into any more: it may be copied later, and is held until then.
+        """Keep a copy of `state`. It must not be written to any more: it may be copied later, and is held until then.
         Where this boundary and those `to_come` are unlike those that `begin` was told of, room is made for them."""
         piece = self._room.place(like.nbytes, to_come)
         self._kept.append(_Fetch(key, like, piece))
@@ -206,7 +206,7 @@ class _Away:
         self._room.close()
 
     def _forget(self) -> None:
-        """Drop what a step left that was given up. Uploads may bring what is put there next: nobody looks at them."""
+        """Drop the boundaries of a step that was given up. Uploads of stale bytes may still end; no code reads them."""
         while fetches := self._to_fetch or self._fetches:
             self._give_back(fetches.popleft())
         self._let_go()

@@ -1,7 +1,7 @@
-"""Where activations wait on a disk: written behind the caller's back, read ahead of it, compared with what was written.
+"""The store of activations on a disk: written in the background, read ahead, and compared with the bytes written.
 
 Bytes pass through a few buffers in host memory. Such a buffer is kept with what is in it until another piece needs it,
-so what was written last is there when it is wanted first.
+so the activations that were written last are there first.
 """
 
 import threading
@@ -45,7 +45,7 @@ class DiskPiece:
         self.transfers: list[_Transfer] = []  # those under way that touch the buffer
         self.checksum: int | None = None  # of the bytes; None: they are not on the disk
         self.failure: BaseException | None = None  # why there are none; they may be read again if they are on the disk
-        self.dropped = self.gone = False  # nobody wants them; and it has nothing any more
+        self.dropped = self.gone = False  # not needed any more; and all its memory is released
         self.num_told = store._num_told  # failures that the store had told when this was placed
 
     @property
@@ -117,18 +117,18 @@ class DiskPiece:
     def used(self, drained: Callable[[], None]) -> None:
         """Take back what `memory` returned: a copy from there is queued; `drained` blocks until it has ended."""
         with self._store._lock:
-            assert self.lent, "a piece was given back that had not been asked for"
+            assert self.lent, "a piece was returned that had not been requested"
             self.lent = False
             if not self._store._closed:
                 self._store._begin(_Transfer(self, "drain", self._store._drains.submit(drained)))
 
     def drop(self) -> None:
-        """Nobody wants the bytes any more. May be called twice, and in any state."""
+        """Drop the bytes. May be called twice, and in any state."""
         self.dropped = True
         self._store._dropped.append(self)
 
     def under_way(self, *kinds: Kind) -> _Transfer | None:
-        """Return the transfer under way that is of one of these kinds; None: there is none."""
+        """Return the running transfer that is of one of these kinds; None: there is none."""
         return next((transfer for transfer in tuple(self.transfers) if transfer.kind in kinds), None)
 
     def check(self) -> None:
@@ -200,12 +200,12 @@ class DiskStore:
             how = "close it after the backward"
             raise DiskError(what, where=self._file.where, how=how)
         failed, self._failed = self._failed, None
-        if failed is not None and not failed[0].dropped:  # else nobody wants to know any more
+        if failed is not None and not failed[0].dropped:  # a dropped piece needs no error
             self._num_told += 1
             raise failed[1]
 
     def _look(self) -> None:
-        """See what has ended, and what was dropped."""
+        """Handle transfers that have ended, and pieces that were dropped."""
         self._under_way = deque([transfer for transfer in self._under_way if not self._ended(transfer)])
         for piece in [self._dropped.popleft() for _ in range(len(self._dropped))]:
             if not self._gone(piece):
@@ -240,7 +240,7 @@ class DiskStore:
         return True
 
     def _rest(self, piece: DiskPiece, *, used: bool = False) -> None:
-        """Let others have a piece's buffer, if nobody uses it; one that was used, perhaps for the last time, first."""
+        """Free the buffer of a piece that is not in use; first one that was used already, perhaps for the last time."""
         if piece.buffer is None or piece.lent or piece.transfers or piece.dropped:
             return
         self._idle[piece] = None
@@ -262,7 +262,7 @@ class DiskStore:
         if piece.transfers:
             return False
         piece.gone = True
-        # Where it is lent a device may still copy, and nobody said until when: then it is not used again.
+        # While it is lent, a device may still copy for an unknown time: then it is not used again.
         self._put_back(piece, again=not piece.lent)
         self._extents.give(piece.start, piece.size)
         return True
@@ -297,7 +297,7 @@ class DiskStore:
         self._file.reserve(end)
 
     def _extent(self, size: int) -> int:
-        """Return where in the file `size` bytes are free; what was dropped is waited for where there are none."""
+        """Return a free place of `size` bytes in the file; if there is none, wait for transfers of dropped pieces."""
         while True:
             try:
                 return self._extents.take(size, self._grow)
@@ -307,7 +307,7 @@ class DiskStore:
                 self._await_dropped()
 
     def _await_dropped(self) -> None:
-        """Wait for what is under way for nobody any more: its room is free then."""
+        """Wait for transfers of dropped pieces, because their room is free then."""
         wait([transfer.future for transfer in self._under_way if transfer.piece.dropped])
         self._look()
 
@@ -327,7 +327,7 @@ class DiskStore:
         return buffer
 
     def _spare(self, size: int) -> tuple[Tensor, list[Future[None]]] | None:
-        """Return a buffer that none needs soon, with what must end before it is written into; None: there is none."""
+        """Return a buffer that is not needed soon, with what must end before it is overwritten; None: there is none."""
         while (buffer := self.staging.take(size)) is None and self._evict():
             pass
         if buffer is not None:

@@ -35,17 +35,17 @@ class Hooks:
     # Called with these and the output, also where `forward` raised; None: nothing is.
     after: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None] | None = None
     # Whether `before` comes before other hooks, so that `after` has its `before` also where one of those raises.
-    # Otherwise it comes last, and is given what `forward` will be given.
+    # Otherwise it comes last, and gets the arguments that `forward` will get.
     first: bool = False
 
 
 # By module and kind of hooks: how many ask for them, and what takes them off.
 _asked: WeakKeyDictionary[nn.Module, dict[Hooks, tuple[int, list[RemovableHandle]]]] = WeakKeyDictionary()
-_lock = threading.RLock()  # a garbage collector may let go of hooks while others are being put on
+_lock = threading.RLock()  # a garbage collector may remove hooks while others are being added
 
 
 class Hooked:
-    """The hooks that one owner asked for. They go when it is closed, or garbage-collected; it keeps no module alive."""
+    """The hooks of one owner. They are removed when it is closed or garbage-collected; it keeps no module alive."""
 
     def __init__(self) -> None:
         self._places: list[tuple[ref[nn.Module], Hooks]] = []
@@ -88,7 +88,7 @@ def _put_on(module: nn.Module, hooks: Hooks) -> list[RemovableHandle]:
 
 
 def _take_off_copies(module: nn.Module, hooks: Hooks) -> None:
-    """Take off hooks that came with a copy of a hooked module, which nobody asked for."""
+    """Remove hooks that came with a copy of a hooked module, because they have no owner."""
     for called, beside in (
         (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
         (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
@@ -125,7 +125,7 @@ class Scope:
             self.layer_inputs.update(_marks(state))
 
     def unmark(self, state: Any) -> None:
-        """Let `state` be nothing special again; one that was never marked, or forgotten by `reset`, is none already."""
+        """Unmark `state`; do nothing if it was never marked, or if `reset` has forgotten it."""
         if isinstance(state, Tensor):
             self.layer_inputs -= Counter(_marks(state))
 
@@ -173,7 +173,7 @@ def entered(scope: Scope) -> Iterator[None]:
 # own. Where there is nothing but the last norm, the head follows it.
 HEADS = ("output", "output.linear", "lm_head", "decoder.output", "decoder.lm_head", "final_layer_norm", "ln_f", "head")
 
-UNTOUCHED = "liger"  # modules named so keep what they save: their kernels do with it as they please
+UNTOUCHED = "liger"  # modules with this in their names keep what they save, for their own kernels
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # parts of names that users do not write
 
 
@@ -207,7 +207,7 @@ class Sites:
                 self._hooked.add(module, WITH_WEIGHTS)
 
     def close(self) -> None:
-        """Take the hooks off that nobody else asks for. May be called twice."""
+        """Remove the hooks that no other owner uses. May be called twice."""
         self._hooked.close()
 
 
@@ -224,7 +224,7 @@ def wrapped(model: nn.Module) -> list[nn.Module]:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """Return the module that turns hidden states into logits, as it is called; None: there is none to be found."""
+    """Return the module that computes logits from hidden states, by the name it has; None: there is none."""
     for level in reversed(wrapped(model)):
         get = getattr(level, "get_output_embeddings", None)
         for head in (None if get is None else get(), *(_at(level, path) for path in HEADS)):
@@ -249,7 +249,7 @@ def _at(model: Any, path: str) -> Any:
 
 
 def _untouched(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of kernels that keep what they save; a block of such a class with modules in it is none."""
+    """Return the modules of kernels that keep what they save; a block that contains other modules is no kernel."""
     return [
         module
         for name, module in model.named_modules()

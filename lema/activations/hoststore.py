@@ -28,7 +28,7 @@ def floor_bytes() -> int:
 class HostPool:
     """Host buffers, handed out, given back and used again. Any thread may call it.
 
-    A buffer is used again for the size it was made for; where a new one would make the pool larger than what was ever
+    A buffer is used again for the size it was made for; if a new one would make the pool larger than the most that was
     in use at once, also for half of that and more. So batches of all lengths do not add up.
 
     `allocate`: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own. `limit`: bytes of all buffers,
@@ -49,9 +49,9 @@ class HostPool:
         self._available = available or memory_available
         self._floor = floor_bytes()
         self._lock = threading.Lock()
-        # A garbage collector gives back in the middle of anything: what it calls takes no lock.
+        # A garbage collector may return buffers at any point of the code, so the methods that it calls take no lock.
         self._returned: deque[tuple[int, bool]] = deque()
-        self._out: dict[int, tuple[Tensor, int]] = {}  # by address, with the bytes that were asked for
+        self._out: dict[int, tuple[Tensor, int]] = {}  # by address, with the number of bytes requested
         self._free: dict[int, deque[Tensor]] = {}  # by size, that which came back last at the end
         self._held = self._wanted = self._most_wanted = 0
         self.allocated = self.reused = 0  # how many buffers were made, and how often one was handed out again
@@ -67,12 +67,12 @@ class HostPool:
     def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
         """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room. If it `must`, room
         is taken all the same where there is none; it is given back to the system, not to the pool."""
-        assert nbytes > 0, "a buffer of no bytes was asked for"
+        assert nbytes > 0, "a buffer of no bytes was requested"
         size = whole_blocks(nbytes)
         with self._lock:
             self._sort()
             if self._num_buffers is not None:
-                # Because pieces of changing sizes would otherwise have buffers made and let go of in every step.
+                # Because otherwise pieces of changing sizes would allocate and free buffers in every step.
                 size = self._smallest = max(size, self._smallest)
                 self.limit = self._num_buffers * size
             buffer = self._again(size)
@@ -97,7 +97,7 @@ class HostPool:
         self._returned.append((buffer.data_ptr(), True))
 
     def forget(self, buffer: Tensor) -> None:
-        """Give back what `take` returned, and what may still be written into or read: it is not used again."""
+        """Return a buffer of `take` that may still be written or read: it is not used again."""
         self._returned.append((buffer.data_ptr(), False))
 
     def clear(self) -> None:
@@ -108,7 +108,7 @@ class HostPool:
                 self._let_go()
 
     def _sort(self) -> None:
-        """Put what was given back where it can be found."""
+        """Move returned buffers to the free list."""
         while self._returned:
             address, again = self._returned.popleft()
             assert address in self._out, "a buffer was given back twice, or is not of this pool"
@@ -118,7 +118,7 @@ class HostPool:
             if again and (self.limit is None or self._held <= self.limit):
                 same = self._free.pop(size, deque())
                 same.append(buffer)
-                self._free[size] = same  # the last of all sizes to be let go
+                self._free[size] = same  # of all sizes, freed last
             else:
                 self._held -= size
 

@@ -53,7 +53,7 @@ class KeptGraphs:
         self._at_once = at_once
         self._held: set[int] = set()  # storages that the graph now built may hold as they are
         self._offload: Offload | None = None
-        self.counters = Counters()  # what was moved so far
+        self.counters = Counters()  # bytes moved so far
 
     @property
     def live_bytes(self) -> int:
@@ -118,7 +118,7 @@ class StepGraphs:
         return pack
 
     def turn(self) -> None:
-        """Every graph is built: hold nothing of them on the device, for what comes next needs the room."""
+        """Move all graphs off the device once every graph is built, because the next phase needs the room."""
         self._held.clear()
         self._offload.let_go()
 
@@ -196,7 +196,7 @@ class StepBoundaries:
         like = _like(state)
         given = state.detach() if like.stride() == state.stride() else state.detach().clone()
         self._to_come -= 1
-        assert self._to_come >= 0, "more boundaries came than the step was begun with"
+        assert self._to_come >= 0, "more boundaries came than the step has"
         with self._trace.span("boundaries", f"keep layer {layer}"):
             self._tier.keep((layer, index), given, like, self._to_come)
         self._counters.bytes_out += like.nbytes

@@ -1,6 +1,6 @@
 """The inputs of decoder layers: marked while their layers run, and found where `torch.utils.checkpoint` saves them.
 
-A checkpoint saves the tensors it is given by position, and holds on the device those it is given by keyword. So an
+A checkpoint saves its positional tensors, and holds tensors passed by keyword on the device. So an
 input that comes by keyword is handed to it by position.
 """
 
@@ -49,7 +49,7 @@ class LayerInputs:
             checkpoints.unwrap()
 
     def close(self) -> None:
-        """Take the hooks off that nobody else asks for. May be called twice; it may be opened again."""
+        """Remove the hooks that no other owner uses. May be called twice; it may be opened again."""
         self._hooked.close()
         self._layers.clear()
 
@@ -64,7 +64,7 @@ def only_layer_inputs(tensor: Tensor) -> Kept | None:
 def only_layer_values(tensor: Tensor) -> Kept | None:
     """The same choice on a device whose tensors have no storage: by the tensors themselves."""
     if torch._C._current_graph_task_id() != -1:
-        return Kept.BACKWARD  # a recomputation: what it saves is used at once
+        return Kept.BACKWARD  # a recomputation, whose saved tensors are used at once
     scope = current()
     if scope is not None and scope.excluded:
         return Kept.EXCLUDED
@@ -73,7 +73,7 @@ def only_layer_values(tensor: Tensor) -> Kept | None:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that can be checkpointed each by itself: layers, by their class or by a wrapper around them.
-    Where there are none they are taken to be the modules of the longest list that lies in no other list."""
+    Without such classes, the layers are the modules of the longest list that is in no other list."""
     modeling = sys.modules.get("transformers.modeling_layers")  # not imported: no module is of its classes
     kind = getattr(modeling, "GradientCheckpointingLayer", ())
 

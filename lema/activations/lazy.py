@@ -21,8 +21,8 @@ class _Value:
     def __init__(self, source: Tensor) -> None:
         self.device, self.nbytes = source.device, source.numel() * source.element_size()
         self.host = source.to("cpu")
-        self.waiting: WeakSet[_Away] = WeakSet()  # what graphs keep of it and have not asked for yet
-        self.back: Tensor | None = None  # what came back; it stays until all of them have asked
+        self.waiting: WeakSet[_Away] = WeakSet()  # references of graphs that have not fetched it yet
+        self.back: Tensor | None = None  # the returned value; it stays until all of them have fetched it
         self.reached = False  # one of them has asked, and others are waiting
 
 
@@ -49,7 +49,7 @@ class ByValue:
         return self._order
 
     def pack(self, tensor: Tensor, order: Order[_Value] | None = None) -> Packed:
-        """Return what a graph is to keep in the place of `tensor`."""
+        """Return the object that a graph keeps instead of `tensor`."""
         self.counters.seen += 1
         if (why := self._choice(tensor)) is not None:
             self.counters.kept[why] += 1
@@ -58,7 +58,7 @@ class ByValue:
         return _Away(self, self._value_of(tensor), order or self._order)
 
     def expect(self, order: Order[_Value]) -> None:
-        """Begin to bring back what was packed last, as its backward comes soon."""
+        """Begin to bring back the tensors that were packed last, because their backward comes soon."""
         self.bring_ahead(order, len(order.pieces))
 
     def let_go(self) -> None:
@@ -69,7 +69,7 @@ class ByValue:
     close = let_go
 
     def bring(self, value: _Value) -> Tensor:
-        """Return a value on its device. Where it is wanted for the first time, what comes before it is run."""
+        """Return a value on its device. The first request runs the operations before it."""
         if not value.reached:
             self._sync()
             value.reached = True
@@ -103,7 +103,7 @@ class ByValue:
 
 
 class _Away:
-    """What a graph keeps in the place of a tensor that was moved."""
+    """The object that a graph keeps instead of a tensor that was moved."""
 
     def __init__(self, offload: ByValue, value: _Value, order: Order[_Value]) -> None:
         self._offload, self._value, self._order = offload, value, order
@@ -111,7 +111,7 @@ class _Away:
         value.waiting.add(self)
 
     def unpack(self) -> Tensor:
-        """Return the tensor. Those that share a value share what came back; a graph asked again brings it again."""
+        """Return the tensor. Tensors that share a value share one copy; a second use by a graph fetches it again."""
         offload, value = self._offload, self._value
         offload.counters.restored += 1
         tensor = offload.bring(value)

@@ -1,4 +1,4 @@
-"""A trainer of `transformers` or TRL whose training steps offload what they save for their backwards.
+"""A trainer of `transformers` or TRL whose training steps offload the tensors saved for their backwards.
 
     class MyTrainer(ActivationOffloadingMixin, Trainer): ...
 
@@ -42,7 +42,7 @@ class ActivationOffloadingMixin(Below):
             `args.output_dir` if you do not set it.
 
     Attributes:
-        activation_offload_context: of the last training step; a null context before the first, and where nothing is
+        activation_offload_context: that of the last training step; a null context before the first, and if nothing is
             offloaded. Its `counters` say what was moved; those of a run are there when `train()` has ended.
 
     Raises:
@@ -136,7 +136,7 @@ class ActivationOffloadingMixin(Below):
         return self.activation_offload_context
 
     def _check_offloading(self) -> None:
-        """Raise where the mode is none, or checkpoints move their inputs on their own: no hook of ours sees those."""
+        """Raise if the mode is unknown, or if checkpoints move their inputs themselves, which our hooks cannot see."""
         if self.activation_offloading not in (*MODES, False):
             known = ", ".join(map(repr, (*MODES, False)))
             raise ConfigError(f"activation_offloading must be one of {known}, not {self.activation_offloading!r}")

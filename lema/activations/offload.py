@@ -35,7 +35,7 @@ OVERWRITTEN = (
 
 
 class Packed(Protocol):
-    """What a graph keeps in the place of a tensor."""
+    """The object that a graph keeps instead of a tensor."""
 
     def unpack(self) -> Tensor:
         """Return the tensor, on its device, as it was saved; `RuntimeError`: it was written into since."""
@@ -47,7 +47,7 @@ class KeptTensor:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Not the tensor itself: an operation that keeps what it made would hold itself, for ever.
+        # Not the tensor itself: an operation that keeps its output would hold itself, and would never be freed.
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def unpack(self) -> Tensor:
@@ -84,7 +84,7 @@ class OffloadedTensor:
         piece.alive += 1
 
     def unpack(self) -> Tensor:
-        """Return the tensor: a view of the source where that is still there, else of what came back."""
+        """Return the tensor: a view of the source if that is still there, else of the returned copy."""
         with self._offload.alone():
             return self._unpacked()
 
@@ -105,7 +105,7 @@ class OffloadedTensor:
         return tensor
 
     def _ask(self) -> None:
-        """Be asked for, this time that the piece is here; the last to be asked for lets it go."""
+        """Count a request for this copy of the piece; the last request frees it."""
         piece = self._piece
         if self._round != piece.round:
             self._round = piece.round
@@ -173,7 +173,7 @@ class Offload:
             return KeptTensor(tensor)
 
     def expect(self, order: Order[Piece]) -> None:
-        """Begin to bring back what was packed last, as its backward comes soon."""
+        """Begin to bring back the tensors that were packed last, because their backward comes soon."""
         with self.alone():
             self.fetch_ahead(order, len(order.pieces))
 
@@ -282,7 +282,7 @@ class Offload:
         return piece
 
     def _end_backward(self, backward: int) -> None:
-        """Let go of what came back for it and is still wanted, by an unused branch or a graph that is kept."""
+        """Free returned copies that are still wanted, by an unused branch or a graph that is kept."""
         with self.alone():
             self._forget(backward)
 

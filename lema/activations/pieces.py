@@ -20,7 +20,7 @@ from lema.errors import LemaError
 
 __all__ = ["ALIGNMENT", "Piece", "span_of", "view"]
 
-ALIGNMENT = 64  # kernels may take another way where an address is aligned otherwise: it comes back as it was
+ALIGNMENT = 64  # a kernel may choose another algorithm for another alignment of its addresses, so the alignment is kept
 
 
 class Piece:
@@ -33,9 +33,9 @@ class Piece:
         self.start, self.nbytes, self.version, self.device = start, nbytes, tensor._version, tensor.device
         self.key = (storage._cdata, self.version)
         self.alive = 0  # packed tensors in it
-        self.wanted = 0  # of these, those that have not been asked for since it came back
+        self.wanted = 0  # of these, those that were not requested since it came back
         self.round = 0  # how often it came back
-        self.spent: int | None = None  # the backward in which all of them were asked for; None: there was none
+        self.spent: int | None = None  # the backward in which all of them were requested; None: there was none
         self._left_at = self.version
         self._guard = StorageWeakRef(storage)
         self._place, self._carrier, self._counters = place, carrier, counters
@@ -55,7 +55,7 @@ class Piece:
 
     @property
     def version_copied(self) -> int:
-        """The version of the storage when nobody could write into it any more before it was copied."""
+        """The version of the storage at the time of the copy."""
         return self._left_at if self.source is None else self.source._version
 
     def covers(self, start: int, nbytes: int) -> bool:
@@ -91,12 +91,12 @@ class Piece:
     def memory(self) -> Tensor:
         """Return what came back, uint8 `[nbytes]`; compute queued after this call sees it."""
         self.fetch()
-        assert self._upload is not None, "a piece was asked for that never left"
+        assert self._upload is not None, "a piece was requested that was never copied away"
         self._waited = True
         return self._upload.wait()[: self.nbytes]
 
     def forget(self) -> None:
-        """Hold what came back no longer; it can come again."""
+        """Free the returned copy; it can be brought back again."""
         if self._upload is not None:
             if not self._waited:
                 self._upload.wait()  # else its memory, and the host's, could be used again under the copy
@@ -118,7 +118,7 @@ class Piece:
         return view(source, self.start, (self.nbytes,), (1,), torch.uint8)
 
     def gone(self) -> None:
-        """Nobody wants the bytes any more."""
+        """Drop the bytes."""
         self.release()
         self.forget()
         self._place.drop()

@@ -23,7 +23,7 @@ WEIGHTS = (nn.Parameter, nn.Buffer)
 
 
 class WeightView:
-    """A view of a parameter, or of its cast, found again in whatever memory the parameter has when it is asked for."""
+    """A view of a parameter or its cast, which is found again in the memory that the parameter has later."""
 
     __slots__ = ("_cast", "_first", "_laid", "_parameter", "_shape", "_stride", "_version")
 
@@ -82,7 +82,7 @@ class WeightStorages:
         self._casts: WeakKeyDictionary[nn.Module, dict[Any, bool]] = WeakKeyDictionary()
 
     def refresh(self) -> None:
-        """Look again where the weights are: whoever moves them may have."""
+        """Look up the addresses of the weights again, because they may have moved."""
         self._storages.clear()
         model = None if self._model is None else self._model()
         if model is not None:

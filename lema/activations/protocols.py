@@ -37,13 +37,13 @@ class Counters:
 
     seen: int = 0  # tensors that autograd saved
     moved: int = 0  # of these, those that wait elsewhere; several that share memory are moved together
-    restored: int = 0  # how often one was asked for and had been moved
+    restored: int = 0  # how often a moved one was requested
     kept: Counter[Kept] = field(default_factory=Counter)  # those that stayed, by reason
     copies_out: int = 0  # pieces of memory that were copied away
     copies_back: int = 0  # pieces of memory that were copied back
     bytes_out: int = 0  # of these, in bytes
     bytes_back: int = 0  # in the same way
-    early: int = 0  # tensors asked for while their memory was still on the device, so that nothing was copied
+    early: int = 0  # tensors requested while their memory was still on the device, so that nothing was copied
 
     def reset(self) -> None:
         """Begin again."""

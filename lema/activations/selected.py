@@ -145,10 +145,10 @@ class _BringingBack(TorchDispatchMode):
             )
         self._next += 1
         for device, (before, after) in call.drawn.items():
-            # What follows shall draw what it drew. Where the checkpoint does not preserve the state, it draws again.
+            # The code after it must draw the same numbers. A checkpoint that does not preserve the state draws again.
             if torch.equal(_random_state(device), before):
                 _set_random_state(device, after)
-        # An alias, for autograd makes it part of a graph: what stayed on the device may be asked for again.
+        # An alias, because autograd makes it part of a graph, and a tensor that stayed may be requested again.
         return tree_map_only(_Waiting, lambda waiting: waiting.packed.unpack().detach(), call.out)
 
 

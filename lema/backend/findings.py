@@ -42,8 +42,8 @@ class Level(StrEnum):
 class Finding:
     """One thing that was looked at."""
 
-    section: str  # what it belongs to; of a backend's own findings the backend's name
-    name: str  # what was looked at; `section.name` is the same on every machine
+    section: str  # its group; for findings of a backend, the backend's name
+    name: str  # the object of the check; `section.name` is the same on every machine
     level: Level  # how it stands
     what: str  # one sentence
     how: str = ""  # how to fix it; empty where nothing has to be fixed

@@ -53,7 +53,7 @@ class Alone:
 
 
 class Downloaded:
-    """The `Download` of a device whose copies have ended when they are begun."""
+    """The `Download` of a device that copies at once."""
 
     def release(self) -> None:
         """Nothing reads the source any more."""

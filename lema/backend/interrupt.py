@@ -29,7 +29,7 @@ together ask each other before each lease, and so do all where each layer is put
 
 
 class StopRequested(BaseException):
-    """The pass under way is given up, because the run is to stop. It is no `Exception`, so that handlers of errors let
+    """The current pass is given up, because the run must stop. It is no `Exception`, so that handlers of errors let
     it pass to the loop of the run, which raises `Stopped`."""
 
     def __init__(self, why: str) -> None:

@@ -27,7 +27,7 @@ SHOWN = 64  # degrees named in an error, at most up to this one
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies over ranks, made by the functions below, which say what it is; `ConfigError`: it cannot."""
+    """How one tensor is divided over ranks. The functions below make it; `ConfigError`: it cannot be divided."""
 
     # What is cut: nothing, the outputs, the inputs, the vocabulary, heads, or several of them fused into one.
     kind: Kind
@@ -80,7 +80,7 @@ def embedding(tp: int, size: int, dim: int = 0) -> Layout:
 def query(
     tp: int, heads: int, kv_heads: int, kv_layout: KvLayout = "tile", kv_multiplier: int | None = None, dim: int = 0
 ) -> Layout:
-    """Query heads, beside the keys and values they belong to. `dim` 1: the inputs of the projection after attention."""
+    """Query heads, on the ranks of their keys and values. `dim` 1: the inputs of the projection after attention."""
     return Layout("query", tp, dim, None, heads, kv_heads, kv_layout, kv_multiplier or fewest_replicas(tp, kv_heads))
 
 
@@ -98,7 +98,7 @@ def fused(parts: Sequence[tuple[int, Layout]]) -> Layout:
 
 
 def layout_from_dict(given: Mapping[str, Any]) -> Layout:
-    """Read a layout as `Layout.to_dict` gives it; `DataError`: it is none; `ConfigError`: no tensor can have it."""
+    """Read a layout from `Layout.to_dict`; `DataError`: it is malformed; `ConfigError`: no tensor can have it."""
     known = {f.name: f for f in fields(Layout)}
     numbers = {"tp", "dim", "size", "heads", "kv_heads", "kv_multiplier"}
     needed = {name for name, f in known.items() if f.default is MISSING}

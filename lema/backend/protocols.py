@@ -105,7 +105,7 @@ class MemoryStats:
     """Bytes of the device's memory: in use by this process, the most ever in use by it, and the device's total.
 
     `shared`: the device computes in host memory, so that a host buffer is a slot, and nothing is uploaded. `free`: what
-    other processes leave to this one, with what it has; None: nobody knows of others.
+    other processes leave to this one, with what it has; None: no others are known.
     """
 
     used: int
@@ -189,7 +189,7 @@ class Parallel(Protocol):
         the embeddings return meanwhile is thrown away."""
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum over the group the gradients of which each rank has formed a part only."""
+        """Sum the gradients over the group that are partial, because each rank has formed only a part of them."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the norm of all gradients of the group, on the device: what several ranks hold alike counts once."""

@@ -59,7 +59,7 @@ class Queues(Protocol):
 
     @property
     def returns(self) -> Queue:
-        """Copies back to the device of what was downloaded."""
+        """Copies downloaded tensors back to the device."""
 
     @property
     def downloads(self) -> Queue:
@@ -92,7 +92,7 @@ class Copies:
     def download(self, target: Tensor, source: Tensor) -> Event:
         """Queue a copy of device memory to the host, after the compute queued so far; return when it is done."""
         done = self._downloads.copy(target, source, target, [self.queues.compute.record()])
-        self._landings[_place(target)] = done  # each in its turn: the last is after all others
+        self._landings[_place(target)] = done  # they end in order, so the last one is after all others
         return done
 
     def forget_done(self) -> None:
@@ -170,7 +170,7 @@ class SlotUpload:
     def wait(self) -> Tensor:
         """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the bytes. The caller goes on."""
         if self._released:
-            assert self._slot.uploads == self._number, "a slot was asked for that something else was uploaded to"
+            assert self._slot.uploads == self._number, "a slot was requested that has another upload already"
             self._slots.free.remove(self._slot)
             # So that the next release is after the last, on whatever queue that was.
             self._slots.queues.compute.wait(self._slot.free)

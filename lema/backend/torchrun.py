@@ -45,7 +45,7 @@ def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
 
 
 def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENCE) -> Joined:
-    """Join the processes that `torchrun` started, of which `parts` hold one copy together; None: all do. Those of one
+    """Join the processes that `torchrun` started; `parts` of them hold one copy together (None: all do). Those of one
     copy have ranks that follow each other, so that they are on one machine where they can be. `carrier` is what
     `torch.distributed` calls the library that carries tensors between the devices. `BackendUnavailable`: the variables
     that `torchrun` sets are there in part, or the others cannot be reached. `ConfigError`: the processes cannot be

@@ -31,7 +31,7 @@ def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: b
 
 
 class TorchCarrier:
-    """A `lema.backend.Carrier` whose copies run beside the compute, in torch's streams; no thread waits for them. If
+    """A `lema.backend.Carrier` whose copies run during the compute, in torch's streams; no thread waits for them. If
     `at_once`, copies have ended when the call returns, on any device: the reference for the others. Otherwise the
     device is of the kind of torch's current accelerator; without a number, it is the one that is current now. With
     `pin_memory` host buffers are page-locked: a device copies from and to others only while its host waits."""
@@ -98,7 +98,7 @@ class _Queue:
 
 
 class _Queues:
-    """`lema.backend.queues.Queues` of one device: three streams beside the one that computes. Nothing is gathered."""
+    """`lema.backend.queues.Queues` of one device: three streams besides the one that computes. It gathers nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index

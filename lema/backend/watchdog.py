@@ -24,7 +24,7 @@ __all__ = ["Watchdog", "write_stacks"]
 
 FACTOR = 10  # times as long as a layer takes
 AT_LEAST = 45.0  # seconds: a slow disk is not reported each time
-AT_FIRST = 300.0  # seconds, while it is not known how long a layer takes, or where no layers are gone through
+AT_FIRST = 300.0  # seconds, while the time of a layer is unknown, or outside of layers
 INTERVAL = 5.0  # seconds between two looks
 REMEMBERED = 65  # layers whose times count
 EXIT = 1
@@ -77,7 +77,7 @@ class Watchdog:
     def look(self) -> None:
         """See whether anything has moved since the last look; if nothing has for too long, say so."""
         now, seen = self._clock(), self._moves()
-        if (gone := now - self._looked) > 4 * INTERVAL:  # this thread, too, was stopped: that is not the run's fault
+        if (gone := now - self._looked) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
             self._moved, self._layer = self._moved + gone, self._layer + gone
         self._looked = now
         if seen != self._seen:

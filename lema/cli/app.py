@@ -40,7 +40,7 @@ app.add_typer(config_app, name="config")
 
 def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
-    hush()  # `peft` and `transformers` import what they find installed
+    hush()  # `peft` and `transformers` import any optional package that is installed
     sys.exit(run(app, sys.argv[1:], by="main"))
 
 

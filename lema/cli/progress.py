@@ -1,4 +1,4 @@
-# ruff: noqa: ARG002 - a callback's parameters are given by transformers, used or not.
+# ruff: noqa: ARG002 - transformers defines the parameters of a callback, used or not.
 """The progress of training or writing: a bar on a terminal, one line per measurement anywhere else."""
 
 import time

@@ -12,7 +12,7 @@ from lema.config.settings import OfAdapter, Said, Settings, Silent
 
 __all__ = ["AdapterSettings"]
 
-# Lists of names that match whatever their order, and names that are given twice match once.
+# Lists of names that match in any order; a name that occurs twice matches once.
 _SETS = ("lora_target_modules", "lora_exclude_modules", "lora_modules_to_save")
 
 

@@ -39,7 +39,7 @@ def backend_setting(name: str) -> BackendSetting:
 
 
 def check_backend_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each setting that no backend has, or whose value is none of its, with what is wrong and how to fix it."""
+    """Yield each setting that no backend has, or that has a wrong value, with the problem and how to fix it."""
     for name, value in given.items():
         if name not in backend_settings():
             how = meant(name, backend_settings()) or "leave it out"

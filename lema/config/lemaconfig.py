@@ -26,13 +26,13 @@ __all__ = ["CONFIG_NAME", "LemaConfig"]
 CONFIG_NAME = "lema_config.json"
 
 # Settings that only earlier versions saved, one at least in every file they wrote. Such a file may hold others that are
-# gone; in any other file an unknown setting is a slip.
+# gone; in any other file an unknown setting is a mistake.
 _EARLIER = {"ram_buffer_size", "use_lora", "vram_fraction", "training_mode"}
 _AT = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 
 class _First(Settings):
-    """What stands first, in the order in which it is given by position; two settings of adapters are among it."""
+    """The first settings, in the order of positional arguments; two settings of adapters are among them."""
 
     model_name_or_path: Silent[types.Location]
     """A model directory, a .safetensors file in such a directory, or a hub id."""
@@ -268,7 +268,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         return super().__getattr__(name)  # type: ignore[misc] # pydantic hides it from type checkers
 
     def disagreements(self) -> Iterator[Problem]:
-        """Yield what is wrong between settings, each of which is right by itself."""
+        """Yield problems between settings that are each valid alone."""
         yield from super().disagreements()
         for key, what in check_backend_settings(self.backend_settings):
             yield Problem(key, what)

@@ -1,4 +1,4 @@
-"""What the settings of an objective have to do with each other: which of them say something beside which objective."""
+"""Checks of the settings of objectives: which setting has an effect with which objective."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +15,7 @@ ObjectiveName = Literal["sft", "dpo", "ipo", "orpo", "simpo", "kto"]
 OF_PAIRS = ("dpo", "ipo", "orpo", "simpo")  # objectives whose examples are pairs of rows
 WITH_REFERENCE = ("dpo", "ipo", "kto")  # those that compare with the model without adapters
 
-# The values of `loss_type`, the first of which is the default.
+# The values of `loss_type`; the first is the default.
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
     "sft": ("nll", "dft"),
     "dpo": (

@@ -130,7 +130,7 @@ def problem_at(key: str, what: str, how: str) -> Problem:
 
 
 def prefixed(problem: Problem, path: str) -> Problem:
-    """Return a problem of nested settings as it is called from outside, where `path` leads to those settings."""
+    """Return a problem of nested settings with its name from outside; `path` leads to those settings."""
     if not path:
         return problem
     key = _joined(path, problem.key)

@@ -1,4 +1,4 @@
-"""Settings of what a run measures, what it keeps, and where it reports."""
+"""Settings for measuring, for the files that a run keeps, and for reports."""
 
 from collections.abc import Iterator
 from typing import Annotated

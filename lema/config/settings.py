@@ -55,7 +55,7 @@ class Settings(BaseModel):
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """Return the default of every setting, by the name it is given by."""
+        """Return the default of every setting, by its name."""
         return {
             field.alias or name: field.get_default(call_default_factory=True)
             for name, field in cls.model_fields.items()
@@ -88,7 +88,7 @@ class Settings(BaseModel):
         return self
 
     def disagreements(self) -> Iterator[Problem]:
-        """Yield what is wrong between settings, each of which is right by itself."""
+        """Yield problems between settings that are each valid alone."""
         yield from ()
 
 

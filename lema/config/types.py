@@ -15,7 +15,7 @@ from lema.config.units import memory_bytes
 
 
 class MemoryStrategy(StrEnum):
-    """Where frozen weights wait for their turn on the device."""
+    """Where frozen weights wait before they are copied to the device."""
 
     STREAMING = "streaming"
     """On disk; a few layers at a time pass through host memory."""
@@ -87,7 +87,7 @@ def _names(value: Any) -> Any:
 
 
 def _source(value: Any) -> Any:
-    """A data set of the hub as the one text that names it; anything else as it is."""
+    """Return a data set of the hub as the text that names it, and any other value unchanged."""
     if isinstance(value, dict) and isinstance(value.get("path"), str):
         if wrong := [key for key in value if key not in ("path", "name", "split", "revision", "streaming")]:
             known = "path, name, split, revision and streaming"

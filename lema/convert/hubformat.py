@@ -38,7 +38,7 @@ class StoredModel:
     index: GlobalBinaryIndex  # its files
     skeleton: PreTrainedModel  # itself, on `meta`, without adapters
     records: Mapping[str, Stored]  # where each of its tensors is, by the names they have in memory
-    dtypes: Mapping[str, torch.dtype]  # what `transformers` makes of each of them, for the dtype asked for
+    dtypes: Mapping[str, torch.dtype]  # the dtype that `transformers` gives each of them, for the requested dtype
     config_changes: Mapping[str, Any]  # what the `config.json` of a copy in these dtypes must say otherwise
 
 

@@ -66,7 +66,7 @@ class MergedTensors:
     def _weight(self, stored: str, parameter: nn.Parameter) -> Tensor:
         if parameter.is_meta:
             return read_tensor(self._records[stored], self._dtypes[stored])
-        return parameter.detach().clone()  # a bias that was trained, or what PEFT saved beside the adapter
+        return parameter.detach().clone()  # a trained bias, or a module that PEFT saved with the adapter
 
 
 def check_mergeable(model: nn.Module) -> None:
@@ -118,7 +118,7 @@ def merge_adapter(
 
     `adapter_dir`: a saved adapter; it names its base model. `max_shard_size`: bytes of the tensors of one file, at
     most; a larger tensor has a file to itself. `rounding`: of `W + alpha / rank B A`, which is formed in fp32, to the
-    type of the weights. In half precision `nearest` loses changes that are small beside a weight (of 1e-6 on 0.02 in
+    type of the weights. In half precision `nearest` loses changes that are small next to a weight (of 1e-6 on 0.02 in
     bfloat16 it keeps a thirtieth); `stochastic` keeps them in the mean, at the cost of noise of one last place. `seed`:
     of stochastic rounding; the same one gives the same bits, however the files are cut."""
     if rounding not in get_args(Rounding):

@@ -51,7 +51,7 @@ class Prepared:
         return self.weights.stat().st_size
 
     def notes(self) -> list[str]:
-        """Say what is not a plain copy, one line each: what was rearranged, what was left out, what was added."""
+        """List, one line each, the tensors that are not plain copies: rearranged, left out or added ones."""
         names = self.names or NameMap()
         lines = {
             "rearranged": names.rearranged,
@@ -158,7 +158,7 @@ def prepare(
     cannot build the model, or it has no single stack of layers, or it is quantised already, or has nothing to quantise;
     `DiskError`: the disk is full or failing; nothing is left behind.
 
-    `model_or_dir`: a model directory, a `.safetensors` file beside its `config.json`, a hub id, or a model in memory.
+    `model_or_dir`: a model directory, a `.safetensors` file next to its `config.json`, a hub id, or a model in memory.
     `out`: a `.safetensors` file, or a directory; directories are made where they are missing. `dtype`: what the weights
     are converted to; None: what `from_pretrained` would load them as. `quantize`: "int8", "fp8" (both as torchao stores
     them) or "nf4" (as bitsandbytes does): what the weights of the linear modules in decoder layers are stored as; then

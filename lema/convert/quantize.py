@@ -31,7 +31,7 @@ INPUTS = 16  # random ones, per measured weight
 
 @dataclass(frozen=True)
 class Precision:
-    """What quantising cost one kind of module, over the layers sampled: errors relative to what they are errors of."""
+    """The errors from quantising one kind of module, over the sampled layers, relative to the exact values."""
 
     module: str  # the kind, as modules of that kind are called within a layer
     sampled: int  # how many weights were measured
@@ -113,7 +113,7 @@ class Quantizer:
         return [spec for group in groups.values() for spec in group]
 
     def metadata(self, names: Sequence[str]) -> dict[str, str]:
-        """Return what goes into the header of a file with the tensors `names`."""
+        """Return the entries for the header of a file with the tensors `names`."""
         abouts = {name: self.chosen[name].about if name in self.chosen else None for name in names}
         written: dict[str, str] = LIBRARIES[KINDS[self.kind]].metadata(abouts)
         return METADATA | ({PREPARED_MARK: MARKED[1]} if written else {}) | written

@@ -90,7 +90,7 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
 
 
 def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
-    """Copy the small files beside a model's weights, but for `config.json` and the index of its shards. The model's own
+    """Copy the other small files of a model, except `config.json` and the index of its shards. The model's own
     code is copied as well if `code`. `WeightsError`: one of them is a link that leaves the directory; `DiskError`: one
     could not be written."""
     patterns = COMPANIONS + (CODE if code else ())

@@ -17,7 +17,7 @@ __all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "split_batch"]
 
 TokenRow = Mapping[str, Sequence[int]]
 Numbers = npt.NDArray[np.int64]
-OF_ROWS = frozenset({"example"})  # what has one value or several for each row, and none for each token
+OF_ROWS = frozenset({"example"})  # columns with one or several values for each row, not for each token
 
 
 class Batch(TypedDict):
@@ -155,7 +155,7 @@ class Batches:
         if not len(dataset):
             raise DataError("the data set is empty", how="give at least one row")
         if batch_size < 1:
-            raise DataError(f"a batch of {batch_size} rows is none", where="batch_size", how="use 1 or more")
+            raise DataError(f"a batch cannot have {batch_size} rows", where="batch_size", how="use 1 or more")
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.pad_token_id = pad_token_id
         self.rank, self.size, self.micro_batch_size = rank, size, micro_batch_size
@@ -185,7 +185,7 @@ class Batches:
         return self._before[epoch]
 
     def place(self, step: int) -> tuple[int, int]:
-        """The epoch of batch `step`, and which batch of it that is, the first being 0."""
+        """The epoch of batch `step`, and the batch's number in it, from 0."""
         if step < 0:
             raise IndexError(f"steps count from 0, not {step}")
         if self._tokens is None:

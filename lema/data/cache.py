@@ -117,7 +117,7 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
 
 
 class Entry:
-    """The tokens of an entry, read where they are asked for, and what else is kept of it. Reading leaves no page in the
+    """The tokens of an entry, read on request, and the rest of the entry. Reading leaves no page in the
     process, where those of a mapped file would stay until memory is short. The entry is locked while this lives."""
 
     def __init__(self, place: Path) -> None:
@@ -228,7 +228,7 @@ def _made(place: Path, locked: bool) -> Iterator[Path]:
 
 
 def _write(folder: Path, files: Sequence[Path], gather: Gather) -> str:
-    """Write the files of an entry; return who tokenised, and what had been before."""
+    """Write the files of an entry; return a text on the processes, and on parts of an earlier start."""
     total = sum(file.stat().st_size for file in files if not is_stream(file))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     processes = min(cores, MOST_PROCESSES)
@@ -301,7 +301,7 @@ def _begin(alive: int, held: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()  # because a collection would write to every page that is shared with the parent
     os.close(held)
-    # When the parent is gone no end of this pipe is open for writing, and reading it returns.
+    # When the parent has ended, no end of this pipe is open for writing, and reading it returns.
     threading.Thread(target=lambda: os.read(alive, 1) or os._exit(1), daemon=True).start()
 
 
@@ -313,7 +313,7 @@ def _line() -> Iterator[Callable[[int, int, float, int], None]]:
     def tell(done: int, total: int, left: float, tokens: int) -> None:
         if shown:
             text = f"{tokens:,} tokens"
-            if done:  # which is 0 of a stream, because nobody knows its end
+            if done:  # it is 0 for a stream, because its end is unknown
                 text = f"{human_bytes(done)} of {human_bytes(total)}  {human_duration(left)} left"
             sys.stderr.write(f"\r\x1b[Ktokenising: {text}")
             sys.stderr.flush()

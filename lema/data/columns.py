@@ -75,7 +75,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of which the part after the prompt is trained on; the prompt is empty for plain text."""
+    """Text whose part after the prompt is trained on; the prompt is empty for plain text."""
 
     prompt: str
     completion: str
@@ -172,7 +172,7 @@ def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
 
 
 def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
-    """Two strings, or two lists of messages of which the second begins with the assistant's answer."""
+    """Two strings, or two lists of messages; the second begins with the assistant's answer."""
     prompt, completion = row.values["prompt"], row.values["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Text(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))

@@ -1,6 +1,6 @@
 """Tokenised rows: token ids in one flat array, four bytes a token, and a table that says what each row is.
 
-A token that is not learnt is stored as its complement, `~id`, which is negative. A row whose labels are other tokens
+An untrained token is stored as its complement, `~id`, which is negative. A row whose labels are other tokens
 than its own, which data that were tokenised beforehand may have, has its labels stored after its ids.
 """
 
@@ -44,7 +44,7 @@ LABELLED = 1 << 16  # the mark of a row whose labels are stored
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a data set holds, and what was taken away to make it."""
+    """The contents of a data set, and what was left out of it."""
 
     rows: int  # rows kept
     truncated: int  # rows among them which were cut to the longest length allowed
@@ -56,7 +56,7 @@ class Counts:
     cut_trained: int = 0  # tokens among them which the loss would have counted
 
     def __str__(self) -> str:
-        text = [f"{self.rows:,} rows, {self.tokens:,} tokens of which {self.trained_tokens:,} are trained on"]
+        text = [f"{self.rows:,} rows, {self.tokens:,} tokens, {self.trained_tokens:,} of them trained on"]
         if self.truncated:
             cut = f"{self.cut_tokens:,} tokens cut off, {self.cut_trained:,} of them to be trained on"
             text.append(f"{self.truncated:,} rows truncated ({cut})")
@@ -72,7 +72,7 @@ class Tokens(Protocol):
 
 
 class Keeper(Protocol):
-    """Keeps a small text beside the tokens, by name."""
+    """Keeps a small text in the directory of the tokens, by name."""
 
     def get(self, name: str) -> str | None: ...
 
@@ -132,7 +132,7 @@ class Columns:
         self.skip(row, "left out because of train: false", 0)
 
     def skip(self, row: Row, why: str, tokens: int, **more: int) -> None:
-        """List a row that is not taken as it is."""
+        """List a row that is cut or dropped."""
         self.skipped.append({"file": row.source, "line": row.line, "why": why, "tokens": tokens, **more})
 
     def table(self, notes: tuple[str, ...] = ()) -> Table:
@@ -143,7 +143,7 @@ class Columns:
 
 
 class TokenDataset(Sequence[TokenRow]):
-    """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is learnt. Labels
+    """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is trained. Labels
     stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the table
     in their order, or all. `notes` are for the user, a line each; `shares` those it was `mixed` in."""
 

@@ -55,7 +55,7 @@ def find_files(paths: str | Path | Iterable[str | Path], first: int | None = Non
 
 
 def _kind(path: Path) -> str:
-    """The end of a file's name that says what it holds, without the one that says how it is compressed."""
+    """The suffix for a file's contents, without the suffix for its compression."""
     if is_stream(path):
         return HUB
     kind, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
@@ -107,7 +107,7 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
 
 MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
 TOO_LONG, SHORTER = "a row of more than 16 MiB", "divide it into rows of at most max_length tokens"
-MAX_UNPACKED, ROW_BYTES = 1 << 22, 100  # that a packed file may always come to; of a row, beside its values
+MAX_UNPACKED, ROW_BYTES = 1 << 22, 100  # allowed for any packed file; for a row, besides its values
 UNPACKS, DISTRUST = "the file unpacks to hundreds of times its size", "write its rows to a new file if you trust it"
 MAX_RATIO = 150  # of what is in a packed file to its size: rows with one prompt of 10 KB reach 130, others 20
 PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
@@ -141,7 +141,7 @@ class Piece:
 
 
 def pieces_of(path: Path) -> Iterator[tuple[Row, Piece]]:
-    """Read a file in pieces, with its first row beside each of them. `DataError`: it cannot be read or is empty, its
+    """Read a file in pieces, each with the file's first row. `DataError`: it cannot be read or is empty, its
     first row is malformed, or another is where rows are not lines."""
     first = None
     for piece in _pieces(path):
@@ -198,7 +198,7 @@ def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
 
 
 def _expanded(file: BinaryIO, kind: str) -> BinaryIO:
-    """A file as it is before it is compressed."""
+    """A file without its compression."""
     if kind not in _COMPRESSED:
         return file
     import pyarrow

@@ -65,7 +65,7 @@ class Fade:
     def __post_init__(self) -> None:
         check_rates(self.before, "fade")
         if self.samples < 1:
-            raise ConfigError(f"a fade over {self.samples} samples is none", where="fade", how="leave it out")
+            raise ConfigError(f"a fade cannot have {self.samples} samples", where="fade", how="leave it out")
         if self.shape not in SHAPES:
             how = f"use one of {', '.join(SHAPES)}"
             raise ConfigError(f"there is no fade {self.shape!r}", where="shape", how=how)

@@ -148,7 +148,7 @@ def _span(start: int, count: int) -> range:
     if start < 0:
         raise IndexError(f"samples count from 0, not {start}")
     if count < 1:
-        raise DataError(f"a batch of {count} samples is none", where="count", how="use 1 or more")
+        raise DataError(f"a batch cannot have {count} samples", where="count", how="use 1 or more")
     return range(start, start + count)
 
 

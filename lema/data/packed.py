@@ -46,7 +46,7 @@ class PackedHeader:
 
 class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
     """The whole blocks of a packed file, as a sequence of rows with `input_ids` and `labels`, which are the same.
-    `path`: a `.bin` file with its header beside it, or the directory of `train.bin`. `block`: tokens in a block.
+    `path`: a `.bin` file with its header next to it, or the directory of `train.bin`. `block`: tokens in a block.
     `vocab_size`: how many tokens the model knows; None: not known, and ids are compared with the header alone.
     `DataError`: the file or its header is missing or damaged, or it is shorter than one block."""
 

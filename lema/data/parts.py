@@ -1,4 +1,4 @@
-"""The files of kept tokens, written one part after another, so that a start that was killed is gone on with.
+"""The files of kept tokens, written one part after another, so that a start can continue after a kill.
 
 A part is what one piece of the data has become. When its tokens, rows and skipped rows are in their files, a line of
 `parts.jsonl` says which piece it was, what was counted, and the digest of it all. Of files that a kill has left, the
@@ -26,7 +26,7 @@ ABOUT, ROWS, TOKENS, SKIPPED, PARTS = "about.json", "rows.bin", "tokens.bin", "s
 FILES = (TOKENS, ROWS, SKIPPED)
 
 Pieces: TypeAlias = Iterator[tuple[Row, Piece]]
-"""Pieces of the data, with the first row of its file beside each of them."""
+"""Pieces of the data, each with the first row of its file."""
 
 
 class Parts:
@@ -82,7 +82,7 @@ class Parts:
         return found, chain(next_one, pieces)
 
     def _part(self, where: Where, columns: Columns) -> tuple[dict[str, Any], list[bytes]]:
-        """Return what is to be known of a part, and what it adds to each file."""
+        """Return the description of a part, and the bytes that it adds to each file."""
         rows = np.frombuffer(columns.rows, dtype=ROW)  # which may be written to, as a bytearray may
         rows["start"] += self._num_tokens
         rows["source"] = self._sources.get(where[0], len(self._sources))
@@ -105,7 +105,7 @@ class Parts:
 
 
 def _read(line: bytes, files: Sequence[BinaryIO]) -> tuple[dict[str, Any] | None, list[bytes]]:
-    """Return what a line says, and what its part has in each file; None: the part is not as it was written."""
+    """Return a line's description, and its part's bytes in each file; None: the part has changed since."""
     try:
         written = json.loads(line)
         contents = [file.read(size) for file, size in zip(files, written["about"]["sizes"], strict=True)]

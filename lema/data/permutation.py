@@ -22,7 +22,7 @@ class Permutation:
 
     def __init__(self, count: int, *key: int | str) -> None:
         if count < 1:
-            raise ValueError(f"a permutation of {count} things is none")
+            raise ValueError(f"a permutation cannot have {count} things")
         self.count = count
         bits = max(2, (count - 1).bit_length())
         self._low = bits // 2
@@ -51,18 +51,18 @@ class Permutation:
 
 
 def _mixed(value: int) -> int:
-    """64 bits of which each depends on all of `value`: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """64 bits, each of which depends on all of `value`: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
     return value ^ value >> 31
 
 
 permutation = lru_cache(maxsize=256)(Permutation)
-"""`Permutation`, the latest of which are kept: rows asked for one after the other are of few orders."""
+"""A `Permutation` from a cache of the latest ones: successive rows belong to few orders."""
 
 
 def shuffled_row(count: int, index: int, *key: int | str) -> tuple[int, int]:
-    """Return epoch and row of the `index`-th row drawn from `count` rows, each epoch of which has an order of its own.
+    """Return epoch and row of the `index`-th row drawn from `count` rows, with a different order in each epoch.
     Every row comes once in an epoch: in `count` draws from a multiple of `count` on."""
     epoch, place = divmod(index, count)
     return epoch, permutation(count, *key, epoch)(place)

@@ -187,7 +187,7 @@ def prepare_preferences(
     rows = TokenDataset(table_of(data, gather, tokenizer, settings, cache))
     marks = rows.marks[:: 1 if labelled else 2]
     made = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
-    # Rejected rows come after all chosen ones, because beside another of its prompt a completion is not mismatched.
+    # Rejected rows come after all chosen ones, because next to a row with its prompt a completion is not mismatched.
     second = (marks & SECOND) > 0
     return made.select(np.argsort(second, kind="stable")) if second.any() else made
 

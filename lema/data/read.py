@@ -162,7 +162,7 @@ def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading, given: Row 
 
 
 def rows_of(data: Data) -> Iterator[Row]:
-    """Yield the rows of files, or those given. `DataError`: there are none, or something else was given."""
+    """Yield the rows of files, or the given rows. `DataError`: there are none, or the data are of another kind."""
     if isinstance(data, (str, Path)):
         yield from read_rows(data)
         return

@@ -23,7 +23,7 @@ class Style(StrEnum):
 
 
 class SamplingError(ConfigError, ValueError):
-    """A `Sampling` is malformed; a `ValueError` as well, so that pydantic lists it beside a file's other problems."""
+    """A `Sampling` is malformed; a `ValueError` as well, so that pydantic lists it with a file's other problems."""
 
 
 def _style(value: Any) -> Style:

@@ -28,7 +28,7 @@ Ints: TypeAlias = npt.NDArray[np.int32]
 NOTHING = np.empty(0, np.int32)
 BATCH, BATCH_CHARACTERS = 64, 1 << 17  # that are tokenised at once
 Draft: TypeAlias = Tokens | tuple[str, list[Span], bool] | None
-"""A row before it is tokenised: text, what of it is learnt, and whether it has its special tokens; or tokens that were
+"""A row before it is tokenised: text, its trained parts, and whether it has its special tokens; or tokens that were
 given; None, where it is not to be trained on."""
 
 
@@ -56,7 +56,7 @@ class Reading:
 
 def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:
     """Yield token ids and labels of rows, none of a row that says not to be trained on. Text and completions end in the
-    end-of-sequence token, once, and it is learnt: else the model never learns to stop. Tokens that the tokenizer puts
+    end-of-sequence token, once, as a trained token: else the model never learns to stop. Tokens that the tokenizer puts
     in front stand there once, also where the text already begins with them. `DataError`: a row is malformed, has
     nothing to learn, or holds ids outside the vocabulary. All rows before it have been yielded."""
     for drafts in _drafts(rows, reading):

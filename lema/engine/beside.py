@@ -1,4 +1,4 @@
-"""Rows that go through each layer beside those that train, while it is on lease: they cost no byte of weights.
+"""Extra rows that go through each layer with those that train, under the same lease: they read no more weights.
 
 Such are the rows of a step as the model without its adapters sees them, the reference of preference losses. No gradient
 is formed of them, and nothing of them is kept but the hidden states between two layers.
@@ -54,7 +54,7 @@ def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
 class Group:
     """Some micro-batches on their way through the layers."""
 
-    calls: Calls  # of each layer, the call of each micro-batch
+    calls: Calls  # for each layer, the call of each micro-batch
     targets: Sequence[Tensor]  # of each micro-batch, `[rows, sequence]`: whose log-probabilities are wanted, -100 else
     adapters: bool  # whether the layers have their adapters
     hidden: list[Tensor] | None = None  # at the layer that comes next; None: those of `source`, where adapters begin
@@ -63,11 +63,11 @@ class Group:
 
 @dataclass(eq=False)
 class Beside:
-    """The rows that go beside those of one pass."""
+    """The extra rows of one pass."""
 
     engine: Engine  # what visits work with
-    reference: Group | None  # the rows that train, without adapters; None: they are not asked for
-    mismatched: Sequence[Group]  # of KTO's KL term, with adapters and without; none: they are not asked for
+    reference: Group | None  # the rows that train, without adapters; None: not needed
+    mismatched: Sequence[Group]  # of KTO's KL term, with adapters and without; none: not needed
     forks: int  # the lowest layer at which a model without adapters makes something else; -1: before the layers
     outside: bool  # whether something outside the layers trains
 
@@ -97,7 +97,7 @@ class Beside:
 
     @torch.no_grad()
     def evaluated(self, loss: RowLoss, hidden: Sequence[Tensor]) -> Tensor:
-        """Return the loss of a pass of which no gradient is wanted; `hidden` are the last layer's outputs."""
+        """Return the loss of a pass without gradients; `hidden` are the last layer's outputs."""
         with self.engine.retry.at("in the head and the loss"):
             logps = [loss.forward(*one, index) for index, one in enumerate(zip(hidden, loss.targets, strict=True))]
         return self.settle(loss, logps, differentiate=False)
@@ -124,7 +124,7 @@ def beside_of_pass(
     calls: Calls,
     first: Lease | None,
 ) -> Beside | None:
-    """Return what goes through the layers beside the rows that train, before the first layer; None: nothing. The
+    """Return the extra rows that go through the layers, before the first layer; None: there are none. The
     micro-batches are in host memory, `placed` on the device, `calls` those of each layer. `first` is the first layer's
     lease, where the prelude needs its weights."""
     objective, split = model.objective, model.split
@@ -161,7 +161,7 @@ def settled(
     embed_head: EmbedHead,
     beside: Beside,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Run all rows through the top layer and the head; return the loss of the pass and, of each micro-batch, the
+    """Run all rows through the top layer and the head; return the loss of the pass and, for each micro-batch, the
     gradient of its log-probabilities by the top layer's output, and the generator's state before the top layer."""
     loss, top, retry = embed_head.loss, engine.split.num_layers - 1, engine.retry
     assert isinstance(loss, RowLoss), "the loss is of tokens"

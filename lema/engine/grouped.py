@@ -56,7 +56,7 @@ class _Groups:
 
     @torch.no_grad()
     def results(self, given: Sequence[Given], way: Way = "forward") -> list[Tensor]:
-        """Return what the experts make of what they are given of each micro-batch, `[tokens, hidden]`."""
+        """Return the experts' outputs for their inputs from each micro-batch, `[tokens, hidden]`."""
         groups = self.split.groups[self.lease.layer]
         routed = [Routed.of(one, groups) for one in given]
         sums = [one.sums() for one in routed]
@@ -235,13 +235,13 @@ class _Part:
     _state: Tensor  # the generator's, before the layer
     _asks: bool  # whether somebody asks what routers make
     given: Given = field(init=False)  # to the experts
-    routers: list[Tensor] = field(default_factory=list)  # what they make that has a gradient
+    routers: list[Tensor] = field(default_factory=list)  # their outputs that have a gradient
     looked: bool = False  # whether the backward looks at the values of the experts' result
     output: Tensor | None = None  # of the layer
     _half: Suspended | None = None
     _result: Tensor | None = None  # of the experts, without a graph
     _gradient: Tensor = field(init=False)  # of the output
-    _again: bool = False  # whether the graph is let go
+    _again: bool = False  # whether the graph is freed and made again
 
     def run(self) -> None:
         """Run the layer as far as its experts."""
@@ -263,7 +263,7 @@ class _Part:
         self.looked = bool(looked)
 
     def let_go(self) -> None:
-        """Let the graph of what comes before the experts go."""
+        """Free the graph of the part before the experts."""
         assert self._half is not None
         self._again, self._half, made = True, self._half.detached(), self._call.routers or []
         made[:] = [one.detach().requires_grad_(one.requires_grad) for one in made]
@@ -287,7 +287,7 @@ class _Part:
         assert self.output is not None and self._result is not None
         self._gradient = gradient
         (found,) = torch.autograd.grad(self.output, [self._result], gradient, retain_graph=not self._again)
-        if self._again:  # of all but what the experts are given nothing is needed, or only their result
+        if self._again:  # only the experts' inputs are needed, or only their result
             self._half = self.output = None
             self._result = self._result if self.looked else None
         return found
@@ -326,7 +326,7 @@ def top_in_groups(
         if engine.runs_again:
             parts[-1].look()
             parts[-1].let_go()
-            engine.backend.set_rng_state(after)  # because a look draws again what comes after the experts
+            engine.backend.set_rng_state(after)  # because a look draws the part after the experts again
     results, shares = groups.results([one.given for one in parts]), list[Tensor]()
     routed, below = list[list[Tensor]](), list[list[Tensor | None]]()
     for index, (call, part) in enumerate(zip(calls, parts, strict=True)):

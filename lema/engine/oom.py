@@ -186,7 +186,7 @@ class OomRetry:
         said = str(error).partition("\n")[0][:200].rstrip(". ")
         what = f"the device's memory is too small: {said}"
         if parts:
-            what += f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once beside "
+            what += f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once next to "
             what += f"{_count(short.slots, 'layer slot')} do not fit"
         if not self._alone:
             what += "; with shard_weights a process cannot try again alone"
@@ -194,7 +194,7 @@ class OomRetry:
         return MemoryLimitError(what, where=short.place, how=self.advise(short))
 
     def _say(self) -> None:
-        """Warn of what was given up since this was last called, if anything was."""
+        """Warn of memory savings that the run has made since the last call, if any."""
         if not self._given_up:
             return
         given_up, place = self._given_up, self._short_at

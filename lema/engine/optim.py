@@ -216,7 +216,7 @@ def moments_elsewhere(model: nn.Module, count: int) -> int:
 
 
 def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step: int = 0) -> LRScheduler:
-    """Return the schedule the config names, over `num_steps` optimizer steps, of which `step` have been taken.
+    """Return the config's schedule over `num_steps` optimizer steps; `step` of them have been taken.
     `ConfigError`: the schedule needs settings that the config does not have, or its parts are longer than the run."""
     name = config.lr_scheduler_type
     if name not in {one.value for one in SchedulerType}:
@@ -244,7 +244,7 @@ def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step
 def follow(
     optimizer: Optimizer, factor: Callable[[int], float], learning_rate: float | None = None, step: int = 0
 ) -> LambdaLR:
-    """Have an optimizer follow a schedule, of which `step` steps have been taken. A parameter group remembers the first
+    """Make an optimizer follow a schedule; `step` of its steps have been taken. A parameter group remembers the first
     learning rate it was ever scheduled with, and torch's schedules go by it. An optimizer that is carried into a phase
     would keep that of the phase before; so it is forgotten here. `factor`, of the step counted from 0, is of
     `learning_rate`; None: of what each group has."""

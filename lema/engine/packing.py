@@ -140,7 +140,7 @@ class Packs(Sequence[dict[str, list[int]]]):
 
 
 Pieces = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Of parts of rows, in the order of their packs: which row, where in it the part begins and ends, which pack."""
+"""For parts of rows, in the order of their packs: the row, where the part begins and ends in it, and the pack."""
 
 
 def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:

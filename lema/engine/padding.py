@@ -70,7 +70,7 @@ def cut(logits: list[Tensor], batches: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def side_by_side(logits: Sequence[Tensor], width: int) -> Tensor:
-    """Return logits of micro-batches, of which some were cut to their longest row, as those of a batch so many wide."""
+    """Return logits of micro-batches, some of them cut to their longest row, padded to the width of the batch."""
     return torch.cat([pad(one, (0, 0, 0, width - one.shape[1])) for one in logits]) if logits else torch.empty(0)
 
 

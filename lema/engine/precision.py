@@ -1,4 +1,4 @@
-"""How products in fp32 round: as fp32, or by tensor cores that keep 10 bits of what they multiply (TF32).
+"""How products in fp32 round: as fp32, or by tensor cores that keep 10 bits of each factor (TF32).
 
 torch keeps this for the whole process, and lets convolutions round as TF32 unless it is told not to. So both are set as
 long as a model is open, and put back when it is closed.

@@ -35,7 +35,7 @@ class Spans:
 class Schedule:
     """A schedule: `low + (1 - low) t / w` for t < w, and from there what `falls` makes of t, n and the spans."""
 
-    parts: Mapping[str, float]  # those it has, each with its length where none is given: a fraction of all steps
+    parts: Mapping[str, float]  # its parts, each with its default length: a fraction of all steps
     falls: Callable[[int, int, Spans], float]
     low: float = 0.0
 
@@ -119,7 +119,7 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
 
 
 def _steps(length: int | float, total: int) -> int:
-    # 0.29 * 100 is 28.999999999999996 as floats, and 29 to whoever wrote it.
+    # 0.29 * 100 is 28.999999999999996 as floats, but the user means 29.
     return length if isinstance(length, int) else math.floor(Fraction(repr(length)) * total)
 
 

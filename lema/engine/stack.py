@@ -1,4 +1,4 @@
-"""The stack of layers as the model's own forward calls it: one differentiable function, for whoever calls the model.
+"""The stack of layers as the model's own forward calls it: one differentiable function, for any caller of the model.
 
 A trainer calls the model, or the part of it that holds the layers, and differentiates what it makes of the result. So
 the forward of the module that holds the layers is replaced. It cuts its rows into micro-batches, by length and each as
@@ -63,7 +63,7 @@ class StackCall:
     # What trains in the layers as it is called, by `id`, and whether the model is in training mode.
     trained: tuple[bool, frozenset[int]]
     cuts: tuple[Cut, ...]
-    routed: bool  # whether what routers make is asked for
+    routed: bool  # whether outputs of routers are requested
 
     def joins(self, other: StackCall) -> bool:
         """Whether both can be run at once."""
@@ -91,7 +91,7 @@ class StackCall:
         return tuple(found)
 
     def check_unseen(self, gradient: Tensor) -> None:
-        """Refuse a loss that counts what was cut off, by its gradient `[batch, sequence, hidden]`."""
+        """Refuse a loss that counts positions that were cut off, by its gradient `[batch, sequence, hidden]`."""
         unseen = [gradient[cut.rows, cut.end :].abs().gt(0).any() for cut in self.cuts if cut.end < cut.width]
         if unseen and bool(torch.stack(unseen).any()):
             what = "the loss counts masked tokens at the end of rows, which were not computed"
@@ -128,7 +128,7 @@ class LayerStack:
         self._ahead: tuple[tuple[int, ...], int] = ((), 0)  # leases announced for the next pass, and how many stream
         self._version: int | None = None  # of an adapter's values at the last backward
         self._found: dict[nn.Parameter, Tensor] | None = None
-        if streamed.backend.replicas.size > 1:  # because whoever calls the model has it in DistributedDataParallel
+        if streamed.backend.replicas.size > 1:  # because the caller wraps the model in DistributedDataParallel
             if split.groups:
                 what = "experts cannot be leased in groups if several processes call the model"
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
@@ -144,7 +144,7 @@ class LayerStack:
         self._owner.forward = forward
 
     def take_out(self) -> None:
-        """Let the model be as it was."""
+        """Restore the model."""
         self._owner.__dict__.pop("forward", None)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ class LayerStack:
         few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
         ambient, preludes, routed = self._ambient(), [], self._asked(ROUTED, given)
         if not split.known(few):
-            state = streamed.backend.rng_state()  # put back, because these few tokens are nobody's
+            state = streamed.backend.rng_state()  # restored, because these few tokens are not training data
             self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
             with streamed.stream.lease(0) as first, self._without_routers():
                 split.prelude(few, first.weights)
@@ -215,7 +215,7 @@ class LayerStack:
 
     @contextmanager
     def _without_routers(self) -> Iterator[None]:
-        """Have the config not ask for what routers make, of which the model would form a loss where no layer runs."""
+        """Turn off the config's request for routers' outputs: the model would form their loss outside the layers."""
         config = self._owner.config
         asked = getattr(config, ROUTED, None)
         if asked:
@@ -227,7 +227,7 @@ class LayerStack:
                 setattr(config, ROUTED, asked)
 
     def _ambient(self) -> torch.dtype | None:
-        """Return the dtype of products where the model is called; None: nobody has set one."""
+        """Return the dtype of products where the model is called; None: none is set."""
         kind = self.streamed.backend.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -266,7 +266,7 @@ class LayerStack:
                 adapters = [one for one in split.layers.parameters() if one.requires_grad]
                 streamed.engine.outer = below_visits(streamed.engine.anchor, self._found, adapters)
             hidden = start.start(streamed.engine.anchor)
-        if not below:  # a trainer may have the embeddings' result ask for a gradient that nobody needs
+        if not below:  # a trainer may make the embeddings' output require a gradient that is not needed
             hidden = tuple(state.detach() for state in hidden)
         trained = [layer for layer in range(top + 1) if streamed.engine.trains(layer)] if differentiated else []
         lowest = 0 if below else min(trained, default=top + 1)
@@ -316,7 +316,7 @@ class LayerStack:
         return max(waiting, key=lambda step: step.number).backward if waiting else ()
 
     def _announce(self, now: tuple[int, ...], later: tuple[int, ...]) -> None:
-        """Announce the leases of the pass that begins and those of the next, of which some are announced already."""
+        """Announce the leases of the pass that begins and those of the next pass, if not yet announced."""
         stream = self.streamed.stream
         if self._ahead != (now, stream.announced):
             stream.cancel()

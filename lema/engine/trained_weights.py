@@ -64,7 +64,7 @@ class TrainedWeights:
 
 
 def adapter_leaves(layers: nn.ModuleList, found: dict[nn.Parameter, Tensor]) -> TrainedWeights:
-    """Return what has leaves stand for the adapters of decoder layers; their gradients are added up in `found`.
+    """Return a context with leaves instead of the adapters of decoder layers; `found` sums their gradients.
 
     `DistributedDataParallel` sends a parameter's gradient off when it first arrives, and looks for parameters in the
     graph of what the model returns. But the visits differentiate graphs of their own, once for each micro-batch. So

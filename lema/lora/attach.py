@@ -117,7 +117,7 @@ def _whole(alpha: float) -> Any:
 
 
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the names of the parameters that an adapter would adapt, in the order of the model, which stays as it is.
+    """Return the names of the parameters that an adapter would adapt, in the order of the model; change nothing.
     The model has no adapters, and its weights may be on `meta`. `ModelError`: none; it names those that could be."""
     empty: dict[int, Tensor] = {id(one): one.detach().to("meta") for one in model.buffers()}
     empty |= {id(one): nn.Parameter(one.detach().to("meta"), requires_grad=False) for one in model.parameters()}

@@ -1,6 +1,6 @@
 """Checks of an adapter's files, which come from anywhere, before PEFT loads them, and of the model they are put on.
 
-A rank of a billion would be allocated before it is compared with the weights, and text in the place of a number would
+A rank of a billion would be allocated before it is compared with the weights, and text instead of a number would
 fail elsewhere with a message that does not help. PEFT matches an adapter's regular expressions with the names of all
 modules, and some take years for a name of thirty letters
 (https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS), so each is matched once
@@ -100,7 +100,7 @@ def check_types(config: LoraConfig, file: Path) -> None:
 
 
 def check_ranks(config: LoraConfig, weights: Path) -> None:
-    """Make sure that no rank of a config is beyond every size in the weights beside it, where there are any.
+    """Check that no rank of a config is larger than every size in the adapter's weights, if there are any.
     `AdapterError`: one is, or the weights are damaged."""
     if not weights.is_symlink() and not weights.exists():
         return
@@ -217,7 +217,7 @@ def base_of(config: LemaConfig, index: GlobalBinaryIndex) -> Base:
 
 
 def write_base(directory: Path, fingerprint: str) -> None:
-    """Write beside an adapter which model it belongs to; a file that could not be written is a `DiskError`."""
+    """Write into an adapter's directory which model it belongs to. `DiskError`: a file could not be written."""
     replace_file(directory / BASE_NAME, (json.dumps({KEY: fingerprint}, indent=2) + "\n").encode())
 
 

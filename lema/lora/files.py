@@ -143,7 +143,7 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
     then, now = _facts(saved), _facts(cast(LoraConfig, model.peft_config["default"]))
     names = [name for name in then if name not in ("lora_dropout", "lora_init")]
     differing = [name for name in names if not _same(name, now[name], then[name])]
-    none: dict[str, Any] = {"lora_target_parameters": []}  # which says that there are none; None would say: the default
+    none: dict[str, Any] = {"lora_target_parameters": []}  # an empty list means none, and None would mean the default
     return [(name, none.get(name) if then[name] is None else then[name], now[name]) for name in differing]
 
 
@@ -270,7 +270,7 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
 
 
 def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: str, file: Path) -> None:
-    """Let frozen weights that PEFT saved beside the adapter (those of embeddings) stand where there are none yet."""
+    """Fill in frozen weights that PEFT saved with the adapter (those of embeddings) where weights are missing."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name not in tensors or not parameter.is_meta:
             continue

@@ -66,7 +66,7 @@ def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def take_off(model: nn.Module) -> None:
-    """Put back the modules that PEFT has wrapped, and freeze everything: the model is as it was before."""
+    """Restore the modules that PEFT has wrapped, and freeze everything, as it was before."""
     for name, wrapper in list(_of(AuxiliaryTrainingWrapper, model)):
         model.set_submodule(name, wrapper.original_module)
     for name, module in list(_of(LoraLayer, model)):
@@ -109,7 +109,7 @@ def make_real(
             inside = name.startswith(f"{layers_name}.")
             return int(name.removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
 
-        for _, group in groupby(sorted(begun, key=layer), layer):  # what is outside the layers together
+        for _, group in groupby(sorted(begun, key=layer), layer):  # modules outside the layers are one group
             names = {name: begun[name] for name in group}
             wanted = {stored for stored in names.values() if stored is not None}
             assert read is not None or not wanted, f"{next(iter(names))} begins with a stored tensor: `read` is needed"
@@ -130,7 +130,7 @@ def make_real(
 
 
 def _as_drawn(model: nn.Module) -> Iterator[LoraLayer]:
-    """Yield what is adapted in PEFT's order: all modules, then parameters; of those of one module, the inmost first."""
+    """Yield adapted modules and parameters in PEFT's order: all modules, then parameters, the innermost first."""
     wrappers: list[ParamWrapper] = []
     for _, module in _of(LoraLayer, model):
         if isinstance(module, ParamWrapper):

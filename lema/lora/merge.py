@@ -58,8 +58,8 @@ def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, na
 
 
 ADAPTER = "default"  # PEFT's name for the only adapter
-WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # where PEFT keeps what it wraps
-OWN = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\b")  # where PEFT keeps what it adds
+WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")  # where PEFT keeps wrapped modules
+OWN = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\b")  # where PEFT keeps its own parameters
 Weight = Callable[[str, nn.Parameter], Tensor]
 """A weight's name in the model without adapters, and what stands for it in the module -> its value, in its own type."""
 
@@ -132,7 +132,7 @@ def merge_module(
     finally:
         for part, leaf, _, parameter in lent:
             part._parameters[leaf] = parameter
-        # PEFT shall not take the module for merged, because the weights that it merged into are gone.
+        # PEFT must not see the module as merged, because the merged weights no longer exist.
         for adapted in module.modules():
             if hasattr(adapted, "merged_adapters"):
                 cast(Any, adapted).merged_adapters.clear()
@@ -140,7 +140,7 @@ def merge_module(
 
 
 def wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield PEFT's outermost modules, by the names of what they wrap."""
+    """Yield PEFT's outermost modules, by the names of the modules that they wrap."""
     last = ""
     for name, module in model.named_modules():
         if last and name.startswith(f"{last}."):
@@ -153,7 +153,7 @@ def wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _base_of(name: str, module: nn.Module) -> list[tuple[nn.Module, str, str, nn.Parameter]]:
     """List the frozen weights that an adapted module has: where each is, its name without adapters, and itself."""
     if isinstance(module, ModulesToSaveWrapper):
-        return []  # what trains in it is what it will be
+        return []  # its trained values are final
     return [
         (part, leaf, WRAPPED.sub("", f"{inner}.{leaf}"), parameter)
         for inner, part in module.named_modules(prefix=name)

@@ -38,7 +38,7 @@ def default_targets(model: PreTrainedModel) -> list[str]:
 
 
 def default_parameters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the stacked weights of experts to adapt by default beside the linears, as ends of names. None where PEFT
+    """Return the stacked weights of experts to adapt by default with the linears, as ends of names. None where PEFT
     takes no parameters with what else `config` asks for; where that chooses among modules, of those it chooses."""
     refused = config.lora_dropout or config.lora_bias or config.use_dora or config.init_lora_weights == "orthogonal"
     wanted = [] if refused else [name for name, apart in _experts(model, config) if apart]
@@ -134,7 +134,7 @@ def _recorded(model: nn.Module) -> set[str]:
 
 
 def _beside_experts(model: nn.Module, numbers: set[int]) -> set[str]:
-    """Name the linears with as many outputs as there are experts beside them, where `numbers` has their number too."""
+    """Name the linears with as many outputs as their layer has experts, if `numbers` has this number too."""
     found = set()
     for name, block in model.named_modules():
         # How many experts a part may hold: one for each entry of a list, or of a weight's first dimension.

@@ -1,4 +1,4 @@
-"""What goes between two layers as one tensor, and checks that layer by layer a model computes what it does as a whole.
+"""The state between two layers as one tensor, and checks that a model computes the same layer by layer as whole.
 
 Such questions are answered by tensors that have shapes and no values, because a lazy device would compile whatever is
 run on it, and by autograd, which knows what a tensor was made of.
@@ -75,7 +75,7 @@ class Between:
         self.more = False
         self._leaves: list[Any] = []  # without the bytes of what is packed
         self._structure: Any = None
-        self._strides: dict[int, tuple[int, ...]] = {}  # of the gradients of what was taken out
+        self._strides: dict[int, tuple[int, ...]] = {}  # strides of the gradients of extracted tensors
 
     def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
         """Return what is wanted as one tensor. What carries no gradient, such as indices, waits here instead."""
@@ -94,7 +94,7 @@ class Between:
         return torch.cat(pieces)
 
     def unpacked(self, packed: Tensor) -> tuple[dict[int, Any], dict[int, dict[Any, Any]]]:
-        """Return the values by number, and what was written into each shared mapping, by its `id`."""
+        """Return the values by number, and the new entries of each shared mapping, by its `id`."""
         places = [leaf for leaf in self._leaves if isinstance(leaf, _Place)]
         pieces = [packed]
         if len(places) > 1:
@@ -220,7 +220,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def without_casts(layer: nn.Module) -> None:
-    """Have the adapters of a layer that computes under autocast, or in fp32, take their input as it is. PEFT casts the
+    """Make the adapters of a layer that computes under autocast, or in fp32, use their input uncast. PEFT casts the
     input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back for the product,
     which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both casts out changes
     no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them."""
@@ -299,7 +299,7 @@ def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callabl
         few = torch.ones(1, FEW_TOKENS, dtype=torch.long)
         return model(**{"input_ids": few, "use_cache": False, **given})
 
-    for rest in ((), (None,)):  # what layers return beside the hidden state, where they return a tuple
+    for rest in ((), (None,)):  # the other values of layers that return a tuple
 
         def passed(*args: Any, rest: tuple[None, ...] = rest, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
@@ -315,7 +315,7 @@ def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callabl
 
 @contextmanager
 def routed(found: list[Tensor] | None) -> Iterator[None]:
-    """Have `found` be what routers that run in a `with` block make, as `transformers` records it; None: nobody asks."""
+    """Collect outputs of routers that run in a `with` block in `found`, like `transformers`; None: not requested."""
     if found is None:
         yield
         return

@@ -4,7 +4,7 @@ The first layer of each kind is the template. It is called with every tensor of 
 leased weights, adapters, buffers. So one graph serves all layers, and gradients reach the right adapters.
 
 A compiled layer is tried before it is trusted: every shape that is new to a kind is run once next to the training,
-forward and backward. A layer that cannot be compiled, or that draws random numbers, runs as it is, with a warning.
+forward and backward. A layer that cannot be compiled, or that draws random numbers, runs uncompiled, with a warning.
 
 What is compiled is kept below the user's cache directory, so that a later start only reads it.
 """
@@ -33,7 +33,7 @@ from lema.storage.diskspace import user_cache
 __all__ = ["CompiledLayers"]
 
 COMPILER = "inductor"  # torch's own name of it
-CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable that says where it keeps what it made; else a temporary directory
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable for the directory of its code; default: a temporary one
 LONGEST_REASON = 300  # characters
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -43,7 +43,7 @@ Kwargs = dict[str, Any]
 
 
 class _NotCompiled(Exception):
-    """Why a layer runs as it is."""
+    """The reason why a layer runs uncompiled."""
 
 
 class CompiledLayers:
@@ -61,7 +61,7 @@ class CompiledLayers:
         self._forwards = [_separate(template, self._compile) for template in self._templates]
         self._modules = [list(layer.modules()) for layer in layers]
         self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
-        # Where each layer keeps the tensors it has itself: their names, and what they are in under which key.
+        # Where each layer keeps its own tensors: their names, and the object and key under which they are stored.
         self._own = [
             [
                 (f"{path}.{key}" if path else key, kept, key)
@@ -132,7 +132,7 @@ class CompiledLayers:
         warnings.warn(f"{self._name}.{index} is not compiled{alike}: {why}", stacklevel=2)
 
     def _try(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> None:
-        """Run a layer once, beside the training, where nothing sees it; what is compiled here is used ever after.
+        """Run a layer once, outside the training and without effects; later calls use the code compiled here.
         `_NotCompiled`: it cannot be compiled, or draws random numbers."""
         state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
         args, kwargs = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), (args, kwargs))
@@ -179,7 +179,7 @@ class CompiledLayers:
 
 
 def _keep_what_is_made() -> None:
-    """Have the compiler keep what it makes where the next start finds it, unless the environment says where."""
+    """Make the compiler keep its code where the next start finds it, unless the environment names a directory."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # as importing torch has set it
 
     if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():

@@ -61,7 +61,7 @@ class CopyTrace(TorchDispatchMode):
         return tensor
 
     def moves(self, tensor: Tensor) -> list[tuple[int, Move]] | None:
-        """Return which elements of which source go where in a tensor, as a contiguous array; None where some
+        """Return which elements of which source go where in a tensor, as a contiguous array; None if some
         are computed, or copied in a way that is not followed."""
         dims = zip(tensor.shape, tensor.stride(), contiguous(tensor.shape), strict=True)
         waiting = [(_storage(tensor), Move(int(tensor.storage_offset()), 0, tuple(dims)).joined())]
@@ -257,13 +257,13 @@ class _Operations:
     conversion: Conversion
     operations: Sequence[Any]
     model: nn.Module  # which they may look at
-    single: bool  # they are run for one of several experts, and return what they make in a row of one
+    single: bool  # they run for one of several experts, and return their result in a row of one
 
     def __call__(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         return self.conversion.run(self.operations, given, self.model, single=self.single)
 
     def tried(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Return what is made of tensors without bytes; small constants beside them have theirs."""
+        """Return the result for tensors without bytes; small constants among them have theirs."""
         shapes = tuple(
             (name, *((one.shape, one.dtype) if one.is_meta else tuple(one.tolist()) for one in group))
             for name, group in sorted(given.items())

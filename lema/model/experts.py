@@ -32,7 +32,7 @@ __all__ = [
 
 # By name, because torch has different objects for a function and for the method that does the same.
 PRODUCTS = frozenset(["linear", "matmul", "__matmul__", "mm", "bmm", "_grouped_mm", "grouped_mm_fallback"])
-Given = tuple[torch.dtype | None, Sequence[Tensor]]  # the dtype of products, and what experts are given
+Given = tuple[torch.dtype | None, Sequence[Tensor]]  # the dtype of products, and the inputs of experts
 FACTORS = "leased_factors"  # the attribute of a module of experts with adapters of the group that it is now
 SAID_OF_THE_WEIGHT = frozenset(["dtype", "device", "shape", "ndim", "dim", "size", "data_ptr", "requires_grad"])
 
@@ -90,7 +90,7 @@ class NarrowedExperts:
     factors: Sequence[Factors]  # of their adapters
 
     def run(self, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Return what they make of hidden states `[tokens, hidden]`, the experts of each, and their weights, `[tokens,
+        """Return their outputs for hidden states `[tokens, hidden]`, the experts of each, and their weights, `[tokens,
         experts of each]`."""
         hidden, chosen, factors = given
         args = hidden, chosen - self.group.first, factors
@@ -98,7 +98,7 @@ class NarrowedExperts:
         return made
 
     def trained(self) -> list[nn.Parameter]:
-        """Return what trains beside the factors, if anything does."""
+        """Return the other parameters that train, besides the factors."""
         known = {id(weight) for one in self.factors for weight in one.weights}
         return [one for one in self.outer.parameters() if one.requires_grad and id(one) not in known]
 
@@ -148,7 +148,7 @@ class Routed:
 
     @classmethod
     def of(cls, given: Given, groups: Sequence[ExpertGroup]) -> Routed:
-        """Return what the experts are given, in the order of their groups."""
+        """Return the inputs of the experts, in the order of their groups."""
         hidden, chosen, weights = (one.detach() for one in given[1])
         ends, places = torch.tensor([group.end for group in groups], device=chosen.device), chosen.shape[1]
         group = torch.bucketize(chosen, ends, right=True)
@@ -158,7 +158,7 @@ class Routed:
         return cls(given[0], (hidden, chosen, weights), order[: len(groups)], counts)
 
     def of_group(self, number: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the tokens of a group's pairs, and the pairs as experts are given them."""
+        """Return the tokens of a group's pairs, and the pairs in the form of the experts' arguments."""
         hidden, chosen, weights = self.given
         pairs = self.pairs[number]
         tokens = pairs // chosen.shape[1]
@@ -172,7 +172,7 @@ class Routed:
         return torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
 
     def add(self, sums: Tensor, number: int, tokens: Tensor, made: Tensor) -> None:
-        """Add what was made of a group's pairs to the sums of their tokens."""
+        """Add the results for a group's pairs to the sums of their tokens."""
         for at, rows in zip(tokens.split(self.counts[number]), made.split(self.counts[number]), strict=True):
             sums.index_add_(0, at, rows.to(sums.dtype))
 
@@ -238,7 +238,7 @@ Apart.__name__ = ParamWrapper.__name__  # by which PEFT knows it
 
 @dataclass(frozen=True)
 class LowRankSum:
-    """The sum `weight + scaling left @ right`, `[..., rows, columns]`, in the place of a tensor. What is neither a
+    """The sum `weight + scaling left @ right`, `[..., rows, columns]`, used like a tensor. What is neither a
     product with it nor a part of it is computed with the sum formed."""
 
     weight: Any  # a tensor, or the sum with another adapter
@@ -279,7 +279,7 @@ class LowRankSum:
 
 
 def _multiplies(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is a product of matrices, of which nothing else is asked than groups or, of a linear, a bias."""
+    """Whether a call is a product of matrices, with no other options than groups or, for a linear, a bias."""
     asked = {key for key, value in kwargs.items() if value is not None} - {"offs"}
     if name not in PRODUCTS or len(args) < 2 or min(one.ndim for one in args[:2]) < 2:
         return False

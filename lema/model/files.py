@@ -33,8 +33,8 @@ class ModelFiles:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer in the directory. `DataError`: there is none."""
-        how = "put the tokenizer's files beside the weights, or train on rows of input_ids and labels; if it has code "
+        """Return the tokenizer in the directory. `DataError`: there is none."""
+        how = "put the tokenizer's files next to the weights, or train on rows of input_ids and labels; if it has code "
         how += "of its own that you trust, add --trust-remote-code"
         return load_tokenizer(self.directory, trusted=self.trusted, how=how)
 

@@ -1,6 +1,6 @@
 """What goes from layer to layer: the hidden state, and whatever else later layers or the head make use of.
 
-A model's forward is run with recorders in the place of its layers. `Tape` follows the tensors that they return, and
+A model's forward runs with recorders instead of its layers. `Tape` follows the tensors that they return, and
 what the model's own code makes of them on the way (`Step`); each layer does the steps after it when it runs. A chapter
 of docs/internals/engine.md says why no bit changes by that.
 """
@@ -23,7 +23,7 @@ from lema.model.capture import Between, Shared, changed, depends_on, tensors_in
 
 __all__ = ["CannotCut", "LayerCall", "Prelude", "Suspended", "Tape", "find_cut"]
 
-LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on what came before
+LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on earlier tensors
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the model's own between two layers, with `Made` for what comes out of the layers."""
+    """One operation of the model's own between two layers, with `Made` for the outputs of layers."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -46,11 +46,11 @@ class Step:
 
     @property
     def uses(self) -> set[int]:
-        """The numbers of what it is done with."""
+        """The numbers of its inputs."""
         return _numbers((self.args, self.kwargs))
 
     def run(self, values: dict[int, Any]) -> None:
-        """Do it with `values`, and add what it makes to them."""
+        """Run it with `values`, and add its results to them."""
         args, kwargs = _filled((self.args, self.kwargs), values)
         device = next(tensors_in((args, kwargs))).device.type
         with nullcontext() if self.autocast else torch.autocast(device, enabled=False):
@@ -62,7 +62,7 @@ class Step:
 
 @dataclass
 class LayerCall:
-    """The arguments one layer was called with, but for the hidden state, and what is done with what it returns."""
+    """The arguments of one layer, except the hidden state, and the operations on its results."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -73,11 +73,11 @@ class LayerCall:
     received: Between | None = None  # of the layer below; None: the hidden state alone
     left: Between | None = None  # for the layer above; None: what the layer returns first, untouched
     autocast: torch.dtype | None = None  # the dtype that products had where the model was called; None: the layer's own
-    routers: list[Tensor] | None = None  # what the layer's routers made when it ran last; None: nobody asks
+    routers: list[Tensor] | None = None  # the outputs of the layer's routers in its last run; None: not requested
 
     @property
     def own(self) -> tuple[Any, ...]:
-        """Everything that it holds beside what the layer below hands on."""
+        """All that it holds in addition to the result of the layer below."""
         return self.args, self.kwargs, [(step.args, step.kwargs) for step in self.after]
 
     def mapped(self, change: Callable[[Any], Any]) -> LayerCall:
@@ -238,7 +238,7 @@ class Tape(TorchFunctionMode):
         return tree_map_only(Tensor, follow, value)
 
     def _noted(self, value: Any) -> Any:
-        """Return a value with `Made` for every tensor that has a number; the same object where there is none."""
+        """Return a value with `Made` for every tensor that has a number; the same object if there is none."""
 
         def note(one: Any) -> Any:
             number = self.number(one) if isinstance(one, Tensor) else None
@@ -260,7 +260,7 @@ class Suspended:
         self._result = self._output = -1
 
     def reached(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Note what the experts are given, and return zeros. `ValueError`: it is not what `transformers` gives them."""
+        """Record the inputs of the experts, and return zeros. `ValueError`: they are unlike those of `transformers`."""
         shapes = [one.shape for one in args if isinstance(one, Tensor) and one.dim() == 2]
         if self.given or kwargs or len(shapes) != 3 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
             raise ValueError("a layer must call its experts once, with hidden states, experts and their weights")
@@ -283,7 +283,7 @@ class Suspended:
         del self.tape
 
     def detached(self) -> Suspended:
-        """Return it without the graph of what came before the experts, which may go then."""
+        """Return it without the graph of the part before the experts, which can be freed then."""
 
         def bare(value: Any) -> Any:
             return changed(value, lambda one: one.detach() if isinstance(one, Tensor) else one)
@@ -361,7 +361,7 @@ def _numbers(tree: Any) -> set[int]:
 
 
 def _filled(value: Any, values: Mapping[int, Any], given: Mapping[int, Any] | None = None) -> Any:
-    """Return a value with what every `Made` in it stands for, and with `given` by `id`; where there is none, itself."""
+    """Return a value with its tensor for every `Made` in it, and with `given` by `id`; itself, if it has none."""
 
     def fill(one: Any) -> Any:
         return values[one.number] if isinstance(one, Made) else (given or {}).get(id(one), one)

@@ -29,7 +29,7 @@ MicroBatch = Mapping[str, Tensor]
 
 
 def model_inputs(batch: MicroBatch) -> dict[str, Tensor]:
-    """Return what of a micro-batch the model is given."""
+    """Return the parts of a micro-batch that are arguments of the model."""
     return {name: tensor for name, tensor in batch.items() if name in MODEL_INPUTS}
 
 

@@ -1,4 +1,4 @@
-"""Kinds of decoder layers: layers of the same modules with the same settings, of which one can stand for another.
+"""Kinds of decoder layers: layers of the same modules with the same settings, so that one can replace another.
 
 Nothing here knows an architecture. Two layers are compared module by module: types, names and shapes of tensors, and
 every plain attribute. Layers of one kind may differ only in their number in the stack, and in names that contain it.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 __all__ = ["Attribute", "compare_layers"]
 
 # What torch keeps in every module: its parts, which are compared by themselves, and whether it trains and what hooks it
-# has, which whoever calls a layer must look at, since they change.
+# has, which every caller of a layer must look at, since they change.
 KEPT_BY_TORCH = frozenset(vars(nn.Module()))
 REPLACED = "forward"  # of a layer; while a part of the model runs, another may stand in its place
 DEEPEST = 6  # objects in objects

@@ -111,7 +111,7 @@ def expert_parts(
 
 
 def named(first: int, end: int, layer: int) -> str:
-    """Return how messages name experts of a layer, of which `end` is the one after the last."""
+    """Return the words for experts of a layer in messages; `end` is the one after the last."""
     which = f"expert {first}" if end - first == 1 else f"experts {first} to {end - 1}"
     return f"{which} of layer {layer}"
 

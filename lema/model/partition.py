@@ -90,7 +90,7 @@ def whole_adapter(model: PeftModel, parallel: Parallel) -> dict[str, Tensor] | N
 
 
 def held_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this process's parts of an adapter as it is in PEFT's file, by the same names."""
+    """Return this process's parts of an adapter in PEFT's file, by the same names."""
     if parallel.size == 1:
         return dict(saved)
     layouts = {name.replace(".default", ""): layout_of(one) for name, one in model.named_parameters()}

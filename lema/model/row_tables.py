@@ -56,7 +56,7 @@ class _Table:
     nbytes: int  # of the whole weight
     row_bytes: int  # of one row where it is stored
     in_layers: bool  # whether it is part of a decoder layer
-    # Returns the rows of ids, sorted and each there once, in host memory; None: nobody looks at their values.
+    # Returns the rows of ids, sorted and without duplicates, in host memory; None: their values are not needed.
     fetch: Callable[[Tensor], Tensor] | None = None
     ids_per_token: int = 1  # as last looked up, `[batch, sequence, ...]`
 

@@ -79,11 +79,11 @@ class Product:
 
 @dataclass(eq=False)
 class SharedInputs:
-    """Which LoRA linears of one layer read one input; and, while it runs, what has been made for those to come."""
+    """The LoRA linears of one layer that read one input, and, while it runs, results for the later ones of them."""
 
     _groups: dict[nn.Module, tuple[Together, ...]] | None = None  # None: the layer has not been run
     _seen: list[tuple[Together, Tensor]] | None = None  # in a trial: the calls so far, with their inputs
-    _given: tuple[Tensor, int | None] | None = None  # what was multiplied last, and its version then
+    _given: tuple[Tensor, int | None] | None = None  # the last input, and its version then
     _made: dict[nn.Module, Tensor] = field(default_factory=dict)  # of that, for linears that were not called yet
 
     @contextmanager
@@ -121,12 +121,12 @@ class SharedInputs:
         linears = [linear for linear, _ in seen]
         groups: dict[int, tuple[Together, ...]] = {}
         for linear, given in seen:
-            if linears.count(linear) == 1:  # one that is called twice could take what was made for its other call
+            if linears.count(linear) == 1:  # a linear that is called twice could use the result for its other call
                 groups[id(given)] = (*groups.get(id(given), ()), linear)
         self._groups = {linear: group for group in groups.values() for linear in group}
 
     def output(self, linear: Together, given: Tensor) -> Tensor | None:
-        """Return what a linear makes of what it is `given`; None: it is PEFT's to say."""
+        """Return a linear's result for the input `given`; None: PEFT computes it."""
         if self._seen is not None:
             self._seen.append((linear, given))
             made: Tensor = linear.base_layer(given)
@@ -236,7 +236,7 @@ class _Sums(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         x, lows = kept.reshape(-1, kept.shape[-1]), low.split([len(one) for one in lefts], dim=1)
         flat = [None if one is None else one.reshape(-1, one.shape[-1]) for one in gradients]
-        # Gradients of `x A'` of each linear, one beside the other: `[tokens, all ranks]`.
+        # Gradients of `x A'` of all linears, side by side: `[tokens, all ranks]`.
         back = [
             torch.zeros_like(part) if dy is None else (dy @ right.to(ctx.dtype)).mul_(scaling)
             for dy, part, right, (scaling, _) in zip(flat, lows, rights, ctx.about, strict=True)

@@ -92,7 +92,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         check_inside(file)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    # Any error at all: configs are others' code, run on a file from outside, and what they say is passed on.
+    # Catch any error: configs are code of others, run on a file from outside, and the message is passed on.
     except Exception as error:
         raise ModelError(
             f"transformers cannot read this config: {_said(error)}",
@@ -174,7 +174,7 @@ def _place(config: PreTrainedConfig) -> str:
 
 
 def _said(error: Exception) -> str:
-    """What an error says; some say nothing but what they are, as `KeyError: 'x'` and `AssertionError` do."""
+    """Return an error's message, with its type if the message may say nothing alone, as in `KeyError: 'x'`."""
     return str(error) if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: {error}"
 
 

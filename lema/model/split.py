@@ -73,7 +73,7 @@ class Split:
         self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self.tables: RowTables | None = None
-        # The number of what the head is given, in training and in evaluation: some models do other things then.
+        # The number of the head's input, in training and in evaluation, because some models differ between them.
         self._cut: dict[bool, int] = {}
         self._to_compile, self._fast = compiled, fast
         if fast and (self.lazy or self.parallel.size > 1):
@@ -89,7 +89,7 @@ class Split:
 
     @property
     def keeps_tensors(self) -> bool:
-        """Whether layers return tensors beside the hidden state: those that layer 0 returned are kept."""
+        """Whether layers return other tensors than the hidden state: those of layer 0 are kept."""
         return any(isinstance(one, Tensor) for one in self._rest or ())
 
     @property
@@ -120,7 +120,7 @@ class Split:
 
     def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Run the whole model; of one that scores texts its base, because a score is none of each token, and its head
-        is run by whoever calls the model."""
+        is run by the caller of the model."""
         with self.autocast():
             if self._scores:
                 last: Tensor = self.model.base_model(**batch, use_cache=False)[0]
@@ -319,7 +319,7 @@ class Split:
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):
                 raise
-            # With None as it is, because it may compute with what layers return beside the hidden state.
+            # None stays None, because the code may compute with other results of layers than the hidden state.
             self._mark_absent = False
             self._check(few)
         self._backend.set_rng_state(state)
@@ -366,7 +366,7 @@ class Split:
 
     def adapters_changed(self) -> None:
         """Forget the layers' names and compiled forms, because adapters were attached or taken off. Those of experts
-        multiply apart from here on, also for whoever makes another `Split` of this model."""
+        multiply apart from here on, also for another `Split` of this model."""
         self._forget_layers()
         if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
             multiply_apart(self.layers)

@@ -44,9 +44,9 @@ SHOWN = 8  # kinds of names in one line
 class NameMap:
     """How every tensor of a model is filled from a checkpoint."""
 
-    # In-memory name -> where it is on disk, as it is, assembled from several tensors, or quantised.
+    # In-memory name -> its place on disk: unchanged, assembled from several tensors, or quantised.
     stored: dict[str, Stored] = field(default_factory=dict)
-    rearranged: list[str] = field(default_factory=list)  # in-memory names of what is not stored as it is in memory
+    rearranged: list[str] = field(default_factory=list)  # in-memory names of tensors that are stored in another form
     # In-memory name that is not stored -> the stored in-memory name it shares its weights with.
     tied: dict[str, str] = field(default_factory=dict)
     # Buffers that the checkpoint need not store; the model's own values stand.
@@ -186,7 +186,7 @@ def _assign(
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    # Stored tensors nobody needs: those the model class lists, and two buffers that moved in all models at once.
+    # Stored tensors that are not needed: those the model class lists, and two buffers that moved in all models.
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     for end, moved in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
@@ -304,7 +304,7 @@ class LayerNames:
         """Name weights as the layer does now: an adapter moves those of the modules it wraps."""
         return {
             # An adapted parameter is set to itself when PEFT parametrizes it. `data` counts its changes by itself: else
-            # this would be taken for a change of every weight in the slot.
+            # this would count as a change of every weight in the slot.
             now: tensor.data if name in self._set_in_place else tensor
             for name, tensor in weights.items()
             if (now := name if tensor.requires_grad and name in self._own else self._now[name]) is not None

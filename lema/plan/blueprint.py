@@ -44,12 +44,12 @@ class Blueprint:
     layers: Sequence[LayerBytes]  # the decoder layers as bytes
     outside_bytes: int  # of embeddings, final norm and head, on the device
     tables: RowTables  # the embeddings that are looked up row by row
-    head: HeadCut  # the head; where it may be cut, `outside_bytes` are those beside it
+    head: HeadCut  # the head; if it may be cut, `outside_bytes` does not include it
     adapter_bytes: int  # of what trains, with gradients and optimizer state
     adapter_parameters: int  # how many train
     stored_bytes: int  # of the model's files
     parameters: int  # of the model, adapters not counted
-    trained: TrainedBytes | None = None  # weights of the model that train in the place of an adapter
+    trained: TrainedBytes | None = None  # weights of the model that train instead of an adapter
     cut_experts: Callable[[int], ExpertParts] | None = None  # returns layers with so many experts in a group
     parts: ExpertParts | None = None  # the layers with their experts in groups; None: they are whole
     experts: int = 0  # how many are in a group then
@@ -57,7 +57,7 @@ class Blueprint:
     waiting: dict[Any, Any] = field(default_factory=dict)  # by micro-batch, bytes that wait for these, as far as known
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
-    splits: list[Split] = field(default_factory=list)  # `split`, once it was asked for
+    splits: list[Split] = field(default_factory=list)  # `split`, after the first request
 
     @property
     def split(self) -> Split:
@@ -79,14 +79,14 @@ class Blueprint:
 
     @property
     def group_bytes(self) -> dict[int, list[int]]:
-        """Bytes of layers whose experts are leased in groups: of what else they have, then of each group."""
+        """Bytes of layers whose experts are leased in groups: first those of the rest, then those of each group."""
         if (parts := self.parts) is None:
             return {}
         return {at: [parts.layers[at].nbytes, *(one.nbytes for *_, one in own)] for at, own in parts.groups.items()}
 
     @property
     def model_bytes(self) -> int:
-        """Of all weights in the types they are used in: what the model takes when it is written."""
+        """Bytes of all weights in the types in which they are used: the size of the model when it is written."""
         streamed = sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
         own = self.head.nbytes if self.pieces and not self.tables.names & self.head.names else 0
         return self.outside_bytes + self.tables.nbytes + streamed + own
@@ -103,7 +103,7 @@ class Blueprint:
 
     @property
     def names(self) -> Sequence[frozenset[str]]:
-        """Of each layer, the weights of its own that train, by their names in it; empty: none do, in any."""
+        """For each layer, its own weights that train, by their names in it; empty: none train in any layer."""
         return () if self.trained is None else self.trained.names
 
     @property

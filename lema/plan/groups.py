@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ExpertsTold", "Waiting", "active_experts", "experts_told", "waiting_of", "with_groups", "with_waiting"]
 
 SETTING = "experts_per_slot"
-FEW = 8  # groups of a layer: with more, rather what comes before the experts is run again, so that less waits
+FEW = 8  # groups of a layer: rather than use more, run the part before the experts again, so that less waits
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _why_whole(planner: Planner) -> str:
         "gradient_checkpointing: false keeps the graphs of whole layers": config.gradient_checkpointing is False,
         "activation_offloading keeps the graphs of whole layers": config.offloading_tier is not None
         and config.activation_offloading != "hidden_states",
-        f"objective: {config.objective} has rows beside those that train": config.objective != "sft",
+        f"objective: {config.objective} has other rows than those that train": config.objective != "sft",
         f"a {type(blueprint.model).__name__} has no stacked experts, once in a layer": not _most_experts(blueprint),
         "several processes hold the model together": blueprint.parallel.size > 1,
         "weights of the layers train": blueprint.trained is not None,

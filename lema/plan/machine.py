@@ -75,7 +75,7 @@ PROFILES = {
 
 
 def profile(name: str) -> Machine:
-    """Return the profile of that name; a ConfigError: there is none."""
+    """Return the profile of that name. ConfigError: there is none."""
     if name in PROFILES:
         return PROFILES[name]
     how = f"give one of {', '.join(PROFILES)}, or leave it out: then this machine is measured"
@@ -87,7 +87,7 @@ Memory = int | float | str | None  # a limit as the settings write it
 
 @dataclass(frozen=True)
 class Site:
-    """The machine that a run or a phase is planned for, as far as it is known."""
+    """The machine of a planned run or phase, as far as it is known."""
 
     machine: Machine  # its memory in bytes and, unless `speeds` is `unknown`, its speeds
     host_available: int  # bytes of host memory that are free
@@ -97,7 +97,7 @@ class Site:
     device_free: int | None = None  # bytes of device memory that others leave; None: all of it
 
     def limits(self, device_memory: Memory, host_memory: Memory) -> tuple[int, int]:
-        """Return the bytes of device and of host memory that may be used: what the settings allow, or what there is."""
+        """Return the bytes of device and of host memory that may be used: by the settings, or else all."""
         device, host = self.machine.device_memory, self.machine.host_memory
         if device_memory == "auto":
             device = self.free(1)
@@ -107,7 +107,7 @@ class Site:
         )
 
     def free(self, processes: int) -> int:
-        """Return the bytes of device memory that are free, of so many processes for each; 0: nobody knows."""
+        """Return the free bytes of device memory for each of the processes; 0: unknown."""
         if self.machine.shared:
             return min(self.machine.device_memory, self.host_available) // processes
         return self.machine.device_memory if self.device_free is None else self.device_free

@@ -35,7 +35,7 @@ class Tally(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
         self._parallel = parallel or SingleProcess()
         self._before = self._parallel.exchanged
-        self.exchanged_to_saved = Exchange()  # as far as the last of what was saved
+        self.exchanged_to_saved = Exchange()  # up to the last saved tensor
         self.flops = 0
         self.peak = 0
         self._saved: set[int] = set()
@@ -65,7 +65,7 @@ class Tally(TorchDispatchMode):
         return self._parallel.exchanged.plus(self._before, -1)
 
     def flops_to_saved(self) -> int:
-        """Return the operations as far as the last of what was saved, but for matrix products that reach none of it."""
+        """Return the operations up to the last saved tensor, without matrix products that reach no saved tensor."""
         wanted, flops = set(self._saved), 0
         for step in reversed(self._steps[: self._steps_to_saved]):
             if step.made & wanted or not step.product:
@@ -101,7 +101,7 @@ class Tally(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation; `product`: a matrix product, or what is nothing beside one."""
+    """One operation; `product`: a matrix product, or an operation that is negligible compared with one."""
 
     flops: int
     product: bool

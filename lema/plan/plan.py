@@ -1,4 +1,4 @@
-"""The plan of a run: what it takes, how fast it will be, what limits it, and what more memory would buy."""
+"""The plan of a run: its memory, its speed, its limits, and the gain from more memory."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class PlannedMemory:
     device: dict[str, int]  # of device memory
     host: dict[str, int]  # of host memory
     disk: dict[str, int]  # of disk space
-    device_limit: int  # of device memory, what the settings allow or what there is
-    host_limit: int  # of host memory, what the settings allow or what there is
+    device_limit: int  # of device memory, by the settings or else by the machine
+    host_limit: int  # of host memory, by the settings or else by the machine
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def hiding_tokens(planner: Planner) -> int:
     """Return what `tokens_per_step: auto` is: whole micro-batches, somewhat more than hide reading behind computing,
     because no step is quite full; `batch_size` of them where nothing is to be hidden. It is the same in all processes.
     `ConfigError`: layers cannot be timed; `ModelError`: the model's work cannot be told."""
-    if planner.workload is None:  # because nothing else asked for it
+    if planner.workload is None:  # because nothing else has made it
         planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
     if (planner := timed(planner)).timings is None and planner.backend is not None:
         what = "LEMA does not time a layer that several processes run together"
@@ -335,7 +335,7 @@ def _of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Work
 
 
 def _grown(one: Any, two: Any, rows: int) -> Any:
-    """Return every number of a description as it is of so many rows, given it of one row and of two."""
+    """Return every number of a description for a number of rows, from the descriptions for one and two rows."""
     if isinstance(one, tuple):
         return tuple(_grown(*both, rows) for both in zip(one, two, strict=True))
     if is_dataclass(one):

@@ -59,7 +59,7 @@ class Simulated:
 
 
 def layers_like(demand: Demand) -> list[LayerBytes]:
-    """Return what is leased, of the sizes that a demand names, of which nothing else is known."""
+    """Return leased parts of the sizes in a demand; nothing else about them is known."""
     read = (ByteRun(Path(), 0, demand.total("read_bytes", [number]), 0) for number in range(len(demand.leased)))
     return [LayerBytes((), (run,), (), nbytes) for run, (_, nbytes) in zip(read, demand.leased, strict=True)]
 
@@ -143,7 +143,7 @@ class _Run:
         device.synchronize()
 
     def totals(self) -> dict[str, Any]:
-        """Return what has passed since the beginning: seconds, and bytes of weights."""
+        """Return the seconds and the bytes of weights since the beginning."""
         device, counters = self.device, self.stream.counters
         return {
             "seconds": device.clock.now,

@@ -51,12 +51,12 @@ class TrainableBytes:
 
     count: int = 0  # their parameters
     nbytes: int = 0  # the bytes of the weights in their own type, which is that of their gradients, too
-    not_single: int = 0  # those of the parameters that are not in fp32, so have masters beside them
+    not_single: int = 0  # bytes of parameters that are not in fp32 and so have masters
     largest: int = 0  # the bytes of the largest tensor in its own type
 
     @property
     def masters(self) -> int:
-        """Bytes of masters in fp32 beside what streams."""
+        """Bytes of masters in fp32, in addition to the streamed weights."""
         return MASTER_BYTES * self.not_single
 
     @property
@@ -98,7 +98,7 @@ def outside_bytes(outside: TrainableBytes, *, shared: bool) -> int:
 
 
 def unmovable_bytes(layers: Iterable[TrainableBytes], outside: TrainableBytes, *, shared: bool) -> int:
-    """Return the bytes of host memory that training takes beside the weights, and that no file can hold: gradients on
+    """Return the bytes of host memory that training takes besides the weights, and that no file can hold: gradients on
     their way, and masters, moments and gradients in fp32 of what lies outside the layers."""
     passing = max((layer.passing for layer in layers), default=0)
     return passing + outside_bytes(outside, shared=shared) + MASTER_BYTES * outside.count
@@ -114,7 +114,7 @@ def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memor
     left = host_memory - outside_bytes
     if left < 0:
         raise MemoryLimitError(
-            f"training weights needs {outside_bytes:,} bytes of host memory beside what can lie in files, and "
+            f"training weights needs {outside_bytes:,} bytes of host memory besides those that can be in files, and "
             f"{host_memory:,} are allowed",
             where="host_memory",
             how="allow that much, or train fewer weights",
@@ -191,7 +191,7 @@ def lowest_trained(stack: nn.ModuleList) -> int:
 def host_training(
     trained: TrainedBytes, there: int, limit: int, *, clipped: bool, shared: bool, processes: int = 1
 ) -> HostTraining:
-    """Return what each process takes of host memory beside the copy that streams, and what of it goes to files.
+    """Return the host memory of each process without the copy that streams, and its part that goes to files.
 
     The bytes `there` are in host memory besides; `processes` divide them and the `limit`. Where gradients are `clipped`
     all of them wait for the norm, in the type that streams; else those of one layer pass through. `shared`: the device

@@ -82,7 +82,7 @@ class VirtualDevice:
         self.device = torch.device("meta")  # where tensors have no bytes
         self._bytes, self.peak = Counter[str](), Counter[str]()  # of buffers, on the device and in host memory
         self._known: dict[int, BufferState] = {}
-        self._ready = self._read = 0.0  # what was waited for last: there on the device, there in host memory
+        self._ready = self._read = 0.0  # when the last upload and the last read were complete
 
     def memory_of(self, tensor: Tensor) -> BufferState:
         """Return what is known of the buffer that `tensor` is a part of."""
@@ -98,7 +98,7 @@ class VirtualDevice:
         return _Slot(self, None if self.shared else self._made("device", nbytes))
 
     def compute(self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None) -> None:
-        """Queue computation, with the weights of `layer` in the slot `lease` where they are given."""
+        """Queue computation, with the weights of `layer` in the slot `lease` if they are given."""
         start = max(self.clock.now, self.computed_until)
         if lease is not None:
             known = self.memory_of(lease)

@@ -92,7 +92,7 @@ def discard(directory: Path) -> None:
 
 
 def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None:
-    """Remove what killed runs have left beside directories in `parent`, and put back what they had moved aside. Those
+    """Remove files that killed runs have left next to directories in `parent`, and restore those they moved. Those
     of checkpoints are always swept, and those of `name`. If `alone`, nothing else writes there, locks or none."""
     with suppress(OSError):  # what cannot be listed is not ours to clear
         for left in sorted(parent.iterdir()):
@@ -134,7 +134,7 @@ def _locked(path: Path, flags: int = READ, *, wait: bool = True) -> Iterator[boo
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Take the lock of a file or directory; False: there are none here, or another has it and nobody waits."""
+    """Take the lock of a file or directory; False: there are no locks here, or another has it and we do not wait."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
@@ -248,6 +248,6 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(file: Path, content: bytes) -> None:
-    """Write a small file in one step, or raise `DiskError`: it is there whole, or as it was."""
+    """Write a small file in one step, or raise `DiskError`: then the file is unchanged."""
     with disk_errors(file), replacing(file) as stream:
         stream.write(content)

@@ -40,7 +40,7 @@ class BlockFile:
         self._edges: dict[int, tuple[memoryview, int]] = {}  # blocks filled in part, and how many of their bytes are
 
     def views(self, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield memory for the bytes from `offset` on; what is in it when the next is asked for is what is written."""
+        """Yield memory for the bytes from `offset` on; its content at the next request is written."""
         end = offset + nbytes
         while offset < end:
             memory = self._at(offset)
@@ -60,7 +60,7 @@ class BlockFile:
         os.fsync(self._plain)
 
     def close(self) -> None:
-        """Wait for the writes under way, drop those that have not begun."""
+        """Wait for running writes, and drop those that have not begun."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._direct is not None:
             os.close(self._direct)

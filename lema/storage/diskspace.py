@@ -12,7 +12,7 @@ from lema.errors import DiskError, DiskFull, Stopped
 __all__ = ["check_room", "disk_errors", "is_full", "not_written", "say_passed_over", "unsaved", "user_cache"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-MARGIN = 1 << 20  # for what is beside the tensors: settings, generators' states, the log so far
+MARGIN = 1 << 20  # for the other files: settings, generators' states, the log so far
 MORE_ROOM = "free some space, or choose an output_dir on another disk; earlier files are untouched"
 
 

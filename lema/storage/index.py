@@ -93,7 +93,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         named = isinstance(file, str) and file.endswith(".safetensors") and len(file) <= MAX_NAME
         if not named or {"/", "\\", "\0"} & set(file):
-            what = f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file beside it"
+            what = f"the weight_map sends tensor {name!r} to {file!r:.300}, which is not a .safetensors file next to it"
             how = "an index may only name files of its own directory; do not use this model unless you trust it"
             raise WeightsError(what, where=f"{index}: weight_map[{name!r}]", how=how)
     files = sorted(set(weight_map.values()))

@@ -79,7 +79,7 @@ def _taken(file: Path) -> int | None:
         os.close(descriptor)
 
 
-# What the save at a run's end, beside its checkpoints, is under until it is whole.
+# The name of the save at a run's end until it is whole, among its checkpoints.
 UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss\.png)\.\d+\.part")
 
 

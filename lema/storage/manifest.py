@@ -18,7 +18,7 @@ __all__ = ["MANIFEST", "check_manifest", "write_manifest"]
 MANIFEST = "manifest.json"
 ALGORITHM = "sha256"
 FILES = "files"
-TENSORS = {".safetensors", ".bin"}  # of a file that is read wherever it lies, so that none may be beside the manifest
+TENSORS = {".safetensors", ".bin"}  # files that are read from anywhere, so none may be unlisted
 ANOTHER = "choose another checkpoint, or restore this one from a good copy"
 
 

@@ -3,7 +3,7 @@
 A tokenizer's files and `config.json` come from the same strangers as the weights. A link may not lead out of the
 model's directory, and a pipe or a device, which would block or never end, is not read. `transformers` counts layers in
 loops and makes tables as long as the config says, so a number that no model has would cost hours or all memory, and is
-refused; so is a config that sends `transformers` to other files, which nobody has checked.
+refused; so is a config that sends `transformers` to other files, which were not checked.
 
 Code runs only where the user allowed it, from a directory or one fixed commit of a hub repository: what the user can
 have read. Settings come from files, and files come from strangers, so this is no setting. It is a flag, or an argument.
@@ -236,12 +236,12 @@ def _kernels(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 def _check_place(source: Path) -> None:
     for reference in _used(_read(source).get("auto_map") or {}):
         if not isinstance(reference, str) or not REFERENCE.fullmatch(reference):
-            what = f"the model's code is named {reference!r}, which is no class of a file beside the weights"
+            what = f"the model's code is named {reference!r}, which is no class in a file next to the weights"
             how = 'write "file.Class" there; do not use this model unless you trust it'
         elif "--" in reference:
             other = reference.partition("--")[0]
             what = f"the model's code is in another repository, {other}, at whatever it is today"
-            how = "put that repository's .py files beside the weights, and take its name out of auto_map"
+            how = "put that repository's .py files next to the weights, and take its name out of auto_map"
         elif not (source.parent / _file(reference)).is_file():
             what = f"the model's code is not there: {_file(reference)}"
             how = "copy the model's .py files into its directory; of a hub id, go online to fetch them"
@@ -251,7 +251,7 @@ def _check_place(source: Path) -> None:
 
 
 def _used(auto_map: Any) -> Iterator[str]:
-    """The classes that are asked for, as `module.Class`; a tokenizer may have two, or none, under one name."""
+    """The requested classes, as `module.Class`; a tokenizer may have two, or none, under one name."""
     for named in [auto_map.get(name) for name in USED] if isinstance(auto_map, dict) else [auto_map]:
         yield from filter(None, named if isinstance(named, list | tuple) else [named])
 
@@ -261,7 +261,7 @@ def _file(reference: str) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read a JSON object; a file that is none has nothing to say here, and fails where it is used."""
+    """Read a JSON object; any other file counts as empty here, and fails where it is used."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

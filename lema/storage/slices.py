@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lema.storage.header import DTYPE_BITS, TensorRecord
 
-LEAST_READ = 8  # bytes; shorter ranges, of which there are as many as elements, are read with what lies between them
+LEAST_READ = 8  # bytes; shorter ranges, as many as elements, are read together with the bytes between them
 
 
 @dataclass(frozen=True, slots=True)

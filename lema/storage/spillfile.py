@@ -93,7 +93,7 @@ class OffloadFile:
         return self._pool.submit(self._move, False, memory, offset, before, after)
 
     def close(self) -> None:
-        """Wait for the transfers under way, drop those that have not begun, and give the space back."""
+        """Wait for running transfers, drop those that have not begun, and free the space."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._close()
 
@@ -180,7 +180,7 @@ class Extents:
         return start
 
     def give(self, start: int, nbytes: int) -> None:
-        """Give back what was taken."""
+        """Free the space."""
         self.taken_bytes -= nbytes
         end = start + nbytes
         end += self._free.pop(end, 0)

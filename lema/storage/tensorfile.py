@@ -44,7 +44,7 @@ def tensor_file(
         yield out
         with disk_errors(file):
             out.finish()
-            stack.close()  # here, because the file is given its name by it
+            stack.close()  # here, because it gives the file its name
 
 
 class TensorFile:

@@ -82,14 +82,14 @@ class GatheredBuffers:
         return wanted
 
     def begin(self, layer: int) -> bool:
-        """Count the first announced lease as begun; False: it is another layer's, so nothing is."""
+        """Count the first announced lease as begun; False: it is another layer's, so none has begun."""
         if not self._ahead or self._ahead[0][0] != layer:
             return False
         self._ahead.popleft()
         return True
 
     def cancel(self) -> None:
-        """Forget what was announced. What is being gathered goes on: the other processes have their part in it."""
+        """Forget announced leases. Running gathers continue, because the other processes take part in them."""
         self._ahead.clear()
         self._expected = self._there()
 
@@ -116,7 +116,7 @@ class GatheredBuffers:
         """Wait for what is being gathered, and give the memory up."""
         self._ahead.clear()
         for buffer in self._buffers:
-            with suppress(RuntimeError):  # of a process that is gone; whoever needed the layer was told
+            with suppress(RuntimeError):  # from a process that has ended; the user of the layer got the error
                 self._settle(buffer)
         self._buffers.clear()
 

@@ -90,11 +90,11 @@ class Cast:
 
 @dataclass(frozen=True)
 class Expansion:
-    """A quantised parameter: its stored tensors in the slot, and the place it expands into, in a buffer beside it."""
+    """A quantised parameter: its stored tensors in the slot, and the place of its expansion, in another buffer."""
 
     library: str  # whose format it is
     parts: Mapping[str, Placed]  # what the library calls each stored tensor -> its place in the slot
-    about: Mapping[str, Any]  # what the library says of the parameter beside its tensors
+    about: Mapping[str, Any]  # the library's description of the parameter, besides its tensors
     placed: Placed  # the parameter's place in the buffer of expanded weights
 
 

@@ -31,13 +31,13 @@ from lema.stream.workers import Ticket, Workers
 
 __all__ = ["LayerReader", "StoredRows"]
 
-MOST_PIECES = 256  # of one read; systems take 1,024 places in memory, of which a piece has up to three
+MOST_PIECES = 256  # of one read; systems allow 1,024 places in memory, and a piece has up to three
 SEGMENT = 16 << 20  # bytes of one read: a few fill any disk's queue, and between two of them there is little to do
 ROWS_AT_ONCE = 256  # runs of rows that one thread reads one after the other
 
 
 class _File:
-    """One open file: a descriptor past the page cache where the file system allows it, an ordinary one beside it."""
+    """One open file: a descriptor past the page cache if the file system allows it, and an ordinary one."""
 
     def __init__(self, path: Path, direct: bool) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

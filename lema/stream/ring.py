@@ -161,7 +161,7 @@ class LayerRing:
 
     @property
     def reading(self) -> list[int]:
-        """The layers of which not every byte has arrived, of those whose reads have been asked for."""
+        """The layers whose reads were requested and have not arrived in full."""
         pairs = [(buffer.layer, buffer.ticket) for buffer in list(self.buffers)]
         return [layer for layer, ticket in pairs if layer is not None and ticket is not None and not ticket.done()]
 
@@ -198,7 +198,7 @@ class LayerRing:
         return _Taken(self, place)
 
     def cancel(self) -> None:
-        """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
+        """Forget announced leases, and wait for running reads. Layers that are whole are kept."""
         self._order.clear()
         self._full_since = None
         for buffer in self.buffers:
@@ -250,7 +250,7 @@ class LayerRing:
         self.slots, self.buffers = [], []
 
     def raise_failures(self) -> None:
-        """A read that failed ahead of time stops training now, not when its layer's turn comes."""
+        """Raise the error of a read that failed ahead of time now, not when its layer is leased."""
         for buffer in self.buffers:
             if buffer.ticket is not None and (error := buffer.ticket.failed()) is not None:
                 self.cancel()

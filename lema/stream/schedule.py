@@ -63,7 +63,7 @@ def with_parts(layers: Collection[int], parts: Mapping[int, Sequence[int]]) -> f
 
 
 def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tuple[int, ...]:
-    """Return which leases of `order` find their layer gone, or never fetched, as layers in the order they are fetched.
+    """Return the leases of `order` whose layer was dropped or never fetched, as layers in the order of fetching.
     The layers pass through so many `places`, empty at first, except those `held` in memory of their own. A layer is
     still there if fewer than `places` other layers were on lease since. Belady's rule (1966: give up what is wanted
     last) comes to this where places are refilled as early as possible, so that reading is hidden."""
@@ -76,7 +76,7 @@ def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tu
             recent.remove(layer)
         else:
             found.append(layer)
-        # The longest left is given up, because near a turn the layers just left are those wanted next.
+        # The layer that was left first is given up, because near a turn the layers left last are needed next.
         recent = [*recent[-places + 1 :], layer] if places > 1 else [layer]
     return tuple(found)
 
@@ -123,7 +123,7 @@ class Order:
         self._begun += 1
 
     def clear(self) -> None:
-        """Forget what was announced."""
+        """Forget announced leases."""
         self._ahead.clear()
         self._uses.clear()
 

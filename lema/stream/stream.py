@@ -36,7 +36,7 @@ class LayerStream:
     lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
 
     `prefetch_depth`: how many layers are under way, or kept, besides the one on lease. `residents`: layers that stay on
-    the device. `host_cached`: layers that are read once, at the start, and uploaded from host memory ever after;
+    the device. `host_cached`: layers that are read once, at the start, and uploaded from host memory from then on;
     processes of one machine share that memory. `sharded`: of several processes, let each have its part of every layer;
     one layer is then on lease at a time. `parts`: of layers that are leased in parts, the numbers of the parts beside
     the one with the layer's own, which come after all layers. `reader`: the threads that read; closed with the stream.

@@ -41,7 +41,7 @@ class Ticket:
             raise self._error
 
     def settle(self) -> None:
-        """Block until no part is running, however those end that are; what has not begun never will."""
+        """Block until no part is running, with or without errors; parts that have not begun never will."""
         self.give_up()
         self._over.wait()
 
@@ -50,7 +50,7 @@ class Ticket:
         return not self._parts and self._gate is None
 
     def step(self) -> None:
-        """Wait at the gate, if nobody has yet, or do the next part, if there is one left."""
+        """Wait at the gate, if no thread has yet, or do the next part, if there is one left."""
         with self._lock:
             part, self._gate = self._gate, None
             if part is None and self._parts:
@@ -60,16 +60,16 @@ class Ticket:
             return
         try:
             part()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._error = self._error or error
             self.give_up()
-        del part  # what it holds may end with it, so not under the lock
+        del part  # its objects may be freed with it, so not under the lock
         with self._lock:
             self._running -= 1
             self._end_if_over()
 
     def give_up(self) -> None:
-        """Let nothing begin that has not begun."""
+        """Keep all parts from beginning that have not begun."""
         with self._lock:
             dropped, self._parts, self._gate = (self._parts, self._gate), deque(), None
             self._end_if_over()
@@ -96,7 +96,7 @@ class Workers:
             self._let_in(ticket)
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what has begun."""
+        """Begin no more parts, and wait for those that have begun."""
         self._closed = True
         self._gates.shutdown()  # first, because an open gate lets parts in
         self._parts.shutdown()

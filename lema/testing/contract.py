@@ -187,7 +187,7 @@ class BackendContract(CopyPromises):
 
 
 def publish(config: PreTrainedConfig, directory: Path) -> Path:
-    """Write a random model of `config` as the hub has it, and beside it as it streams; return the first."""
+    """Write a random model of `config` in the hub's form and in the streamed form; return the first."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     assert isinstance(model, PreTrainedModel)

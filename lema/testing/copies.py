@@ -1,4 +1,4 @@
-"""The promises of a backend about bytes: host buffers, slots, and what goes from one to the other and back."""
+"""The promises of a backend about bytes: host buffers, slots, and copies between them."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

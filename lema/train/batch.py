@@ -70,7 +70,7 @@ def as_batch(
 
 
 def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
-    """Refuse rows that end or begin with padding, more than the one token that may end a text: it would be learnt."""
+    """Refuse rows that end or begin with padding, more than the one token that may end a text: it would be trained."""
     if pad is None or ids.numel() == 0:
         return
     once = 2 if pad == end or (isinstance(end, list) and pad in end) else 1

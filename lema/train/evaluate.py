@@ -61,7 +61,7 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
 def passes_of_rows(
     dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
 ) -> Iterator[EvalPass]:
-    """Yield this process's batches of a data set, in its order; batches are dealt out to the processes in turn."""
+    """Yield this process's batches of a data set, in its order; batches go to the processes in turn."""
     batches = batches_of(dataset, config, padding, shuffle=False)
     for first in range(0, batches.steps_per_epoch, replicas.size):
         if (step := first + replicas.rank) >= batches.steps_per_epoch:

@@ -224,7 +224,7 @@ class RunEvents:
         self.control = getattr(self._handler, event)(self._args, self.state, self.control, *details)
 
     def agree(self) -> None:
-        """Do in every process what a callback has asked for in any: a signal may have come to one of them first."""
+        """Do in every process the actions that a callback requested in any: a signal may have come to one first."""
         if self._replicas.num_processes == 1:
             return
         asked = self._replicas.everyone([name for name, value in self.asked().items() if value])
@@ -244,7 +244,7 @@ class RunEvents:
             window.measured = added(window.measured, result.measured)
 
     def measured(self, numbers: Mapping[str, Any]) -> None:
-        """Write the mean loss since the last time, if a step was taken, beside `numbers` of the last step."""
+        """Write the mean loss since the last line, if a step was taken, with the `numbers` of the last step."""
         window = self._window
         if not window.trained_tokens:
             return

@@ -188,7 +188,7 @@ class PlainRun:
             alone(lambda: self._say(f"uploaded: {upload(config)}"))
 
     def _take_best(self, adapter: PeftModel) -> None:
-        """Load the adapter of the best evaluation; where its checkpoint is gone or damaged, the last step's stays."""
+        """Load the adapter of the best evaluation; if its checkpoint is missing or damaged, the last step's stays."""
         path, (name, _) = cast(Path, self.best_checkpoint), self._config.best_by
         best = cast("dict[str, Any]", self.best)
         try:
@@ -214,7 +214,7 @@ class PlainRun:
 
     @contextmanager
     def _prefix_kept(self) -> Iterator[None]:
-        """Keep what frozen layers make of each batch, if that is asked for and a batch comes a second time."""
+        """Keep the outputs of frozen layers for each batch, if that is requested and a batch comes a second time."""
         config, model = self._config, self.steps.model
         if not config.cache_frozen_prefix or not self._sampler.repeats:
             yield

@@ -89,7 +89,7 @@ def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -
     hidden = HiddenGradients()
     with model.seen_by(hidden.look):
         run()
-    # Processes that compute a layer together form parts of what it hands down: it is named where any sees it.
+    # Processes that compute a layer together form parts of its gradient: the layer is named if any sees NaN.
     seen = (one for one in model.backend.replicas.of_copy(hidden.highest()) if one is not None)
     split, handed_down = model.split, max(seen, default=None)
     reached = -1 if handed_down is None else handed_down
@@ -112,7 +112,7 @@ def where_began(split: Split, name: str, handed_down: int | None) -> str:
 
 
 def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Yield (layer, name, parameter) of what comes after the layers, of the layers from the top, of the others."""
+    """Yield (layer, name, parameter): first those after the layers, then layers from the top, then the others."""
     named = list(split.model.named_parameters())
     inside = [name.startswith(f"{split.layers_name}.") for name, _ in named]
     above = len(named) - inside[::-1].index(True)
@@ -160,7 +160,7 @@ class Passes:
         backend, stream = self._model.backend, self._model.stream
         after, began = backend.rng_state(), None
         alone = not stream.sharded and backend.parallel.size == 1  # else other processes run all passes too
-        stream.cancel()  # what was announced for the next step
+        stream.cancel()  # leases announced for the next step
         drop_gradients()
         for micro_batches, divisor, before in self._begun:
             if began is None or not alone:
@@ -193,7 +193,7 @@ def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
 
 
 def moves(model: StreamedModel) -> tuple[Any, ...]:
-    """Return what has been done in passes through a model so far, visits of layers first."""
+    """Return the counters of passes through a model so far, visits of layers first."""
     now = model.counters
     nbytes = now.bytes_read, now.bytes_uploaded, now.bytes_gathered, now.bytes_offloaded
     return now.leases, *nbytes, model.retry.place

@@ -59,11 +59,11 @@ class Stage(Protocol):
     eval_loss: float | None  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
     pending: Pending | None  # what a checkpoint that is resumed says was not done any more; None: nothing
     carried: Mapping[str, Any]  # what `RunEvents.carried` was when that was written
-    saved: int | None  # the last step whose checkpoint is on disk as it would be written now; None: there is none
+    saved: int | None  # the last step with an up-to-date checkpoint on disk; None: there is none
 
     @property
     def schedule(self) -> LRScheduler:
-        """Of the learning rate."""
+        """The schedule of the learning rate."""
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the stage."""
@@ -72,10 +72,10 @@ class Stage(Protocol):
         """Return the rows of a step, counted from 0."""
 
     def evaluate(self) -> dict[str, float]:
-        """Return `eval_loss` and what else is measured on rows that are not trained on."""
+        """Return `eval_loss` and other measurements on rows that are not trained on."""
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken, and what was not done after it; forget old ones. Or `DiskFull`."""
+        """Write a checkpoint of the last step, with pending actions; remove old ones. `DiskFull`: it does not fit."""
 
 
 class RunLoop:
@@ -92,7 +92,7 @@ class RunLoop:
         self._at_layer, self._after = at_layer, after_step
         self._model = stage.steps.model
         self._backend = self._model.backend
-        self._go_back: Callable[[], Pending | None] | None = None  # to where a stop does; returns what was left to do
+        self._go_back: Callable[[], Pending | None] | None = None  # to the point of a stop; returns pending actions
         self.last_eval: dict[str, float] = {}
 
     def run(self) -> None:
@@ -103,7 +103,7 @@ class RunLoop:
         last = next((row for row in reversed(log) if "eval_loss" in row), {})
         self.last_eval = {name: one for name, one in last.items() if name.startswith("eval_")}
         with ExitStack() as stack:
-            stack.callback(self._model.stream.cancel)  # what was announced for a step that never came
+            stack.callback(self._model.stream.cancel)  # leases announced for a step that never came
             stack.enter_context(watched(self._model, stage.steps.config))
             self._events.begin(stage.steps, stage.schedule, stage.position(stage.done), stage.carried)
             if self._is_phase and stage.saved is None:
@@ -224,7 +224,7 @@ class RunLoop:
         return False
 
     def _act(self, numbers: Mapping[str, Any], after: str) -> None:
-        """Log, evaluate and save, where callbacks have asked for it or a phase ends; stop a phase if that is asked."""
+        """Log, evaluate and save, if callbacks have requested it or a phase ends; stop a phase on request."""
         stage, events = self._stage, self._events
         ends, before = self._is_phase and stage.done == stage.num_steps, stage.best
         if events.control.should_log or ends:

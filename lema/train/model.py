@@ -143,7 +143,7 @@ class LemaModel:
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
-        config = config.model_copy(update={"adapter_name_or_path": None})  # what it began with may be gone
+        config = config.model_copy(update={"adapter_name_or_path": None})  # its first adapter may be missing
         own = overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"})
         with named_in(settings_file(path) if own else None):
             model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
@@ -310,7 +310,7 @@ class LemaModel:
         return opened_planner(self.config, Blueprint(*given, cut_experts=cut, parallel=parallel), self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:
-        """Return the head as it is run in pieces that are leased after the layers; None: it is on the device."""
+        """Return the head in pieces, which are leased after the layers; None: it is on the device."""
         return self._head.pieced(self.split, self.backend, self._parts.leased)
 
     @cached_property

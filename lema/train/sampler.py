@@ -65,7 +65,7 @@ class StepSampler:
         }
 
     def rows(self, step: int) -> list[int]:
-        """Return this process's rows of a step, the first of which is 0, in the order of the epoch."""
+        """Return this process's rows of a step (steps count from 0), in the order of the epoch."""
         mine = {row for group in self._batches.groups(self._of(step)) for row in group}
         return [row for batch in self._of(step) for row in self._batches.rows(batch) if row in mine]
 

@@ -117,7 +117,7 @@ def measured_here(model: StreamedModel) -> dict[str, tuple[float, float]]:
 
 
 def read_measured(model: StreamedModel) -> dict[str, tuple[float, float]]:
-    """Return what the objective has measured in the last pass, in all processes together, each of which calls this."""
+    """Return the objective's measurements in the last pass, over all processes; each of them must call this."""
     nothing = model.objective is None and model.engine.routers is None
     return {} if nothing else added(*model.backend.replicas.exchange(measured_here(model)))
 
@@ -132,7 +132,7 @@ def added(*found: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, f
 
 
 def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict[str, float]:
-    """Return the mean of each, its name behind `prefix`."""
+    """Return the mean of each, by its name after `prefix`."""
     return {f"{prefix}{name}": total / count for name, (total, count) in measured.items() if count}
 
 
@@ -153,7 +153,7 @@ def warn_dropped(error: NonFiniteError, step: int, skipped: int, limit: int, rep
 
 
 def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
-    """Warn of settings that do nothing on a device that computes in host memory, or that compiles what it runs."""
+    """Warn of settings without effect on a device that computes in host memory, or that compiles its code."""
     if config.offloading_tier == "host" and shared:
         what = "activation_offloading saves no memory on a device that computes in host memory: `disk` would"
         warnings.warn(what, stacklevel=3)

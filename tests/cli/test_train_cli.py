@@ -101,7 +101,7 @@ def test_token_ids_need_no_tokenizer(
     write_rows(tmp_path / "tokens.jsonl", rows)
     assert lema("train", write_config(model_name_or_path=str(bare), train_data=str(tmp_path / "tokens.jsonl"))) == 0
     tokens = sum(len(row["input_ids"]) for row in rows)
-    assert f"6 rows, {tokens} tokens of which {tokens - 12} are trained on" in capfd.readouterr().out
+    assert f"6 rows, {tokens} tokens, {tokens - 12} of them trained on" in capfd.readouterr().out
     assert lema("train", write_config(model_name_or_path=str(bare), output_dir=str(tmp_path / "other"))) == 3
     assert "the model has no tokenizer" in capfd.readouterr().err
 
@@ -126,7 +126,7 @@ def test_a_line_is_a_record_however_long_and_whatever_is_in_it(
     lines = capfd.readouterr().out.splitlines()
     assert lines[-2] == f"adapter: {out}"
     assert len(lines[0]) > 40
-    assert lines[0].endswith("are trained on")  # nothing is cut or dropped
+    assert lines[0].endswith("of them trained on")  # nothing is cut or dropped
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_a_damaged_file_of_it_is_refused(saved: tuple[Path, Path], tmp_path: Pat
     outside = broken(saved[1], tmp_path / "outside")
     index = outside / "delta.safetensors.index.json"
     index.write_text(index.read_text().replace("delta-00001", "../delta-00001"))
-    with pytest.raises(WeightsError, match=r"not a \.safetensors file beside it"):
+    with pytest.raises(WeightsError, match=r"not a \.safetensors file next to it"):
         apply_delta(outside, tmp_path / "out")
 
 

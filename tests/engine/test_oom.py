@@ -481,7 +481,7 @@ def test_what_does_not_fit_at_all_is_refused_with_what_would_help(checkpoint_of:
             Seen().step(trainer, in_rows(6)(wide_batch()))
         error = caught.value
         assert error.exit_code == 4
-        assert "1 row of 12 tokens at once beside 1 layer slot" in error.what
+        assert "1 row of 12 tokens at once next to 1 layer slot" in error.what
         assert "Tried to allocate 2.00 GiB" in error.what
         assert error.where == "in the backward of layer 3"
         assert "boundary_activations: host (" in error.how

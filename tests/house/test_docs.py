@@ -17,10 +17,10 @@ DOCS = ROOT / "docs"
 PAGE = DOCS / "architecture.md"
 CODE = "lema/**/*.py", "backends/**/*.py", "tools/**/*.py", "benchmarks/*.py"
 SOURCES = sorted(path for files in CODE for path in ROOT.glob(files))
-PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("internals/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MOST_LINES = 120  # of the page on the architecture, and of the README
 MOST_LINES_OF_A_PAGE = 200
-LONG = {"benchmarks.md", "models.md", "commands.md"}  # tables that grow with what was measured, tried and written
+LONG = {"models.md", "commands.md"}  # tables that grow with the types of models and with the commands
 # Names with dots that are no modules: groups of entry points, and the repository's own name.
 GROUPS = {"lema.backends", "lema.settings", "lema.doctors", "lema.verbs", "lema.shard_formats"}
 ROOMS = sorted(path.parent for path in ROOT.glob("lema/**/__init__.py") if path.parent.name not in ("lema", "utils"))

@@ -218,7 +218,7 @@ def test_an_adapter_of_the_head_and_a_weight_that_two_stages_share_are_put_toget
     for rank in range(2):
         file = given / f"adapter_shards/model/dp_rank_00_tp_rank_{rank:02}_pp_rank_01.pt"
         torch.save({**torch.load(file, weights_only=True), "base_model.model.model.norm.weight": torch.ones(1)}, file)
-    with pytest.raises(AdapterError, match="comes twice"):
+    with pytest.raises(AdapterError, match="occurs twice"):
         consolidate_adapter(given, tmp_path / "other")
 
 
@@ -328,7 +328,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no word of a tensor": (
         lambda d: edit_metadata(d, lambda c: c["parameters"].pop(f"{O_PROJ}.lora_B.default.weight")),
-        f"does not say how {O_PROJ}.lora_B.weight lies",
+        f"does not say how {O_PROJ}.lora_B.weight is divided",
     ),
     "an unknown fusion": (
         lambda d: edit_metadata(d, lambda c: spec(c, 0).__setitem__(0, "Knot")),

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scalings of their own": (
         {"alpha_pattern": {"k_proj": 3}},
         AdapterError,
-        "alpha_pattern is of modules that may be",
+        "alpha_pattern names modules that may be",
     ),
     "magnitudes": ({"use_dora": True}, AdapterError, "this format cannot hold such a tensor"),
     "an A of each projection's": ({}, AdapterError, "have an A each, and in this format they share one"),

@@ -123,7 +123,7 @@ def test_a_sum_over_replicas_is_in_place_and_one_process_needs_none(monkeypatch:
 
 @pytest.mark.parametrize(
     ("known", "adds_up", "words"),
-    [(1, True, "process 1 of 1"), (4, False, "add the numbers from 1 to 4 up to 2.0"), (4, True, None)],
+    [(1, True, "process 1 of 1"), (4, False, "sum of the numbers from 1 to 4 is 2.0"), (4, True, None)],
 )
 def test_a_runtime_that_does_not_reach_the_others_is_refused(
     known: int, adds_up: bool, words: str | None, monkeypatch: pytest.MonkeyPatch

@@ -153,5 +153,5 @@ Watch(timedelta(milliseconds=200)).around(Stuck()).all_reduce(torch.ones(2))
 def test_the_process_ends_with_the_stacks_of_all_threads() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert "error: other ranks were not heard of: rank 0 of 1: all_reduce after 0:00:00.200000" in done.stderr
+    assert "error: other ranks did not answer: rank 0 of 1: all_reduce after 0:00:00.200000" in done.stderr
     assert "in nobody_answers" in done.stderr, "the stack of the thread that waits"

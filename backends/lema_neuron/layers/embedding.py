@@ -19,24 +19,24 @@ __all__ = ["ParallelEmbedding", "look_up"]
 
 
 class ParallelEmbedding(nn.Module):
-    """Token ids `[batch, sequence]` to vectors `[batch, sequence, embedding_dim]`; each rank knows some of the ids.
+    """Token ids `[batch, sequence]` to vectors `[batch, sequence, embedding_dim]`; each rank has some of the ids.
 
     Args:
-        num_embeddings: how many ids there are.
+        num_embeddings: the number of ids.
         embedding_dim: features of a vector.
         padding_idx: the id whose vector gets no gradient.
         max_norm: refused.
-        norm_type: of `max_norm`.
+        norm_type: the norm for `max_norm`.
         scale_grad_by_freq: refused.
         sparse: refused.
-        device: of the weight.
-        dtype: of the weight.
-        shard_across_embedding: each rank has some features of all ids, instead.
+        device: the weight's device.
+        dtype: the weight's dtype.
+        shard_across_embedding: each rank has some features of all ids instead.
         pad: ids that do not divide evenly are padded with zeros; else they are refused.
         tensor_model_parallel_group: a `Comm` or a process group; None: all processes.
         init_method: fills the whole weight.
         sequence_parallel_enabled: each rank keeps its tokens.
-        sequence_dimension: of the output, `[batch, sequence, ...]` if 1; None or 0: `[sequence, batch, ...]`.
+        sequence_dimension: the output is `[batch, sequence, ...]` if 1, `[sequence, batch, ...]` if None or 0.
 
     Raises:
         ConfigError: sizes that cannot be cut, or arguments that are not supported.
@@ -90,13 +90,13 @@ class ParallelEmbedding(nn.Module):
         return joined(partial, self.comm, self.sequence_parallel_enabled, self.sequence_dimension)
 
     def parts(self) -> dict[str, Part]:
-        """Return how its weight lies."""
+        """Return how its weight is divided."""
         return {
             "weight": sharded_part(self.layout, (self.num_embeddings, self.embedding_dim)[self.layout.dim], self.comm)
         }
 
     def extra_repr(self) -> str:
-        """Say the sizes."""
+        """Return the sizes, for torch's description of the module."""
         return f"{self.num_embeddings}, {self.embedding_dim}, over {self.comm.size}"
 
 
@@ -126,7 +126,7 @@ def look_up(input: Tensor, weight: Tensor, comm: Comm, padding_idx: int | None =
 
 
 def joined(partial: Tensor, comm: Comm, sequence_parallel: bool, sequence_dimension: int | None) -> Tensor:
-    """Sum what `look_up` found on each rank; under sequence parallelism each keeps its tokens."""
+    """Sum the vectors of `look_up` over the ranks; under sequence parallelism each rank keeps its tokens."""
     if not sequence_parallel:
         return reduce_from_group(partial, comm)
     if not sequence_dimension:

@@ -43,7 +43,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: every rank gets all of the output, in the order of the whole.
         dtype: of the weight.
         device: of the weight.
-        stride: how many blocks the output has, each cut for itself.
+        stride: the number of blocks of the output; each block is cut separately.
         init_method: fills the whole weight; None: as `nn.Linear` does.
         sequence_parallel_enabled: the input is this rank's tokens, and is gathered.
         sequence_dimension: of the input; None: the first.
@@ -53,8 +53,8 @@ class ColumnParallelLinear(nn.Module):
         tensor_model_parallel_group: a `Comm` or a process group; None: all processes.
         reduce_dtype: kept as an attribute; the input's gradient is summed in its own dtype.
         rank_ordering: refused.
-        layout: how the output lies, where it is not cut evenly.
-        boundary: the input came through `lema_neuron.boundary.enter`, which sums its gradient for all layers behind it.
+        layout: the layout of the output, if it is not cut evenly.
+        boundary: the input came through `lema_neuron.boundary.enter`, which sums its gradient for all layers after it.
 
     Raises:
         ConfigError: sizes that cannot be cut, or arguments that exclude each other.
@@ -118,7 +118,7 @@ class ColumnParallelLinear(nn.Module):
         return (output, self.bias) if self.skip_bias_add else output
 
     def parts(self) -> dict[str, Part]:
-        """Return how its parameters lie; copies that several ranks hold sum what each has of the gradient."""
+        """Return how its parameters are divided; ranks that hold copies of a share sum their gradients."""
         part = sharded_part(self.layout, self.output_size, self.comm)
         return {name: part for name, _ in self.named_parameters(recurse=False)}
 
@@ -139,17 +139,17 @@ class RowParallelLinear(nn.Module):
         input_is_parallel: the input is cut already.
         dtype: of the weight.
         device: of the weight.
-        stride: how many blocks the input has, each cut for itself.
+        stride: the number of blocks of the input; each block is cut separately.
         init_method: fills the whole weight; None: as `nn.Linear` does.
-        sequence_parallel_enabled: of the output each rank keeps its tokens.
+        sequence_parallel_enabled: each rank keeps its tokens of the output.
         sequence_dimension: of the output; None: the first.
         keep_master_weight: refused.
         skip_bias_add: return output and bias.
         pad: refused.
         reduce_output: False: the output stays partial.
-        reduce_dtype: in which it is summed, at least.
+        reduce_dtype: the sum has at least this precision.
         tensor_model_parallel_group: a `Comm` or a process group; None: all processes.
-        layout: how the input lies, where it is not cut evenly.
+        layout: the layout of the input, if it is not cut evenly.
 
     Raises:
         ConfigError: sizes that cannot be cut, or arguments that exclude each other.
@@ -211,7 +211,7 @@ class RowParallelLinear(nn.Module):
     def _cut(self, input: Tensor) -> Tensor:
         if is_plain(self.layout, self.input_size):
             return scatter_to_group(input, self.comm)
-        # shares that are no equal runs: the gradient of each is at its places, zero elsewhere, and is summed
+        # shares that are no equal runs: a share's gradient is in its positions, with zeros elsewhere; all are summed
         return shard(copy_to_group(input, self.comm), along(self.layout, input.dim() - 1), self.comm.rank)
 
     def _reduce(self, output: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class RowParallelLinear(nn.Module):
         return reduce_from_group(output, self.comm)
 
     def parts(self) -> dict[str, Part]:
-        """Return how its parameters lie; under sequence parallelism the bias has seen this rank's tokens only."""
+        """Return how its parameters are divided; under sequence parallelism the bias is for this rank's tokens only."""
         found = {"weight": sharded_part(self.layout, self.input_size, self.comm)}
         if self.bias is not None:
             found["bias"] = replicated_part(self.comm, partial=self.sequence_parallel_enabled)

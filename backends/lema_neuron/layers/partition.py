@@ -1,4 +1,4 @@
-"""What the parallel layers share: their weights' values, and the arguments that none of them takes."""
+"""Code that the parallel layers share: initial values of their weights, and arguments that they refuse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def partitioned(
 ) -> nn.Parameter:
     """Return this rank's share of a new weight.
 
-    It is drawn whole on the host, in fp32, so that for any number of ranks the same generator gives the same weight.
+    It is drawn whole on the host, in fp32, so that the same generator gives the same weight for any number of ranks.
 
     Args:
         shape: of the whole weight.
@@ -55,10 +55,10 @@ def partitioned(
 
 
 def refuse(layer: str, **given: Any) -> None:
-    """Refuse arguments that a layer does not take in any other value than that of neuronx-distributed's default.
+    """Refuse arguments for which a layer supports only neuronx-distributed's default.
 
     Raises:
-        ConfigError: one is set; it is named.
+        ConfigError: one is set; the message names it.
     """
     for name, value in given.items():
         if value is not None and value is not False:
@@ -66,5 +66,5 @@ def refuse(layer: str, **given: Any) -> None:
 
 
 def sequence_dim(sequence_dimension: int | None) -> int:
-    """Return the dimension of the sequence; the first one, where nothing is said."""
+    """Return the dimension of the sequence; None means the first one."""
     return 0 if sequence_dimension is None else sequence_dimension

@@ -1,4 +1,4 @@
-"""Query, key and value projections in one layer, with copies of keys and values where they are fewer than the ranks."""
+"""Query, key and value projections in one layer, with copies of keys and values if there are more ranks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class GQAQKVColumnParallelLinear(nn.Module):
         sequence_parallel_enabled: the input is this rank's tokens, and is gathered.
         sequence_dimension: of the input; None: the first.
         keep_master_weight: refused.
-        kv_size_multiplier: on how many ranks each part of keys and values lies.
+        kv_size_multiplier: the number of ranks that hold each part of keys and values.
         fuse_qkv: refused; the weights stay apart.
         reduce_dtype: kept as an attribute.
         tensor_model_parallel_group: a `Comm` or a process group; None: all processes.
         kv_layout: which ranks hold copies of each other.
-        heads: query heads, and key heads; None: as many as the ranks need.
-        boundary: as for `ColumnParallelLinear`.
+        heads: the numbers of query heads and of key heads; None: as many as the ranks need.
+        boundary: like that of `ColumnParallelLinear`.
 
     Raises:
         ConfigError: sizes that cannot be cut, or arguments that are not supported.
@@ -110,7 +110,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         return gather_from_group(output, self.comm).index_select(-1, order)
 
     def parts(self) -> dict[str, Part]:
-        """Return how its parameters lie; copies of keys and values sum what each has of the gradient."""
+        """Return how its parameters are divided; ranks that hold copies of keys and values sum their gradients."""
         found = {}
         for one, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
             for name in (f"weight_{one}", f"bias_{one}"):
@@ -130,7 +130,7 @@ def grouped_layouts(
 ) -> tuple[Layout, Layout, Layout]:
     """Return the layouts of query, key and value.
 
-    Where only sizes are known, a rank's share is taken for one head.
+    If only sizes are known, a rank's share counts as one head.
 
     Raises:
         ConfigError: the copies do not fit the ranks, or the heads do not.

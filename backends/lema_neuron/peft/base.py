@@ -1,4 +1,4 @@
-"""A parallel layer as LoRA sees it: ours, or neuronx-distributed's, which is known by its name and attributes."""
+"""A parallel layer as LoRA sees it: LEMA's, or neuronx-distributed's, which LEMA recognises by name and attributes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Base:
         comm: the group it lies over.
         layouts: of its weight, or of query, key and value.
         sizes: of its input, and of its output or outputs, over all ranks.
-        sequence_parallel: a column layer is given, a row layer or embedding returns, this rank's tokens.
+        sequence_parallel: a column layer's input, or a row layer's or embedding's output, is this rank's tokens.
         sequence_dimension: None: the first.
         boundary: the input's gradient is summed where the block begins.
     """
@@ -55,10 +55,10 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def describe(module: nn.Module) -> Base:
-    """Return what LoRA needs to know of a parallel layer.
+    """Describe a parallel layer for LoRA.
 
     Raises:
-        ModelError: it is none, or one that cannot be adapted.
+        ModelError: it is no parallel layer, or one that cannot be adapted.
     """
     kind = kind_of(module)
     if kind is None:

@@ -1,8 +1,8 @@
 """DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353) over column and row layers: a magnitude for each row of W.
 
-What trains is `m / |W + s B A| (W + s B A)`, the norm taken of each row, and no gradient goes through it, as in PEFT.
-Where outputs are cut, a rank has whole rows and their magnitudes. Where inputs are cut, each has a part of every row:
-the squares are summed over the ranks, and magnitudes are whole on all.
+The weight is `m / |W + s B A| (W + s B A)`, with the norm of each row. As in PEFT, no gradient goes through the norm.
+If outputs are cut, a rank has whole rows and their magnitudes. If inputs are cut, each rank has a part of every row:
+the squares are summed over the ranks, and all ranks have all magnitudes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ShardedDora", "magnitude_part"]
 
 
 class ShardedMagnitude(DoraLinearLayer):
-    """PEFT's module of one adapter's magnitudes, `[outputs]`, or this rank's of them.
+    """PEFT's module of one adapter's magnitudes, `[outputs]`, or of this rank's part of them.
 
     Args:
         base: the parallel layer that is adapted.
@@ -38,7 +38,7 @@ class ShardedMagnitude(DoraLinearLayer):
         scaling: float,
         adapter_name: str | None = None,  # noqa: ARG002
     ) -> Tensor:
-        """Return the norms of whole rows, given this rank's part of the weight and of `B A`."""
+        """Return the norms of whole rows, from this rank's part of the weight and of `B A`."""
         merged = (weight + scaling * lora_weight).detach()
         if self.base.kind == "column":
             whole: Tensor = torch.linalg.vector_norm(merged, dim=1)
@@ -57,7 +57,7 @@ class ShardedMagnitude(DoraLinearLayer):
         base_result: Tensor | None = None,
         adapter_name: str = "default",  # noqa: ARG002
     ) -> Tensor:
-        """Return what is added to the layer's output; `base_result` is that, unless `x` was dropped out."""
+        """Return the tensor to add to the layer's output, which is `base_result` unless `x` went through dropout."""
         added = (lora_B.weight @ lora_A.weight).to(x.dtype)
         scale = self.weight / self.get_weight_norm(base_layer.weight.to(x.dtype), added, scaling)
         if base_result is None:
@@ -69,11 +69,11 @@ class ShardedMagnitude(DoraLinearLayer):
 
 
 class ShardedDora(DoraLinearVariant):
-    """PEFT's variant of a linear, with magnitudes of a parallel layer."""
+    """PEFT's DoRA variant of a linear, for a parallel layer."""
 
     @staticmethod
     def init(module: Any, adapter_name: str, **kwargs: Any) -> None:  # noqa: ARG004
-        """Let magnitudes begin as the norms."""
+        """Initialise the magnitudes with the norms."""
         if not module.lora_magnitude_vector:
             module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
         made = ShardedMagnitude(module.base)
@@ -83,7 +83,7 @@ class ShardedDora(DoraLinearVariant):
 
 
 def magnitude_part(base: Base) -> Part:
-    """Return how magnitudes lie: with the outputs that are cut; or whole, with the gradient of this rank's tokens."""
+    """Return how magnitudes are divided: like cut outputs; or whole, with the gradient of this rank's tokens."""
     if base.kind == "row":
         return replicated_part(base.comm, partial=base.sequence_parallel)
     return sharded_part(base.layouts[0], base.sizes[1], base.comm)

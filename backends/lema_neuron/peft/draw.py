@@ -1,4 +1,4 @@
-"""Initial values of adapters: drawn in full from the seed and the module's name, then cut: the same for any ranks."""
+"""Initial values of adapters, drawn in full from seed and module name, then cut: the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lema_neuron.comm import Comm
 __all__ = ["common_seed", "draw_a", "draw_b", "draw_vectors", "seeded"]
 
 _SEED: ContextVar[int | None] = ContextVar("seed of adapters", default=None)
-LIMBS, BITS = 4, 16  # of a seed, so that each part is exact in any dtype a device has
+LIMBS, BITS = 4, 16  # of a seed: each of its parts is exact in any dtype of a device
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from this seed inside."""
+    """Draw from this seed in a `with` block."""
     token = _SEED.set(seed)
     try:
         yield
@@ -30,7 +30,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def common_seed(comm: Comm, device: torch.device | str = "cpu") -> int:
-    """Return the seed that `seeded` gave, or else that of the first rank's generator, `torch.initial_seed()`."""
+    """Return the seed of `seeded`, or else that of the first rank's generator, `torch.initial_seed()`."""
     given = _SEED.get()
     if given is not None:
         return given
@@ -45,7 +45,7 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def draw_a(shape: tuple[int, int], how: bool | str, seed: int, name: str) -> Tensor:
-    """Return a whole first factor, `[rank, inputs]`, fp32 on the host, as PEFT fills it."""
+    """Return a whole first factor, `[rank, inputs]`, fp32 on the host, filled like PEFT's."""
     full = torch.empty(shape)
     if isinstance(how, str):
         return nn.init.normal_(full, std=1 / shape[0], generator=_generator(seed, name))
@@ -53,12 +53,12 @@ def draw_a(shape: tuple[int, int], how: bool | str, seed: int, name: str) -> Ten
 
 
 def draw_b(shape: tuple[int, int], how: bool | str, seed: int, name: str) -> Tensor:
-    """Return a whole second factor, `[outputs, rank]`: zeros, but with `init_lora_weights=False`."""
+    """Return a whole second factor, `[outputs, rank]`: zeros, except with `init_lora_weights=False`."""
     if how is not False:
         return torch.zeros(shape)
     return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=_generator(seed, name))
 
 
 def draw_vectors(shape: tuple[int, int], seed: int, name: str) -> Tensor:
-    """Return an embedding's whole second factor, `[features, rank]`, as PEFT fills it."""
+    """Return an embedding's whole second factor, `[features, rank]`, filled like PEFT's."""
     return nn.init.normal_(torch.empty(shape), generator=_generator(seed, name))

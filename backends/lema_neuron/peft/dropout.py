@@ -1,4 +1,4 @@
-"""Dropout whose mask is that of the whole activation, so that any number of ranks drops the same numbers."""
+"""Dropout with the mask of the whole activation, so that any number of ranks drops the same numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ShardedDropout"]
 
 
 class ShardedDropout(nn.Module):
-    """Dropout on this rank's share of an activation; every rank draws the mask of all of it, and takes its own.
+    """Dropout on this rank's share of an activation; every rank draws the whole mask and uses its share.
 
     Args:
-        p: how likely a number is dropped.
-        layout: how the activation lies over the ranks; its `dim` is that of the activation.
-        size: of that dimension over all ranks; None: its length here times the ranks.
+        p: the probability that a number is dropped.
+        layout: how the activation is divided over the ranks; its `dim` is a dimension of the activation.
+        size: the length of that dimension over all ranks; None: its length here times the number of ranks.
         comm: the group; its generators are in the same state.
     """
 
@@ -28,7 +28,7 @@ class ShardedDropout(nn.Module):
         self.p, self.layout, self.size, self.comm = p, layout, size, comm
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop, and scale what is left by `1 / (1 - p)`."""
+        """Drop numbers, and scale the others by `1 / (1 - p)`."""
         if not self.training:
             return input
         shape, dim = list(input.shape), self.layout.dim % input.dim()
@@ -37,5 +37,5 @@ class ShardedDropout(nn.Module):
         return input * shard(mask, along(self.layout, dim), self.comm.rank)
 
     def extra_repr(self) -> str:
-        """Say how likely."""
+        """Return the probability, for torch's description of the module."""
         return f"p={self.p}"

@@ -1,4 +1,4 @@
-"""PEFT's LoRA over an embedding cut along its vocabulary: A is cut along it too, B is whole."""
+"""PEFT's LoRA over an embedding that is cut along its vocabulary: A is cut in the same way, and B is whole."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["ParallelEmbedding"]
 class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
     """LoRA over a `ParallelEmbedding`; `lora_embedding_A` is `[r, ids / ranks]`, `lora_embedding_B` `[features, r]`.
 
-    Of an embedding cut along its features, A is whole and B is cut.
+    If the embedding is cut along its features, A is whole and B is cut.
 
     Args:
         base_layer: the parallel layer.
-        adapter_name: of the first adapter.
+        adapter_name: the first adapter's name.
         r: its rank; it is never cut.
         lora_alpha: its output is scaled by `lora_alpha / r`.
         lora_dropout: without effect, as in PEFT.
@@ -36,11 +36,11 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         use_rslora: scale by `lora_alpha / sqrt(r)`.
         use_dora: refused.
         lora_bias: refused.
-        config: PEFT's, in the place of the five before.
+        config: PEFT's config, which replaces the five arguments before it.
         kwargs: PEFT's.
 
     Raises:
-        ConfigError: what is asked for is not exact under sharding.
+        ConfigError: an option is not exact under sharding.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
             self.lora_embedding_B[adapter_name].copy_(known[f"lora_embedding_B.{adapter_name}"].shard(second, rank))
 
     def parts(self) -> dict[str, Part]:
-        """Return how both factors lie; under sequence parallelism a whole B has seen this rank's tokens only."""
+        """Return how both factors are divided; under sequence parallelism a whole B is for this rank's tokens only."""
         (ids, features), comm, layout = self.base.sizes, self.base.comm, self.base.layouts[0]
         first: Part = (
             sharded_part(along(layout, 1 - layout.dim), ids, comm)
@@ -122,7 +122,7 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         return found
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the embedding's vectors and what the active adapters add."""
+        """Return the embedding's vectors with those of the active adapters added."""
         refuse_mixed_batch(kwargs.get("adapter_names"))
         if self.disable_adapters and self.merged:
             self.unmerge()

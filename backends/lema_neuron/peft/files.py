@@ -1,4 +1,4 @@
-"""PEFT's files of an adapter, and the names of the model's own parameters that they are of."""
+"""PEFT's files of an adapter, read by the names of the model's parameters."""
 
 from __future__ import annotations
 

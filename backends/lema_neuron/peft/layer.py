@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers over column and row layers: factors are cut as the weight is, the rank never is."""
+"""PEFT's LoRA layers over column and row layers: factors are cut like the weight, and the rank is never cut."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["NeuronLoraLayer", "ParallelLinear", "as_config"]
 
 
 def as_config(config: LoraConfig | None, **given: Any) -> LoraConfig:
-    """Return PEFT's config, or one of the arguments that layers took before PEFT passed it.
+    """Return PEFT's config, or make one of the arguments that layers had before PEFT passed a config.
 
     Raises:
-        ConfigError: it asks for what is not exact under sharding.
+        ConfigError: one of its options is not exact under sharding.
     """
     kind = given.pop("init_lora_weights", True)
     found = config or LoraConfig(init_lora_weights=kind, **given)
@@ -37,10 +37,10 @@ def as_config(config: LoraConfig | None, **given: Any) -> LoraConfig:
 
 
 class NeuronLoraLayer(LoraLayer):
-    """What the adapted parallel layers share; `base` is the layer as LoRA sees it.
+    """Common code of the adapted parallel layers; `base` describes the layer.
 
     Args:
-        base_layer: a parallel layer, ours or neuronx-distributed's.
+        base_layer: a parallel layer, LEMA's or neuronx-distributed's.
         ephemeral_gpu_offload: PEFT's; without effect.
         kwargs: PEFT's.
 
@@ -64,11 +64,11 @@ class NeuronLoraLayer(LoraLayer):
 
     @property
     def lora_variants(self) -> dict[Any, Any]:
-        """None of PEFT's variants is exact under sharding as it is."""
+        """Return none: PEFT's own variants are not exact under sharding."""
         return {(): None}
 
     def _begin(self, name: str, r: int, alpha: float, config: LoraConfig) -> None:
-        """Keep the numbers of a new adapter, as PEFT does."""
+        """Store the options of a new adapter, like PEFT."""
         check_config(config)
         check_dora(config, self.base, self._layer)
         if r <= 0:
@@ -83,7 +83,7 @@ class NeuronLoraLayer(LoraLayer):
         return nn.Dropout(p) if p else nn.Identity()
 
     def _end(self, name: str, config: LoraConfig, target_name: str) -> None:
-        """Draw the new adapter's values, unless they are on `meta`, and make it active."""
+        """Draw the new adapter's values, unless it is on `meta`, and make it active."""
         if not any(one.is_meta for one in self._factors(name)):
             base = self.base
             device = next(self.get_base_layer().parameters()).device
@@ -99,10 +99,10 @@ class NeuronLoraLayer(LoraLayer):
         return [*self.lora_A[name].parameters(), *self.lora_B[name].parameters()]
 
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
-        """Fill an adapter: both factors drawn in full, from the seed and the names, and cut.
+        """Fill an adapter: draw both factors in full, from the seed and the names, and cut them.
 
         Args:
-            adapter_name: which.
+            adapter_name: its name.
             how: `init_lora_weights`.
             seed: the same on every rank.
             module_name: the adapted module's name in the model.
@@ -110,21 +110,21 @@ class NeuronLoraLayer(LoraLayer):
         raise NotImplementedError
 
     def parts(self) -> dict[str, Part]:
-        """Return how the parameters of the factors lie, where their own modules do not say it."""
+        """Return how those parameters of the factors are divided whose own modules do not say it."""
         raise NotImplementedError
 
 
 class ParallelLinear(NeuronLoraLayer, LoraLinear):
     """LoRA over a `ColumnParallelLinear` (A whole, B cut by rows) or a `RowParallelLinear` (A cut by columns, B whole).
 
-    Merging adds to each rank's weight what its share of the factors gives.
+    Merging adds the product of a rank's shares of the factors to the rank's weight.
 
     Args:
         base_layer: the parallel layer.
         adapter_name: of the first adapter.
         r: its rank; it is never cut.
         lora_alpha: its output is scaled by `lora_alpha / r`.
-        lora_dropout: on its input; the mask is that of the whole input.
+        lora_dropout: the probability for its input; the mask is that of the whole input.
         fan_in_fan_out: without effect: parallel weights are `[output, input]`.
         is_target_conv_1d_layer: PEFT's.
         init_lora_weights: True, False or "gaussian".
@@ -232,10 +232,10 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
                 second.bias.zero_()
 
     def parts(self) -> dict[str, Part]:
-        """Return how the whole factors lie.
+        """Return how the whole factors are divided.
 
-        A column layer's A has seen this rank's tokens only, or what this rank's rows of B made of them; a row layer's B
-        this rank's tokens only.
+        The gradient of a column layer's A covers this rank's tokens only, or this rank's rows of B only. That of a row
+        layer's B covers this rank's tokens only.
         """
         base, found = self.base, {}
         partial = base.sequence_parallel or (base.kind == "column" and base.boundary)
@@ -249,14 +249,14 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
         return found
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the layer's output and that of the active adapters."""
+        """Return the layer's output with that of the active adapters added."""
         refuse_mixed_batch(kwargs.get("adapter_names"))
         result: Tensor = LoraLinear.forward(self, x, *args, **kwargs)
         return result
 
 
 def new_device() -> torch.device:
-    """Return where new parameters are: `meta` where PEFT leaves the values to be loaded."""
+    """Return the device of new parameters: `meta` if PEFT will load their values."""
     probe = nn.Module()
     probe.register_parameter("empty", nn.Parameter(torch.empty(0)))
     return probe.get_parameter("empty").device

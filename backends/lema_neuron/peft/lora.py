@@ -1,4 +1,4 @@
-"""PEFT's `LoraModel` that knows parallel layers."""
+"""PEFT's `LoraModel`, extended to parallel layers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ NEURON_LORA_MODULES: Mapping[Kind, Callable[..., nn.Module]] = {
     "embedding": ParallelEmbedding,
     "grouped": GQAQKVColumnParallelLinear,
 }
-EXACT = ("linear", "cat")  # ways to combine adapters that treat each number, or each rank, for itself
+EXACT = ("linear", "cat")  # ways to combine adapters that treat each number or rank separately
 
 
 class NeuronLoraModel(LoraModel):
     """LoRA over a model with parallel layers; other linears, whole on every rank, get PEFT's own layers.
 
     Args:
-        model: with parallel layers, ours or neuronx-distributed's.
+        model: one with parallel layers, LEMA's or neuronx-distributed's.
         config: PEFT's, or one for each adapter's name.
-        adapter_name: of the first adapter.
+        adapter_name: the first adapter's name.
         low_cpu_mem_usage: leave the factors on `meta`.
 
     Raises:
-        ConfigError: what is asked for is not exact under sharding; it is named.
+        ConfigError: an option is not exact under sharding; the message names it.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class NeuronLoraModel(LoraModel):
         super().__init__(model, config, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage, **kwargs)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Attach an adapter, after its config was checked."""
+        """Check an adapter's config, and attach the adapter."""
         config: Any = self.peft_config[adapter_name]
         check_config(config)
         if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
@@ -68,7 +68,7 @@ class NeuronLoraModel(LoraModel):
         """Combine adapters into a new one, in a way that is exact on shards.
 
         Raises:
-            ConfigError: the way is not.
+            ConfigError: the way to combine them is not exact.
         """
         if combination_type not in EXACT:
             raise ConfigError(
@@ -80,7 +80,7 @@ class NeuronLoraModel(LoraModel):
 
 
 def _all_linear(model: nn.Module) -> set[str]:
-    """Return the full names of all linears but the head, parallel ones included.
+    """Return the full names of all linears except the head, including parallel ones.
 
     Raises:
         ConfigError: there are experts whose weights are in one parameter, which PEFT would adapt too.

@@ -1,4 +1,4 @@
-"""PEFT's models over parallel layers: attached, saved and loaded as adapters of the whole model."""
+"""PEFT's models over parallel layers. Their adapters are attached, saved and loaded as those of the whole model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class NeuronPeftModel(PeftModel):
         mark(self, self.comm)
 
     def adapter_state(self, adapter_name: str | None = None) -> dict[str, Tensor]:
-        """Return the whole parameters of all adapters and of what trains, or of one adapter; every rank calls it.
+        """Return all adapters' parameters and others that train, or one adapter's, all whole; every rank calls it.
 
         Raises:
             DataError: copies differ from rank to rank.
@@ -77,7 +77,7 @@ class NeuronPeftModel(PeftModel):
         """Take this rank's shares of whole parameters, named as `adapter_state` names them.
 
         Raises:
-            ConfigError: a name is none of the model's.
+            ConfigError: the model has no parameter of such a name.
         """
         known, own = parts(self, self.comm), dict(self.named_parameters())
         if unknown := sorted(state.keys() - own.keys()):
@@ -103,9 +103,9 @@ class NeuronPeftModel(PeftModel):
             model: with parallel layers.
             model_id: a directory, or an id of the hub.
             adapter_name: its name here.
-            is_trainable: whether it trains on.
+            is_trainable: whether it continues to train.
             config: PEFT's; None: the one in the files.
-            kwargs: for reading the weights.
+            kwargs: options for reading the weights.
 
         Raises:
             ConfigError: the adapter is not exact under sharding, or does not fit the model.
@@ -156,14 +156,14 @@ def get_peft_model(
     Initial values come from the seed and each module's name, so that they are the same for any number of ranks.
 
     Args:
-        model: as `lema_neuron.parallelize` leaves it, or with neuronx-distributed's layers.
+        model: one from `lema_neuron.parallelize`, or one with neuronx-distributed's layers.
         peft_config: LoRA's.
         adapter_name: of the adapter.
         mixed: refused.
         autocast_adapter_dtype: factors in half precision become fp32.
-        revision: of the base model, kept in the config.
+        revision: the base model's, kept in the config.
         low_cpu_mem_usage: leave the factors on `meta`.
-        seed: of the initial values; None: that of the first rank's generator.
+        seed: for the initial values; None: that of the first rank's generator.
 
     Raises:
         ConfigError: what is asked for is not exact under sharding; it is named.
@@ -188,14 +188,14 @@ def get_peft_model(
 
 
 def comm_in(model: nn.Module) -> Comm:
-    """Return the group that a model's parallel layers lie over."""
+    """Return the group that a model's parallel layers are divided over."""
     found = next((module for module in model.modules() if kind_of(module) and not hasattr(module, "base_layer")), None)
     return Solo() if found is None else describe(found).comm
 
 
 @contextmanager
 def _our_lora() -> Iterator[None]:
-    """Let PEFT make our model of LoRA, in this block only."""
+    """Make PEFT use our class of LoRA models, in a `with` block."""
     kept = PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA]
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = NeuronLoraModel
     try:

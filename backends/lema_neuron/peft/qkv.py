@@ -24,25 +24,25 @@ __all__ = ["GQAQKVColumnParallelLinear"]
 class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
     """LoRA over a grouped projection: `lora_A.NAME.q`, `.k`, `.v` are whole, `lora_B.NAME.q` ... cut as the weights.
 
-    What the three first factors give is gathered, or its gradient summed, in one.
+    The outputs of the three first factors are gathered together, or their gradients summed together.
 
     Args:
-        base_layer: the parallel layer, ours or neuronx-distributed's.
-        adapter_name: of the first adapter.
-        r: its rank, of each of the three pairs.
+        base_layer: the parallel layer, LEMA's or neuronx-distributed's.
+        adapter_name: the first adapter's name.
+        r: the rank of each of the three pairs.
         lora_alpha: its output is scaled by `lora_alpha / r`.
-        lora_dropout: on its input, for each of the three for itself.
+        lora_dropout: the probability for its input, drawn separately for each of the three.
         fan_in_fan_out: without effect.
         is_target_conv_1d_layer: without effect.
         init_lora_weights: True, False or "gaussian".
         use_rslora: scale by `lora_alpha / sqrt(r)`.
         use_dora: refused.
         lora_bias: refused.
-        config: PEFT's, in the place of the five before.
+        config: PEFT's config, which replaces the five arguments before it.
         kwargs: PEFT's.
 
     Raises:
-        ConfigError: what is asked for is not exact under sharding.
+        ConfigError: an option is not exact under sharding.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
                 device="meta",
                 tensor_model_parallel_group=base.comm,
                 layout=base.layouts[number],
-                boundary=True,  # what comes in was gathered or copied for all three
+                boundary=True,  # the input was gathered or copied for all three
             )
         device = new_device()
         self.lora_A[adapter_name] = first.to_empty(device=device)
@@ -121,13 +121,13 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         return first[one], second[one]
 
     def parts(self) -> dict[str, Part]:
-        """Return how the first factors lie: whole, and with a gradient that is partial as a column layer's is."""
+        """Return how the first factors are divided: they are whole, with a partial gradient like a column layer's."""
         partial = self.base.sequence_parallel or self.base.boundary
         names = [f"lora_A.{name}.{one}.weight" for name in self.lora_A for one in PROJECTIONS]
         return {name: replicated_part(self.base.comm, partial=partial) for name in names}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value with what the active adapters add to each."""
+        """Return query, key and value, with the outputs of the active adapters added."""
         refuse_mixed_batch(kwargs.get("adapter_names"))
         if self.disable_adapters and self.merged:
             self.unmerge()
@@ -152,7 +152,7 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         return [second(part) for (_, second), part in zip(pairs, inner.chunk(3, -1), strict=True)]
 
     def get_delta_weight(self, adapter: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the adapter adds to this rank's part of the three weights."""
+        """Return the adapter's change of this rank's part of the three weights."""
         pairs = (self._pair(adapter, one) for one in PROJECTIONS)
         q, k, v = (second.weight @ first.weight * self.scaling[adapter] for first, second in pairs)
         return q, k, v
@@ -181,7 +181,7 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
                 weight.sub_(more.to(weight.dtype))
 
     def _weights(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """Return each weight's data and what the adapter adds; neuronx-distributed's may be fused, in rows q, k, v."""
+        """Return each weight's data and the adapter's change; neuronx-distributed may fuse them, in rows q, k, v."""
         layer, added = self._layer, [one.detach() for one in self.get_delta_weight(name)]
         if hasattr(layer, "weight_qkv"):
             weights = layer.weight_qkv.data.split([one.shape[0] for one in added])

@@ -1,4 +1,4 @@
-"""What of PEFT's LoRA is not exact where the weights lie over several ranks, and is refused by its name."""
+"""The options of PEFT's LoRA that are not exact when weights are divided over ranks; they are refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lema_neuron.peft.base import Base
 __all__ = ["check_config", "check_dora", "refuse_mixed_batch"]
 
 WHY = {
-    "layer_replication": "layers are told apart by their names",
+    "layer_replication": "it copies layers, which are identified by their names",
     "target_parameters": "it adapts parameters of modules that have been cut",
     "trainable_token_indices": "it trains rows of a weight that is cut",
     "megatron_config": "the parallel layers differ",
@@ -22,19 +22,19 @@ HOW = "leave it out, or train without tensor parallelism"
 
 
 def check_config(config: Any, *, parameters: bool = False) -> None:
-    """Refuse what is not exact under sharding.
+    """Refuse options that are not exact under sharding.
 
     Args:
         config: PEFT's.
-        parameters: adapters on the weights of experts are cut by who asks.
+        parameters: the caller itself cuts adapters on the weights of experts, so they are allowed.
 
     Raises:
-        ConfigError: it is asked for; it is named.
+        ConfigError: an option is not exact; the message names it.
     """
     if not isinstance(config, LoraConfig):
         raise ConfigError(f"{type(config).__name__} is not supported over several ranks", how="use LoraConfig")
     variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
-    variants.remove("use_dora")  # which depends on the layer: `check_dora`
+    variants.remove("use_dora")  # it depends on the layer: `check_dora`
     for name in dict.fromkeys([*WHY, *variants]):
         if getattr(config, name, None) and not (parameters and name == "target_parameters"):
             why = WHY.get(name, "it is computed from whole weights or activations")
@@ -49,10 +49,10 @@ def check_config(config: Any, *, parameters: bool = False) -> None:
 
 
 def check_dora(config: LoraConfig, base: Base, layer: Any) -> None:
-    """Refuse DoRA where a magnitude does not lie as the output of its row does.
+    """Refuse DoRA if magnitudes are not divided like the outputs of their rows.
 
     Raises:
-        ConfigError: it is asked for.
+        ConfigError: the layer is of such a kind.
     """
     if not config.use_dora:
         return
@@ -66,7 +66,7 @@ def check_dora(config: LoraConfig, base: Base, layer: Any) -> None:
 
 
 def refuse_mixed_batch(given: Any) -> None:
-    """Refuse rows of a batch that go to different adapters.
+    """Refuse batches whose rows use different adapters.
 
     Raises:
         ConfigError: there are some.

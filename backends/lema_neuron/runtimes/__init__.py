@@ -1,4 +1,4 @@
-"""What computes: each runtime is a module that is imported when it is chosen, and no earlier."""
+"""The runtimes that compute: each is a module, which is imported only when it is chosen."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MODULES: dict[Runtime, str] = {"emulated": "emulated", "native": "native", "xla"
 
 
 class RuntimeModule(Protocol):
-    """What the module of a runtime has.
+    """The contents of a runtime's module.
 
     Attributes:
-        carrier: what `torch.distributed` calls the library that carries tensors between its devices.
+        carrier: the library that carries tensors between its devices, by its name in `torch.distributed`.
         kv_layout: how its own parallel layers lay out copies of key and value heads.
     """
 
@@ -29,7 +29,7 @@ class RuntimeModule(Protocol):
     kv_layout: KvLayout
 
     def prepare(self) -> None:
-        """Do what must be done before processes are joined: set variables, import what registers a carrier."""
+        """Prepare for joining the processes: set variables, and import the module that registers a carrier."""
 
     def open(self, options: BackendOptions) -> Computing:
         """Open this process's device, once the processes have been joined."""
@@ -45,7 +45,7 @@ def runtime_named(name: Runtime) -> RuntimeModule:
     """Import a runtime.
 
     Raises:
-        BackendUnavailable: what it needs cannot be imported.
+        BackendUnavailable: a package that it needs cannot be imported.
     """
     module: RuntimeModule = import_module(f"lema_neuron.runtimes.{MODULES[name]}").RUNTIME
     return module

@@ -1,4 +1,4 @@
-"""What a runtime offers to the backend: `lema.backend.Backend` without the processes."""
+"""The interface of a runtime for the backend: `lema.backend.Backend` without the processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Computing(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are computed."""
+        """The device on which tensors are computed."""
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
         """Return uint8 `[nbytes]` of host memory at a page boundary."""
@@ -36,7 +36,7 @@ class Computing(Protocol):
         """Return the generator's state."""
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Put it back."""
+        """Restore the generator's state."""
 
     def end_step(self) -> None:
         """Mark the end of an optimizer step."""
@@ -48,4 +48,4 @@ class Computing(Protocol):
         """Return the device's memory."""
 
     def close(self) -> None:
-        """Give the device back."""
+        """Release the device."""

@@ -1,4 +1,4 @@
-"""No device: every process computes on the CPU and stands for one NeuronCore. Only when it is asked for."""
+"""No device: every process computes on the CPU and emulates one NeuronCore. It is never chosen automatically."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Emulated:
     kv_layout: KvLayout = "tile"
 
     def prepare(self) -> None:
-        """Nothing is to be set."""
+        """Do nothing: no variable is needed."""
 
-    def open(self, options: BackendOptions) -> Computing:  # noqa: ARG002 - the others look at them
+    def open(self, options: BackendOptions) -> Computing:  # noqa: ARG002 - other runtimes use them
         """Return the CPU."""
         return CpuBackend(joined=(Alone(), lambda: None))
 
@@ -30,7 +30,7 @@ class Emulated:
         return C10dComm(joined.parts)
 
     def replicas(self, joined: Joined) -> Replicas:
-        """Return them as they were joined."""
+        """Return the processes as they were joined."""
         return joined.replicas
 
 

@@ -1,8 +1,8 @@
 """PyTorch/XLA, which drives Trn1: torch-neuronx up to 2.9 with torch_xla.
 
 Several processes reduce through collectives that are part of the graph, so every process must build the same graph:
-each names the groups of all ranks. A runtime that does not know of the other processes lets collectives pass and does
-nothing; so it is asked to add something up at the start.
+each graph names the groups of all ranks. A runtime that does not know the other processes silently ignores
+collectives, so a sum at the start checks it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Lazy:
     kv_layout: KvLayout = "tile"
 
     def prepare(self) -> None:
-        """Set what the compiler and the runtime look at when they are imported, unless the user has; import them.
+        """Set variables that compiler and runtime read when they are imported, unless the user has; import them.
 
         Raises:
             BackendUnavailable: they cannot be imported.
         """
         set_variables("xla")
         try:
-            import_module("torch_xla.distributed.xla_backend")  # torch.distributed knows the carrier from then on
+            import_module("torch_xla.distributed.xla_backend")  # registers the carrier with torch.distributed
         except (ImportError, OSError) as error:
             raise BackendUnavailable(
                 f"torch_xla cannot be imported: {error}",
@@ -48,11 +48,11 @@ class Lazy:
                 how="install the torch that this torch_xla was built for; `lema doctor` shows both",
             ) from error
 
-    def open(self, options: BackendOptions) -> Computing:  # noqa: ARG002 - the others look at them
-        """Open the device of this process, and see that it reaches those of the others.
+    def open(self, options: BackendOptions) -> Computing:  # noqa: ARG002 - other runtimes use them
+        """Open the device of this process, and check that it reaches the devices of the others.
 
         Raises:
-            BackendUnavailable: the runtime does not know of the others, or does not add up what they have.
+            BackendUnavailable: the runtime does not know the other processes, or a sum over them is wrong.
         """
         xla, xm, metrics = (import_module(f"torch_xla{name}") for name in ("", ".core.xla_model", ".debug.metrics"))
         lazybits.register()
@@ -91,7 +91,7 @@ def _see_the_others(size: int, xla: Any, xm: Any) -> None:
     """Add up the ranks of all processes on the devices.
 
     Raises:
-        BackendUnavailable: the runtime counts others than `torchrun` started, or the sum is wrong.
+        BackendUnavailable: the runtime has other processes than `torchrun` started, or the sum is wrong.
     """
     runtime, rank = import_module("torch_xla.runtime"), torch.distributed.get_rank()
     how = "start the processes with torchrun on one machine's NeuronCores, and set no variables of other launchers"
@@ -107,7 +107,7 @@ def _see_the_others(size: int, xla: Any, xm: Any) -> None:
     xla.sync()
     if (found := float(total.cpu())) != (expected := size * (size + 1) / 2):
         raise BackendUnavailable(
-            f"the devices add the numbers from 1 to {size} up to {found}, and not to {expected}",
+            f"the devices' sum of the numbers from 1 to {size} is {found} instead of {expected}",
             where=f"rank {rank}",
             how=how,
         )

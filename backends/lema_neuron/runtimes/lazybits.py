@@ -1,7 +1,7 @@
 """`tensor.view(dtype)` on a lazy device: the same bits under another dtype, within the graph.
 
-`torch_xla` has no such operation, and would run the graph, take the tensor to the host, and bring it back under its
-new dtype, for every weight of every layer. Its compiler has one (`BitcastConvert`), which torch is told of here.
+`torch_xla` has no such operation. It would run the graph, copy the tensor to the host, and copy it back with its new
+dtype, for every weight of every layer. Its compiler has one (`BitcastConvert`), which is registered with torch here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 __all__ = ["change_of_sizes", "register"]
 
-_registered: list[Any] = []  # what is registered lasts as long as its library object
+_registered: list[Any] = []  # a registration lasts as long as its library object
 
 
 def register() -> None:
-    """Let `view(dtype)` of this device's tensors be an operation of its graphs; once is enough."""
+    """Make `view(dtype)` of this device's tensors an operation of its graphs; once is enough."""
     if _registered:
         return
     builder, registry = (import_module(f"torch_xla.core.xla_{name}") for name in ("builder", "op_registry"))
@@ -29,15 +29,15 @@ def register() -> None:
 
 
 def viewer(operation: Any, types: Any) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Return what views a tensor under another dtype.
+    """Return a function that views a tensor under another dtype.
 
     Args:
-        operation: given a tensor, the type's name, and sizes before and after, adds the operation to the graph.
-        types: dtype -> what the compiler calls it.
+        operation: adds the operation to the graph, from a tensor, the type's name, and sizes before and after.
+        types: dtype -> the compiler's name of it.
     """
 
     def view(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        if dtype == torch.bool:  # a byte, but not for the compiler
+        if dtype == torch.bool:  # one byte in torch, but not for the compiler
             return view(tensor, torch.uint8) != 0
         before, after = change_of_sizes(list(tensor.shape), tensor.dtype.itemsize, dtype.itemsize)
         made: Tensor = operation(tensor, to=types[dtype], before=before, after=after)
@@ -47,12 +47,12 @@ def viewer(operation: Any, types: Any) -> Callable[[Tensor, torch.dtype], Tensor
 
 
 def change_of_sizes(shape: list[int], width: int, wanted: int) -> tuple[list[int] | None, list[int] | None]:
-    """Return what a tensor is reshaped to before its bits are taken otherwise, and after; None: it is not.
+    """Return the shapes of a tensor just before and just after its dtype changes; None: no reshaping is needed.
 
-    The compiler joins elements along a last dimension that goes, or cuts them along one that comes.
+    The compiler joins elements along the last dimension, which vanishes, or splits them along a new last dimension.
 
     Args:
-        shape: of the tensor.
+        shape: the tensor's shape.
         width: bytes of an element.
         wanted: bytes of an element afterwards.
     """

@@ -1,8 +1,8 @@
-"""A lazy device of `torch_xla`: what is computed is collected, and runs as one graph where a lease ends.
+"""A lazy device of `torch_xla`: operations are collected, and run as one graph where a lease ends.
 
-A layer's weights come as one flat buffer in one transfer, and are an input of the graph: so layers of one shape share
-one compiled graph, and a step compiles no more graphs for more layers. Nothing here has been seen on a NeuronCore; it
-runs on the CPU device of `torch_xla`.
+A layer's weights come as one flat buffer in one transfer, and are an input of the graph. So layers of one shape share
+one compiled graph, and a deeper model compiles no more graphs. This code has run on the CPU device of `torch_xla`, but
+never on a NeuronCore.
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ class LazyDevice:
     Args:
         xla: `torch_xla`.
         xm: `torch_xla.core.xla_model`.
-        compiled: how many graphs were compiled so far.
+        compiled: returns the number of graphs compiled so far.
 
     Attributes:
-        device: of torch.
-        compiles: the graphs compiled, step by step.
+        device: torch's device.
+        compiles: the number of graphs compiled, for each step.
     """
 
     def __init__(self, xla: Any, xm: Any, compiled: Callable[[], int]) -> None:
         self._xla, self._xm = xla, xm
         self.device: torch.device = xla.device()
         self.compiles = Compiles(compiled)
-        self._seed: int | None = None  # that torch was seeded with, when the device last was
+        self._seed: int | None = None  # torch's seed when the device was seeded last
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
-        """Return uint8 `[nbytes]` of ordinary memory at a page boundary: the runtime copies from any."""
+        """Return uint8 `[nbytes]` of ordinary memory at a page boundary: the runtime can copy from it."""
         return anonymous(nbytes) if memory is None else memory
 
-    def device_slots(self, nbytes: int, count: int) -> LazySlots:  # noqa: ARG002 - memory is the runtime's to find
-        """Return a ring of `count` slots: each upload brings memory of its own, which goes when it is not used."""
+    def device_slots(self, nbytes: int, count: int) -> LazySlots:  # noqa: ARG002 - the runtime allocates the memory
+        """Return a ring of `count` slots: each upload has new memory, which is freed after its last use."""
         return LazySlots(self.device, count, self._cut)
 
     def download(self, source: Tensor, target: Tensor) -> Download:
-        """Run what was computed so far, and copy."""
+        """Run the collected graph, and copy."""
         self._cut()
         target.copy_(source.detach())
         return Downloaded()
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
+        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def rng_state(self) -> Tensor:
-        """Return the seed that the device's next number comes from, uint8 `[8]`; the host knows it, and waits for
-        nothing. `torch.manual_seed` seeds this device too, as it does others; but it tells nobody."""
+        """Return the seed that the device's next number comes from, uint8 `[8]`; the host knows it without waiting.
+        `torch.manual_seed` seeds this device too, but LEMA is not notified, so the seeds are compared here."""
         if self._seed != torch.initial_seed():
             self._seed = torch.initial_seed()
             self._xm.set_rng_state(self._seed % SEEDS, str(self.device))
         seed = self._xm.get_rng_state(str(self.device)) % SEEDS
-        with _disable_current_modes():  # in which no tensor that is made may have values
+        with _disable_current_modes():  # in such a mode, new tensors may have no values
             return torch.from_numpy(np.array([seed], np.uint64).view(np.uint8))
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Put a seed back.
+        """Restore a seed.
 
         Raises:
             ConfigError: the state is that of another kind of device.
@@ -91,17 +91,17 @@ class LazyDevice:
         self._xm.set_rng_state(seed, str(self.device))
 
     def end_step(self) -> None:
-        """Run what is left of the step, and count the graphs it has compiled."""
+        """Run the rest of the step, and count the graphs that it has compiled."""
         self._cut()
         self.compiles.step_ended()
 
     def synchronize(self) -> None:
-        """Run what was computed so far, and block until it is done."""
+        """Run the collected graph, and block until it is done."""
         self._xla.sync(wait=True)
         self._xm.wait_device_ops()
 
     def memory(self) -> MemoryStats:
-        """Return the device's memory; 0 where the runtime does not say."""
+        """Return the device's memory; 0 if the runtime does not report it."""
         try:
             told = self._xm.get_memory_info(self.device)
         except RuntimeError as error:
@@ -112,22 +112,22 @@ class LazyDevice:
         return MemoryStats(used, int(told.get("peak_bytes_used", used)), int(told["bytes_limit"]))
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for work in progress."""
         self.synchronize()
 
     def _cut(self) -> None:
-        """Run what was computed so far, as one graph."""
+        """Run the collected operations as one graph."""
         with self.compiles.counted():
             self._xla.sync()
 
 
 class LazySlots:
-    """A ring of slots. A slot's memory comes with an upload: what the graphs before were given stays theirs.
+    """A ring of slots. Each upload has new memory for its slot, so earlier graphs keep their inputs.
 
     Args:
-        device: where uploads go.
-        count: how many are held at once.
-        cut: runs what was computed so far.
+        device: the target of uploads.
+        count: the number of slots that can be held at once.
+        cut: runs the collected graph.
     """
 
     def __init__(self, device: torch.device, count: int, cut: Callable[[], None]) -> None:
@@ -143,14 +143,14 @@ class LazySlots:
 
 
 class _LazyUpload:
-    """Bytes on their way."""
+    """An upload in progress."""
 
     def __init__(self, slots: LazySlots, memory: Tensor) -> None:
         self._slots, self._memory = slots, memory
         self._waited = self._released = False
 
     def wait(self) -> Tensor:
-        """Cut the graph, and return the bytes: what is computed from now on belongs to the lease, and nothing else."""
+        """Cut the graph, and return the bytes: the next graph has only the operations of this lease."""
         self._slots.cut()
         if self._released:
             assert self._slots.free, "a slot was asked for that something else was uploaded to"
@@ -160,7 +160,7 @@ class _LazyUpload:
         return self._memory
 
     def release(self) -> None:
-        """Cut the graph here: what was computed under the lease is one graph, of this layer's shape alone."""
+        """Cut the graph here: the operations of the lease are one graph, which depends only on this layer's shape."""
         assert not self._released, "a slot was released twice"
         self._released = True
         self._slots.free += 1
@@ -168,4 +168,4 @@ class _LazyUpload:
             self._slots.cut()
 
     def drained(self) -> None:
-        """A copy that torch was not told to begin and leave has taken what it needs of its source when it returns."""
+        """Return at once: the copy is not `non_blocking`, so it has read its source when it returns."""

@@ -1,4 +1,4 @@
-"""The processes that hold the same part of a copy, on a lazy device: what they add up is part of the graph."""
+"""The processes that hold the same part of a copy, on a lazy device: their sums are part of the graph."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["LazyReplicas"]
 
 
 class LazyReplicas:
-    """`lema.backend.protocols.Replicas` whose tensors go through collectives of the graph, all else from host to host.
+    """`lema.backend.protocols.Replicas` whose tensors go through the graph's collectives, and all else through hosts.
 
     Args:
-        replicas: the processes, as their hosts reach each other.
-        comm: the same, as their devices do; the groups of all ranks are named in every graph.
+        replicas: the processes, connected through their hosts.
+        comm: the same, connected through their devices; every graph names the groups of all ranks.
     """
 
     def __init__(self, replicas: Replicas, comm: Comm) -> None:
@@ -30,7 +30,7 @@ class LazyReplicas:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of these processes."""
         return self._replicas.size
 
     @property
@@ -45,7 +45,7 @@ class LazyReplicas:
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one, of all there are, that writes and reports."""
+        """Whether this process is the one among all that writes and reports."""
         return self._replicas.first
 
     @property
@@ -54,18 +54,18 @@ class LazyReplicas:
         return self._replicas.num_processes
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up a tensor over the processes with the same part, in place; it is run with the graph it belongs to."""
+        """Add up a tensor over the processes with the same part, in place; it runs with its graph."""
         if self.size > 1:
             tensor.copy_(self._comm.all_reduce(tensor))
 
     def gather(self, upload: Upload, whole: Tensor) -> Gathering:
-        """Put the parts together in `whole`; nothing is begun before the graph is run."""
+        """Put the parts together in `whole`; nothing begins before the graph runs."""
         whole.copy_(self._comm.all_gather(upload.wait(), 0))
         upload.release()
         return self
 
     def wait(self) -> None:
-        """What is computed after `gather` comes after it."""
+        """Do nothing: operations after `gather` run after it in the graph."""
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather from host to host."""

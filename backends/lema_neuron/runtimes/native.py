@@ -1,8 +1,8 @@
 """TorchNeuron, which drives Trn2 and Trn3: torch-neuronx from 2.13 on, torch's own device `neuron`.
 
-torch finds the device by itself, so nothing is imported for it. Processes are joined before anybody touches the device:
-which NeuronCore a process has is decided then. **It has not been seen on hardware**: the order of calls is proven on
-stand-ins, as AWS's documentation of 2.33 has them.
+torch finds the device by itself, so nothing is imported for it. Processes are joined before the first use of the
+device, which decides which NeuronCore a process has. **It has not run on hardware**: tests check the order of calls on
+mock objects that follow AWS's documentation of 2.33.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Native:
     kv_layout: KvLayout = "interleave"
 
     def prepare(self) -> None:
-        """Set what the compiler and the runtime look at when they begin, unless the user has."""
+        """Set the variables that compiler and runtime read when they start, unless the user has."""
         set_variables("native")
 
-    def open(self, options: BackendOptions) -> Computing:  # noqa: ARG002 - the others look at them
+    def open(self, options: BackendOptions) -> Computing:  # noqa: ARG002 - other runtimes use them
         """Open the device of this process.
 
         Raises:
@@ -53,7 +53,7 @@ class Native:
         return C10dComm(joined.parts)
 
     def replicas(self, joined: Joined) -> Replicas:
-        """Return them as they were joined: their sums go over the devices, in the queue that computes."""
+        """Return the processes as they were joined: their sums go over the devices, in the queue that computes."""
         return joined.replicas
 
 

@@ -1,7 +1,7 @@
-"""One NeuronCore as a device of torch: copies in streams of their own, ordered by events.
+"""One NeuronCore as a device of torch: separate streams copy, and events order them.
 
-The order is that of `lema.backend.queues`, through torch's streams and events as `lema.backend.torchstreams` lends
-them. Host memory is ordinary: there is nothing to lock, the runtime copies from any.
+The order is that of `lema.backend.queues`, with torch's streams and events from `lema.backend.torchstreams`.
+Host memory is ordinary, because the runtime can copy from it without locking.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lema.backend.torchstreams import TorchCarrier
 
 __all__ = ["NativeDevice"]
 
-KIND = "neuron"  # what torch calls the device
+KIND = "neuron"  # torch's name of the device
 
 
 class NativeDevice:
@@ -28,7 +28,7 @@ class NativeDevice:
         module: `torch.neuron`.
 
     Attributes:
-        device: of torch, with its number.
+        device: torch's device, with its number.
     """
 
     def __init__(self, module: Any) -> None:
@@ -49,7 +49,7 @@ class NativeDevice:
         return self._streams.download(source, target)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to half-precision weights' dtype; full-precision weights compute as they are."""
+        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
     def rng_state(self) -> Tensor:
@@ -58,11 +58,11 @@ class NativeDevice:
         return state
 
     def set_rng_state(self, state: Tensor) -> None:
-        """Put it back."""
+        """Restore the generator's state."""
         self._module.set_rng_state(state, self.device)
 
     def end_step(self) -> None:
-        """Work goes to the device as it is queued."""
+        """Do nothing: work goes to the device as soon as it is queued."""
 
     def synchronize(self) -> None:
         """Block until all streams are empty."""
@@ -74,5 +74,5 @@ class NativeDevice:
         return MemoryStats(used, peak, self._module.mem_get_info(self.device)[1])
 
     def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for work in progress."""
         self.synchronize()

@@ -1,8 +1,8 @@
-"""The metadata of shards that are written: how each parameter of optimum-neuron's model of an adapter lies over ranks.
+"""Makes the metadata of optimum-neuron's shards: how each parameter of its model is divided over ranks.
 
-Decoder layers are those of the base model with two changes. Gate and up are one module; queries, keys and values are
-one where heads of keys must be replicated, because ranks do not divide them. All parameters are listed, frozen ones
-too, in the order of the model.
+Its decoder layers are those of the base model with two changes. Gate and up are one module. Queries, keys and values
+are one module if heads of keys must be replicated, because ranks do not divide them. The metadata list all parameters,
+frozen ones too, in the order of the model.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ HOW = "leave the format out, because LEMA's own format holds all tensors"
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of that library's, which stands for one or several of the base model's."""
+    """A module of optimum-neuron's model, which replaces one or several of the base model's."""
 
-    path: str  # of the first of these
+    path: str  # the path of the first of these
     module: nn.Module
-    name: str  # in that library's model
-    suffixes: tuple[str, ...]  # of its weights: one each for queries, keys and values
-    stride: int  # how many projections are one after the other in one weight
-    layout: Layout | None  # of the weight of a linear module or embedding
+    name: str  # its name in optimum-neuron's model
+    suffixes: tuple[str, ...]  # those of its weights: one each for queries, keys and values
+    stride: int  # the number of projections that are joined in one weight
+    layout: Layout | None  # that of the weight of a linear module or embedding
 
 
 def describe(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: PreTrainedModel, tp: int, kv_layout: KvLayout
 ) -> dict[str, Any]:
-    """Return the metadata of an adapter's shards. `AdapterError`: it has what this format has no place for, or is of
-    some only of the modules that are fused there; `ModelError`: layers have other modules than that library's models;
-    `ConfigError`: they cannot be divided among so many ranks."""
+    """Return the metadata of an adapter's shards. `AdapterError`: this format cannot hold one of its tensors, or it
+    adapts only some of the modules that are fused there; `ModelError`: layers have other modules than
+    optimum-neuron's models; `ConfigError`: they cannot be divided among so many ranks."""
     keys: int = getattr(model.config, "num_key_value_heads", None) or 1
     copies = max(1, tp // keys) if keys % tp else 1
     adapted = _adapted(tensors, config)
@@ -75,10 +75,10 @@ def describe(
 
 
 def _adapted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, set[str]]:
-    """Return the tensors that an adapter has of each module of the base model."""
+    """Return the tensors that an adapter has for each module of the base model."""
     for option in ("rank_pattern", "alpha_pattern"):
         if config.get(option):
-            what = f"{option} is of modules that may be fused in this format"
+            what = f"{option} names modules that may be fused in this format"
             raise AdapterError(what, where=option, how=HOW)
     found: dict[str, set[str]] = {}
     for name in tensors:
@@ -114,7 +114,7 @@ def _modules(
         elif last == ATTENTION[0] or last == MLP[0]:
             paths = [f"{owner}.{name}" for name in fused]
             if any(adapted.get(one) != adapted.get(path) for one in paths):
-                what = f"{', '.join(fused)} are one module in this format, and the adapter is of some of them"
+                what = f"{', '.join(fused)} are one module in this format, and the adapter has only some of them"
                 raise AdapterError(what, where=path, how=HOW)
             attention = fused == ATTENTION[:3]
             name = f"{owner}.{'qkv_proj' if attention else 'gate_up_proj'}"
@@ -130,7 +130,7 @@ def _place(layout: Layout | None, tp: int, stride: int = 1) -> dict[str, Any]:
 
 
 def _specs(module: nn.Module, config: Any, tp: int, keys: int, copies: int) -> list[list[Any]] | None:
-    """Say what is fused in an attention or an MLP; None: the module is neither."""
+    """Return the fused modules of an attention or an MLP; None: the module is neither."""
     linears: dict[str, Any] = dict(module.named_children())
     about = {"tp_size": tp, "peft_type": "lora"}
     if linears.keys() >= set(MLP):

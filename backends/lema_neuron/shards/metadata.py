@@ -1,9 +1,9 @@
-"""How the tensors of a checkpoint lie over its ranks, as `mp_metadata_pp_rank_*.json` says it.
+"""Reads from `mp_metadata_pp_rank_*.json` how the tensors of a checkpoint are divided over its ranks.
 
-There is a specification for every module whose projections were fused, by the name of its class: linear modules one
-after the other, or the queries, keys and values of an attention, with keys and values replicated. Fused projections
-share one A, so each of them gets that A. Replicated tensors must agree on all ranks; where a run did not keep them so,
-the caller can ask for the first rank's, as that library itself would take.
+The file has a specification for every module with fused projections, by the name of its class: joined linear modules,
+or the queries, keys and values of an attention, with keys and values replicated. Fused projections share one A, so each
+of them gets that A. Replicated tensors must agree on all ranks. If they do not, the caller can choose the first rank's,
+which optimum-neuron itself would use.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from lema.storage.header import parse_json
 
 __all__ = ["FUSED", "GROUPED", "OWN_NAME", "Metadata", "Rule", "metadata_of", "plain_rule", "read_metadata"]
 
-OWN_NAME = re.compile(r"(\.lora_\w+)\.[^.]+|\.modules_to_save\.[^.]+")  # the adapter's, which its files leave out
+OWN_NAME = re.compile(r"(\.lora_\w+)\.[^.]+|\.modules_to_save\.[^.]+")  # the adapter's name, which its files leave out
 FUSED = "FusedLinearsSpec"
 GROUPED = "GQAQKVColumnParallelLinearSpec"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one tensor of a fused module."""
+    """The tensors that one tensor of a fused module is split into."""
 
-    layout: Layout  # how it lies over the ranks
-    # Of the tensors it becomes: one; or of each part, if the layout has parts; or of as many copies.
+    layout: Layout  # how the fused tensor is divided over the ranks
+    # The names of the results: one; or one for each part, if the layout has parts; or one for each copy.
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What is known of the tensors of one stage."""
+    """The metadata of one stage's tensors."""
 
-    file: Path  # where it was read
+    file: Path  # the file that they were read from
     parameters: Mapping[str, Mapping[str, Any]]  # name without the adapter's -> how the parameter is partitioned
-    rules: Mapping[str, Rule]  # name of a tensor of a fused module, as shards have it -> what becomes of it
+    rules: Mapping[str, Rule]  # name of a fused module's tensor in the shards -> its rule
     modules: Mapping[str, tuple[str, ...]]  # name of a fused module in its parent -> those of the projections in it
 
 
 def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Metadata:
     """Read `mp_metadata_pp_rank_*.json`, of shards of `tp` ranks. `kv_layout` says which replica of keys and values
-    lies where; None: as the file says, else `tile`. `AdapterError`: it is damaged, is of another number of ranks, or
-    has a module fused in an unknown way; `ConfigError`: heads that cannot lie over so many ranks."""
+    is on which rank; None: from the file, else `tile`. `AdapterError`: it is damaged, has another number of ranks, or
+    has a module fused in an unknown way; `ConfigError`: the heads cannot be divided over so many ranks."""
     try:
         return metadata_of(parse_json(file, file.read_bytes()), file, tp, kv_layout)
     except (WeightsError, OSError) as error:
@@ -57,7 +57,7 @@ def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Met
 
 
 def metadata_of(content: Mapping[str, Any], file: Path, tp: int, kv_layout: KvLayout | None = None) -> Metadata:
-    """Return what the metadata in `file` say, of which this is the content; errors are those of `read_metadata`."""
+    """Return the metadata with this content, from `file`; errors are those of `read_metadata`."""
     rules: dict[str, Rule] = {}
     modules: dict[str, tuple[str, ...]] = {}
     try:
@@ -88,10 +88,10 @@ def _fused_linears(
 ) -> tuple[dict[str, Rule], tuple[str, tuple[str, ...]]]:
     name, linears = spec["fused_linear_name"], tuple(spec["linear_names"])
     if spec["fuse_axis"] not in (0, "column"):
-        raise _unusable(file, f"{module}.{name} is fused along its inputs, which no adapter of it survives")
+        raise _unusable(file, f"{module}.{name} is fused along its inputs, so its adapter cannot be split")
     parts = fused([(int(size), column(tp)) for size in spec["original_dims"]])
     if len(parts.parts) != len(linears):
-        raise _unusable(file, f"{module}.{name} is of {len(linears)} modules and of {len(parts.parts)} sizes")
+        raise _unusable(file, f"{module}.{name} has {len(linears)} modules but {len(parts.parts)} sizes")
     layouts = {"lora_A.weight": replicated(tp), "lora_B.weight": parts, "lora_B.bias": parts}
     rules = {
         f"{module}.{name}.{leaf}": Rule(layout, tuple(f"{module}.{linear}.{leaf}" for linear in linears))
@@ -128,10 +128,10 @@ def _unusable(file: Path, what: str) -> AdapterError:
 
 
 def plain_rule(name: str, held: Tensor, metadata: Metadata, tp: int) -> Rule:
-    """The rule of a tensor of a module that is not fused: whole, or cut evenly along one axis."""
+    """Return the rule for a tensor of a module that is not fused: whole, or cut evenly along one axis."""
     known: Mapping[str, Any] | None = metadata.parameters.get(name)
     if known is None:
-        raise AdapterError(f"it does not say how {name} lies over ranks", where=str(metadata.file))
+        raise AdapterError(f"it does not say how {name} is divided over ranks", where=str(metadata.file))
     if not known.get("tensor_model_parallel"):
         return Rule(replicated(tp), (name,))
     dim, stride, ranks = known.get("partition_dim"), known.get("partition_stride", 1), known.get("num_partitions", tp)

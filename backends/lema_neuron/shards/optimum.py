@@ -1,7 +1,7 @@
 """optimum-neuron's adapter shards, a `ShardFormat` of `lema_tools.shards.convert`: put together from ranks, and cut up.
 
-What is written is what that library writes without xser, one file for each rank: its `optimum-cli neuron consolidate`
-reads it, and `neuronx_distributed` by its layout.
+The files are like those of optimum-neuron without xser, one for each rank. Its `optimum-cli neuron consolidate` reads
+them, and so does `neuronx_distributed`, by their layout.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Optimum:
         *,
         check: bool,
     ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, Any]]:
-        """Read all ranks and stages (`find_stages`, `read_metadata`). Rows that pad a vocabulary are left out where the
-        base model says how many words it has."""
+        """Read all ranks and stages (`find_stages`, `read_metadata`). Rows that pad a vocabulary are left out if the
+        base model gives its number of words."""
         tensors, differing, tp, modules = _read(directory, kv_layout, check=check)
         if model is not None:
             tensors = {name: _without_padding(name, tensor, model, tp) for name, tensor in tensors.items()}
@@ -81,20 +81,20 @@ OPTIMUM = _Optimum()
 
 
 def _shard_names(content: Mapping[str, Any]) -> list[str]:
-    """Name the tensors of the adapter as shards do: parameters of the metadata without the adapter's name."""
+    """Name the adapter's tensors like the shards: parameters of the metadata without the adapter's name."""
     named = [OWN_NAME.sub(r"\1", name) for name in content["parameters"]]
     return [name for name in named if ".lora_" in name]
 
 
 def _padded(name: str, tensors: Mapping[str, Tensor], metadata: Metadata, tp: int) -> Rule:
-    """The rule of a tensor that is not fused; a vocabulary that does not divide evenly is padded with zeros."""
+    """Return the rule for a tensor that is not fused; a vocabulary that does not divide evenly is padded with zeros."""
     rule = plain_rule(name, tensors[name], metadata, tp)
     size = tensors[name].shape[0] if rule.layout.kind == "column" else None
     return replace(rule, layout=replace(rule.layout, size=size))
 
 
 def _fuse(rule: Rule, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Make one tensor of those of the projections that are fused: B one after the other, and the A that they share."""
+    """Make one tensor from those of fused projections: their Bs joined, or the A that they share."""
     parts = [tensors[name] for name in rule.names]
     if rule.layout.parts:
         return torch.cat(parts, rule.layout.dim)
@@ -124,7 +124,7 @@ def _without_padding(name: str, tensor: Tensor, model: nn.Module, tp: int) -> Te
 
 
 def _with_projections(config: Mapping[str, Any], modules: Mapping[str, tuple[str, ...]], place: Path) -> dict[str, Any]:
-    """Let the config name the projections that the adapter is of, where it named modules they were fused in."""
+    """Return the config with the names of the adapter's projections instead of the fused modules."""
     for option in ("rank_pattern", "alpha_pattern"):
         if fused := [key for key in config.get(option) or {} if key.rpartition(".")[2] in modules]:
             what = f"{option} names {fused[0]}, which is several modules in the base model"
@@ -142,9 +142,9 @@ def _read(
     directory: Path, kv_layout: KvLayout | None, *, check: bool
 ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, tuple[str, ...]]]:
     """Read all ranks and stages of a sharded adapter (`find_stages`, `read_metadata`) and put them together. Return the
-    tensors by PEFT's names; which replicas of which differ; over how many ranks they lay; and the name of each fused
-    module -> those of the projections its adapter now is of. Replicas must agree, bit for bit, if `check`; else the
-    first rank's are taken. `AdapterError`: a file is missing, damaged or unsafe, or ranks or replicas differ."""
+    tensors by PEFT's names; the replicas that differ; the number of ranks; and the name of each fused module -> those
+    of its projections, which now have the adapter. If `check`, replicas must agree bit for bit; else the first
+    rank's are used. `AdapterError`: a file is missing, damaged or unsafe, or ranks or replicas differ."""
     tensors: dict[str, Tensor] = {}
     differing: dict[str, list[Difference]] = {}
     modules: dict[str, tuple[str, ...]] = {}
@@ -172,8 +172,8 @@ def _read(
             for target, piece in zip(rule.names, parts, strict=True):
                 if target in tensors:
                     if tensors[target].dtype == piece.dtype and torch.equal(tensors[target], piece):
-                        continue  # a weight that two stages share is in both
-                    raise AdapterError(f"{target} comes twice, once from {name}", where=str(about))
+                        continue  # a weight that two stages share is in the files of both
+                    raise AdapterError(f"{target} occurs twice, once from {name}", where=str(about))
                 tensors[target] = piece
         modules |= metadata.modules
     return tensors, differing, len(stages[0][1]), modules

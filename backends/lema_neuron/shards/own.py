@@ -36,12 +36,12 @@ class _Lema:
         self,
         directory: Path,
         config: Mapping[str, Any],
-        model: nn.Module | None,  # noqa: ARG002 # of the protocol: these shards say what their shapes were
+        model: nn.Module | None,  # noqa: ARG002 # of the protocol: these shards record their shapes
         kv_layout: KvLayout | None,
         *,
         check: bool,
     ) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int, dict[str, Any]]:
-        """Read the files of all ranks, which the layouts beside them describe."""
+        """Read the files of all ranks, by the layouts in the same directory."""
         if kv_layout is not None:
             raise ConfigError("these shards record their layout", where="kv_layout", how="leave it out")
         return *_read(directory, check=check), dict(config)
@@ -50,7 +50,7 @@ class _Lema:
         self,
         directory: Path,
         tensors: Mapping[str, Tensor],
-        config: Mapping[str, Any],  # noqa: ARG002 # of the protocol: any adapter has its place here
+        config: Mapping[str, Any],  # noqa: ARG002 # of the protocol: this format holds any adapter
         model: PreTrainedModel,
         tp: int,
         kv_layout: KvLayout,
@@ -70,8 +70,8 @@ LEMA = _Lema()
 
 
 def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> tuple[Tensor, list[Difference]]:
-    """Put one tensor of an adapter together; return it, and which replicas differ (none, if `check`). `AdapterError`:
-    the ranks do not hold pieces of one tensor; or, if `check`, replicas differ."""
+    """Put one tensor of an adapter together; return it, and the replicas that differ (none, if `check`).
+    `AdapterError`: the ranks do not hold pieces of one tensor; or, if `check`, replicas differ."""
     try:
         return consolidate(held, layout, check=check), [] if check else differences(held, layout)
     except DataError as error:
@@ -96,9 +96,9 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], layouts: Mapping[str,
 
 
 def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str, list[Difference]], int]:
-    """Read what `_write` wrote, and put it together. Return the tensors, which replicas of which differ (none, if
-    `check`), and over how many ranks they lay. `AdapterError`: a file is missing, damaged, or not what the layout says;
-    or, if `check`, replicas differ."""
+    """Read files of `_write`, and join them. Return the tensors, the replicas that differ (none, if `check`), and the
+    number of ranks. `AdapterError`: a file is missing, damaged, or contradicts the layout; or, if `check`, replicas
+    differ."""
     file = directory / LAYOUTS
     try:
         content = json.loads(file.read_bytes())
@@ -149,5 +149,5 @@ def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str,
         if differing:
             found[name] = differing
         if list(tensors[name].shape) != shapes[name]:
-            raise AdapterError(f"{name} is {list(tensors[name].shape)}, and was {shapes[name]}", where=name)
+            raise AdapterError(f"{name} has the shape {list(tensors[name].shape)}, and had {shapes[name]}", where=name)
     return tensors, found, tp

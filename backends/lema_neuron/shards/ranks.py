@@ -1,8 +1,8 @@
 """The files of each rank: `model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt`, a pickle with the rank's tensors by name.
 
-In the other form a file holds a reference in the place of every tensor, and `tensor_N.pt` in a neighbouring directory,
-`....pt.tensors`, is the N-th. Only tensors and such references are loaded; all else is refused, because a pickle may
-run code.
+In the other form (xser) a file holds a reference instead of every tensor, and the N-th tensor is `tensor_N.pt` in a
+neighbouring directory, `....pt.tensors`. Only tensors and such references are loaded. All other objects are refused,
+because a pickle may run code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lema.storage.header import UNREADABLE, check_pickled
 __all__ = ["find_stages", "load_rank", "rank_file"]
 
 NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
-REFERENCE = ".serialization.TensorReference"  # the end of the full name of the one class that may be asked for
+REFERENCE = ".serialization.TensorReference"  # the end of the full name of the only class that may be loaded
 
 
 def rank_file(rank: int, stage: int = 0) -> str:
@@ -29,14 +29,14 @@ def rank_file(rank: int, stage: int = 0) -> str:
 
 
 class Reference:
-    """What stands in a file in the place of the tensor `tid`, which lies in a file of its own."""
+    """The reference to the tensor `tid`, which is in a separate file."""
 
     tid: Any = None
 
 
 def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
-    """Find what describes each pipeline stage of a checkpoint, and the files of its ranks in their order: a directory
-    of `model/` and `mp_metadata_pp_rank_*.json`. A file that is missing is an `AdapterError`."""
+    """Return each pipeline stage's metadata file, and the files of its ranks in order. A checkpoint is a directory with
+    `model/` and `mp_metadata_pp_rank_*.json`. `AdapterError`: a file is missing."""
     if (directory / "checkpoint").is_file() and not (directory / "done").is_file():
         what = "this checkpoint is incomplete: there is no file `done`"
         raise AdapterError(what, where=str(directory), how="use an earlier one, or save it again")
@@ -50,7 +50,7 @@ def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
     ranks = 1 + max(rank for files in found.values() for rank in files)
     for number in range(1 + max(found)):
         files = found.get(number, {})
-        missing = next((rank for rank in range(ranks) if rank not in files), None)  # of perhaps millions
+        missing = next((rank for rank in range(ranks) if rank not in files), None)  # there may be millions of ranks
         if missing is not None:
             what = f"the shard {rank_file(missing, number)} is missing"
             raise AdapterError(what, where=str(directory / "model"), how="copy it again")
@@ -62,8 +62,8 @@ def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
 
 
 def load_rank(file: Path) -> dict[str, Tensor]:
-    """Load the tensors of one rank, by name; no code of the file's is run. `AdapterError`: the file is damaged, or
-    holds something else than tensors."""
+    """Load the tensors of one rank, by name, without running code in the file. `AdapterError`: the file is damaged, or
+    holds other objects than tensors."""
     folder = file.with_name(f"{file.name}.tensors")
     content = _load(file, references=True) if folder.is_dir() else _load(file)
     if not isinstance(content, dict):

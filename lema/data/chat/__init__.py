@@ -1,1 +1,1 @@
-"""Chats: their messages as data sets write them, their template, and where in what it writes the answers are."""
+"""Chats: the forms of messages in data sets, templates, and the places of answers in the rendered text."""

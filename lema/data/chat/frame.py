@@ -1,6 +1,6 @@
 """What a template writes around the words of chats of one shape, so that a chat of a known shape is rendered once.
 
-The first chat of a shape is looked at in full (`lema.data.chat.turns`), and what stands around its words is kept. A
+The first chat of a shape is looked at in full (`lema.data.chat.turns`), and the text around its words is kept. A
 later one is rendered, and must be the same text around its own words, letter by letter: so their places are known, and
 every check that the first chat passed holds for it too. A chat that is anything else is looked at in full itself.
 """
@@ -23,7 +23,7 @@ class Frame:
 
     texts: tuple[str, ...]
     order: tuple[int, ...]
-    spans: tuple[tuple[int, int, int, int], ...]  # of what is learnt: the text it begins in, where in it, and its end
+    spans: tuple[tuple[int, int, int, int], ...]  # of trained text: the text it begins in, where in it, and its end
     ending: str  # what is put after the rendered chat
     remarks: tuple[str, ...]  # what is to be said of chats of this shape
 

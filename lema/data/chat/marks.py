@@ -1,4 +1,4 @@
-"""Messages with a mark before and after their words, which tells where a template puts them and what it leaves out.
+"""Messages with a mark before and after their words, which shows where a template puts them and what it leaves out.
 
 Marks are characters that stand for nothing: those at the end of Unicode's last private plane. A template that asks
 nothing of the words it writes renders marked messages as it renders them without, and marks besides. That it does is

@@ -1,6 +1,6 @@
 """Tokens of words that were met before, so that a text is looked up in pieces rather than tokenised.
 
-Most tokenizers cut a text by a regular expression and tokenise each part for itself. Where every alternative of the
+Most tokenizers cut a text by a regular expression and tokenise each part separately. Where every alternative of the
 expression takes a space as its first character, or in a run of blanks, and nowhere else, a part begins at each space
 that follows no blank: whatever stands before it. So the tokens of a text are those of its pieces between such spaces,
 one after another, and a piece has the same tokens in every text. Any other tokenizer is given whole texts.
@@ -103,7 +103,7 @@ def _may_cut(backend: Any, added: Iterable[Any]) -> bool:
     across = any(one.lstrip or one.rstrip or one.single_word or re.search(r"\S ", one.content) for one in added)
     try:
         cuts, changes = (one and json.loads(one.__getstate__()) for one in (backend.pre_tokenizer, backend.normalizer))
-    except Exception:  # noqa: BLE001 - what the library raises of a part in Python, of which nothing is known
+    except Exception:  # noqa: BLE001 - a part in Python may raise anything through the library
         return False
     *splits, last = (cuts["pretokenizers"] or [None]) if cuts and cuts["type"] == "Sequence" else [cuts]
     across |= bool(getattr(backend.model, "dropout", None) or (changes and changes["type"] != "NFC"))

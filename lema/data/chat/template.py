@@ -89,7 +89,7 @@ class Template:
 
 def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]:
     """Yield what `render` makes of messages, in one after the other of the forms in which templates take them: as they
-    are, with arguments of tool calls as JSON and a text, perhaps an empty one, beside each call, and in blocks of text.
+    are, with arguments of tool calls as JSON and a text, perhaps an empty one, with each call, and in blocks of text.
     `DataError`: the template takes none of the forms; it is what is said of the first."""
     forms, refused, taken = [messages], list[DataError](), 0
     if any(message.get("tool_calls") for message in messages):
@@ -126,7 +126,7 @@ def _written(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None, row: Row) -> Template:
-    """The tokenizer's template. `DataError`: there is none, or it has a part that could take all time or memory."""
+    """Return the tokenizer's template. `DataError`: it has none, or one that could take all time or memory."""
     if not tokenizer.chat_template:
         how = "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + completion"
         raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)

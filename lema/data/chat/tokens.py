@@ -28,7 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass
 class Chats:
-    """Chats of one tokenizer: what is trained on of them, what was found out about its template, what is to be said."""
+    """Chats of one tokenizer: the text that is trained on, properties of its template, and warnings."""
 
     tokenizer: "PreTrainedTokenizerBase"
     train_on: TrainOn
@@ -36,7 +36,7 @@ class Chats:
     known: Known
 
     def render(self, chat: Chat, row: Row) -> tuple[str, list[Span]] | None:
-        """The rendered chat, with all its special tokens, and which stretches of it are learnt; None: the data say so
+        """The rendered chat, with all its special tokens, and the stretches that are trained on; None: the data say so
         of none. `DataError`: no template, it refuses the chat, no assistant message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise row.broken("no message is the assistant's, so there is nothing to train on")
@@ -86,7 +86,7 @@ class Chats:
 
 
 def _remarks(rendered: Rendered, chat: Chat) -> list[str]:
-    """What the template leaves out: of answers, of what they answer, and the tools."""
+    """The parts that the template leaves out: of answers, of the messages before them, and the tools."""
     found = []
     if chat.tools and "tools" not in rendered.template.text:
         found.append("the chat template does not show the tools")
@@ -98,7 +98,7 @@ def _remarks(rendered: Rendered, chat: Chat) -> list[str]:
 
 
 def _ended(rendered: Rendered, span: Span, remarks: list[str]) -> tuple[Span, str]:
-    """The last answer with its end token, where a template leaves ending a turn to the next message, and that token."""
+    """The last answer with its end token, and this token, if the template ends a turn only with the next message."""
     start, end = span
     if rendered.ends_in_token(end):
         return span, ""
@@ -118,7 +118,7 @@ def check_roles(chat: Chat, template: Template, row: Row) -> None:
 
 
 def check_words(row: Row, text: str) -> str:
-    """Return a text that a tokenizer is to read. `DataError`: it has a word that is none, which takes gigabytes."""
+    """Return a text for a tokenizer. `DataError`: it has a "word" so long that it would take gigabytes."""
     if len(text) > LONGEST_WORD and any(len(word[0]) > LONGEST_WORD for word in re.finditer(r"\w+", text)):
         what = f"a word of more than {LONGEST_WORD:,} characters"
         raise row.broken(what, how="take the row out, or put spaces where words end")

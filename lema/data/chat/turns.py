@@ -1,4 +1,4 @@
-"""Where each answer of a rendered chat begins and ends: after what the model is given, with the token that ends it."""
+"""Finds where each answer of a rendered chat begins, after the model's input, and ends, with its end token."""
 
 import re
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Known:
 
 
 def keep(found: dict[Any, T], key: Any, value: T) -> None:
-    """Remember what was found out; forget all where it is too much, which takes data of many shapes."""
+    """Cache a result; clear the cache when it is too large, which happens for data of many shapes."""
     if len(found) >= _MOST_KNOWN:
         found.clear()
     found[key] = value
@@ -112,7 +112,7 @@ class Rendered:
         return all(not self._missing(n) for n, one in enumerate(self.messages) if one["role"] == "assistant")
 
     def _missing(self, number: int) -> str:
-        """What of an answer the template leaves out, but for its reasoning and for words beside a tool call."""
+        """The parts of an answer that the template leaves out, except its reasoning and words at a tool call."""
         calls = [one for one in self.marked.of[number] if self.marked.pieces[one].part == "call"]
         words = [one for one in self.marked.of[number] if self.marked.pieces[one].part == "content"]
         if any(2 * one not in self.places for one in calls):
@@ -158,7 +158,7 @@ class Rendered:
         return min(one[0] for one in spans), max(one[1] for one in spans)
 
     def _start(self, number: int, shown: list[int]) -> int:
-        """Where the generation prompt ends in a finished turn, which may lack its rest, such as opened reasoning."""
+        """The end of the generation prompt in a finished turn, which may lack its last part (opened reasoning)."""
         at = f"message {number + 1}"
         if number == 0:
             raise self.row.broken("the chat begins with the assistant, before anything to answer", at=at, how=MARK_IT)
@@ -179,7 +179,7 @@ class Rendered:
         raise self.row.broken(REWRITTEN, at=at, how=MARK_IT)
 
     def _end(self, number: int) -> int:
-        """Where the answer's turn ends, its end token included; what follows that is never generated."""
+        """The end of the answer's turn, with its end token; the text after that is never generated."""
         if number == len(self.messages) - 1:
             mark, _, closing = self.tail
             last = len(self.text) - len(closing)
@@ -201,7 +201,7 @@ class Rendered:
         return found.end()
 
     def _turn(self, closing: str) -> tuple[int, str]:
-        """How much of what closes a turn is generated, and the special tokens at its end; none: all of it is."""
+        """How much of a turn's closing text is generated, and the special tokens at its end; none: all of it is."""
         end = None
         for found in self.known.specials.finditer(closing):
             if end is None or closing[end[1] : found.start()].strip():

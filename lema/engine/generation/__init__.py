@@ -1,4 +1,4 @@
-"""Text from a streamed model: `transformers`' own `generate`, with every layer leased as it is called.
+"""Text from a streamed model: `transformers`' own `generate`, with every layer leased when it is called.
 
 docs/internals/engine.md describes the folder.
 """

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 __all__ = ["Ends", "Finish", "Generated"]
 
 Finish: TypeAlias = Literal["stop", "stop_string", "length"]
-"""Why a text ended: at a token that ends texts, at a string asked for, or because it has as many tokens as asked."""
+"""Why a text ended: at a token that ends texts, at a requested string, or at the requested number of tokens."""
 
 
 @dataclass(frozen=True)

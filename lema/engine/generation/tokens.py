@@ -83,7 +83,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[
 
 
 def checked(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """Return the prompts, each of token ids. `DataError`: there is none, or one has no tokens."""
+    """Return the prompts, each as token ids. `DataError`: there is none, or one has no tokens."""
     if not prompts:
         raise DataError("there is no prompt", where="generate", how="give one text or several")
     if empty := [str(place) for place, prompt in enumerate(prompts, 1) if not len(prompt)]:

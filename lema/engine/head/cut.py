@@ -37,7 +37,7 @@ __all__ = ["HeadCut", "open_ends"]
 
 SETTING = "head"
 LEAST_BYTES = 16 << 20  # of a head that is cut unasked: a smaller one is worth no second reading
-FEW = 3  # rows of the weight by which the model's own code is tried, beside all of them
+FEW = 3  # rows of the weight with which the model's own code is tested, besides all of them
 Where = Literal["auto", "device", "stream"]
 Span = tuple[int, int]
 
@@ -56,7 +56,7 @@ class HeadCut:
     Attributes:
         module: the head; None: it is whole on the device.
         asked: whether the settings ask for it to be cut, whatever there is room for.
-        why: why it is whole, in words; empty: it need not be, or nobody asked.
+        why: the reason why it is whole, in words; empty: there is none, or it was not requested.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class HeadCut:
         return tuple(replace(one, name=f"piece {number} of the head") for number, one in enumerate(placed))
 
     def pieced(self, split: Split, backend: Backend, layers: Sequence[LayerBytes]) -> PiecedHead | None:
-        """Return the head as it is run in pieces that are leased after these layers; None: it is whole."""
+        """Return the head in pieces, which are leased after these layers; None: it is whole."""
         return None if self.module is None else PiecedHead(split, backend, self.module, self.spans(layers))
 
     def told(self, pieces: Sequence[LayerBytes]) -> str:
@@ -149,7 +149,7 @@ class HeadCut:
         return f"head: {human_bytes(self.nbytes)} pass through the slots in {len(pieces)} pieces, up and down"
 
     def touched(self) -> str | None:
-        """Say what has been done to the model since that needs the head whole; None: nothing has."""
+        """Return the later change of the model that needs the head whole; None: there is none."""
         if self.module is None:
             return None
         if _head_of(self._model) is not self.module:
@@ -233,7 +233,7 @@ def _needs_all_logits(model: PreTrainedModel, module: nn.Linear) -> str | None:
         return torch.zeros(*ids.shape, module.in_features, dtype=module.weight.dtype, device=ids.device)
 
     def look(run: Callable[[], Any]) -> list[str]:
-        # Where it will be, because a model that computes with it beside the product and the rows then fails here.
+        # On its later device, so that a model which uses it outside the product and the rows fails here.
         absent = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
         for one in (module, *tables):
             one._parameters["weight"] = absent

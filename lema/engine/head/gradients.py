@@ -103,7 +103,7 @@ class EmbedHead:
             self._differentiate(index, [], [])
 
     def _start_backward(self, gradients: Sequence[Tensor]) -> tuple[()]:
-        """Add the gradients of what comes before the layers, given those of the hidden states."""
+        """Add the gradients of the part before the layers, from those of the hidden states."""
         for index, gradient in enumerate(gradients):
             made = [(self._hidden[index], gradient), *((tensor, leaf.grad) for tensor, leaf in self._given[index])]
             done = [(tensor, grad) for tensor, grad in made if tensor.requires_grad and grad is not None]
@@ -128,7 +128,7 @@ class EmbedHead:
 
 def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
     """Cut the arguments of one micro-batch's calls off from their graphs; return those cut, each with what replaced it.
-    A tensor that several layers are given stays one."""
+    A tensor that is an argument of several layers stays one."""
     cut: dict[int, tuple[Tensor, Tensor]] = {}
 
     def off(value: Any) -> Any:
@@ -159,7 +159,7 @@ class _Apart(torch.autograd.Function):
 
 
 def apart(forward: Forward[Made], backward: Backward, anchor: Tensor, given: Sequence[Tensor]) -> Made:
-    """Return what `forward` makes of tensors, without a graph, of which it is told who needs a gradient. Autograd calls
+    """Return `forward`'s results for tensors, without a graph; it is told which of them need a gradient. Autograd calls
     `backward` with the gradients of what it made when these are there, for the gradients of what it was given. It knows
     nothing of graphs inside, whose weights may be leased only then. `anchor` requires grad, should nothing given do."""
     made: Made = _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is

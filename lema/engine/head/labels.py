@@ -1,7 +1,7 @@
 """Which label a position is trained on: that of the next position, or, in some models, its own.
 
-A causal language model predicts the next token, so `transformers` shifts the labels that it is given. Decoders that
-were made to follow an encoder expect that whoever makes the batch has shifted them, and compare each position with its
+A causal language model predicts the next token, so `transformers` shifts the labels that it gets. Decoders that
+were made to follow an encoder expect labels that are already shifted, and compare each position with its
 own. The model itself is asked, by running its forward with labels and without values, and past its layers.
 """
 

@@ -23,7 +23,7 @@ __all__ = ["Likelihood", "likelihoods"]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of the tokens of one row that were asked about."""
+    """The requested tokens of one row."""
 
     log_likelihood: float  # the sum of their log-probabilities, in nats
     greedy: bool  # whether each is the likeliest where it stands

@@ -24,7 +24,7 @@ from lema.model.capture import leaves
 
 __all__ = ["IGNORED", "LossChunks", "attended_tokens", "blocks", "split_batch", "targets_of", "trained_tokens"]
 
-CHUNK_TOKENS = 1024  # whose logits exist at once, where nobody says otherwise
+CHUNK_TOKENS = 1024  # the default number of tokens whose logits exist at once
 IGNORED = -100  # the label of a token that is not trained, as everywhere in the field
 
 
@@ -101,7 +101,7 @@ class LossChunks:
         smoothing: float = 0.0,
         parallel: Parallel | None = None,
     ) -> None:
-        # Where logits are asked for they are made whole, by each process.
+        # Requested logits are made whole, by each process.
         self.cross_entropy = (parallel if parallel and logits is None else SingleProcess()).cross_entropy
         self._dft, self._smoothing = dft, smoothing
         self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
@@ -158,7 +158,7 @@ class LossChunks:
         return self._value(lambda: self.place(index, self._head(leaf), (rows, columns)), target), leaf
 
     def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield the blocks of a micro-batch of which logits are wanted, with their targets."""
+        """Yield the blocks of a micro-batch whose logits are wanted, with their targets."""
         for rows, columns in self._blocks(index):
             if not self._skipped(index, rows, columns):
                 yield rows, columns, self._targets[index][rows, columns]
@@ -173,7 +173,7 @@ class LossChunks:
         return self.cross_entropy(logits, target, reduction="sum", label_smoothing=self._smoothing) / self.num_tokens
 
     def place(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> Tensor:
-        """Put logits of a block (rows, columns), and of some words of `size`, where the caller asked for them."""
+        """Store logits of a block (rows, columns), and of some words of `size`, for the caller who requested them."""
         if self._logits is None:
             return block
         if len(self._logits) == index:

@@ -32,13 +32,13 @@ Measured: TypeAlias = dict[str, tuple[Tensor, float]]
 class Scored:
     """The rows of one batch that this process has, and what the model says of their tokens."""
 
-    logps: Tensor  # `[rows, tokens]` fp32, the log-probability of each token that was asked for, 0 elsewhere
+    logps: Tensor  # `[rows, tokens]` fp32, the log-probability of each requested token, 0 elsewhere
     trained: Tensor  # `[rows, tokens]` bool, which of them are of the completion
     chosen: Tensor  # places of the rows that are chosen, or desirable: of pairs, in their order
     rejected: Tensor  # of the others, in the same way
     num_examples: int  # of the whole batch, in all processes: pairs, or rows
-    num_tokens: int = 0  # tokens asked for in the batch's chosen rows, in all processes
-    reference: Tensor | None = None  # as `logps`, of the model without adapters; None: it was not asked for
+    num_tokens: int = 0  # requested tokens of the batch's chosen rows, in all processes
+    reference: Tensor | None = None  # like `logps`, of the model without adapters; None: it was not requested
     # `[rows]`, of each prompt with another row's completion: the model's, and the reference's.
     mismatched: tuple[Tensor, Tensor] | None = None
     advantages: Tensor | None = None  # `[rows]` or `[rows, tokens]`, of GRPO
@@ -51,7 +51,7 @@ class Scored:
         return sums[self.chosen], sums[self.rejected]
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Return how many tokens completions have: of the chosen rows, and of the rejected."""
+        """Return the numbers of tokens of the completions: for chosen rows, and for rejected ones."""
         counts = self.trained.sum(dim=1).clamp(min=1)
         return counts[self.chosen], counts[self.rejected]
 
@@ -118,14 +118,14 @@ def pursue(model: StreamedModel, config: LemaConfig) -> None:
 
 
 def merged(found: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:
-    """Add what was measured in one batch to what was in others."""
+    """Add the measurements of one batch to those of others."""
     for name, (total, count) in found.items():
         before = into.get(name)
         into[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
 
 
 def dpo(rows: Scored, *, loss_type: str, beta: float, smoothing: float) -> tuple[Tensor, Measured]:
-    """DPO (arXiv:2305.18290) and the losses that TRL's `DPOTrainer` has beside it, by its `loss_type`."""
+    """DPO (arXiv:2305.18290) and the other losses of TRL's `DPOTrainer`, by its `loss_type`."""
     losses = dpo_losses(rows, loss_type, beta, smoothing)
     chosen, rejected = (beta * one.detach() for one in rows.ratios())
     measured = _of_pairs(chosen, rejected, rows.completions(rows.logps)) | _of_logits(rows)
@@ -205,7 +205,7 @@ def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesira
 
 
 def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
-    """ORPO (arXiv:2403.07691): the odds of completions, beside the cross-entropy of chosen rows with their prompts."""
+    """ORPO (arXiv:2403.07691): the odds of completions, plus the cross-entropy of chosen rows with their prompts."""
     chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     ratio = logsigmoid(odds)
@@ -219,7 +219,7 @@ def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
 
 
 def simpo(rows: Scored, *, beta: float, gamma: float, cpo_alpha: float, smoothing: float) -> tuple[Tensor, Measured]:
-    """SimPO (arXiv:2405.14734), with `cpo_alpha` times the cross-entropy of chosen completions beside it."""
+    """SimPO (arXiv:2405.14734), plus `cpo_alpha` times the cross-entropy of chosen completions."""
     chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
     delta = (chosen - rejected) - gamma / beta
     losses = -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
@@ -313,5 +313,5 @@ def _of_logits(rows: Scored) -> Measured:
 
 
 def _log1mexp(value: Tensor) -> Tensor:
-    """Return log(1 - exp(value)), of which one form loses its digits above -ln 2 and the other below."""
+    """Return log(1 - exp(value)), in two forms: one loses its digits above -ln 2, the other below."""
     return torch.where(value < -0.6931471805599453, torch.log1p(-torch.exp(value)), torch.log(-torch.expm1(value)))

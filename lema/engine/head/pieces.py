@@ -48,7 +48,7 @@ class PiecedHead:
     def __init__(self, split: Split, backend: Backend, module: nn.Linear, spans: Sequence[tuple[int, int]]) -> None:
         self.backend = backend
         self._split, self._module, self.spans = split, module, tuple(spans)
-        self._width = module.in_features  # of what the head is given, before norms and the like
+        self._width = module.in_features  # width of the head's input, before norms and the like
         self._dtype = module.weight.dtype
 
     def standing_in(self, product: Callable[[Tensor], Tensor] | None = None) -> AbstractContextManager[None]:
@@ -57,7 +57,7 @@ class PiecedHead:
         return replaced({self._module: product or _made_up})
 
     def inputs(self, hidden: Tensor) -> Tensor:
-        """Return what the product is given, `[rows, tokens, width]`, of the last layer's output; differentiable."""
+        """Return the product's input, `[rows, tokens, width]`, from the last layer's output; differentiable."""
         found: list[Tensor] = []
 
         def stop(given: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ class PiecedHead:
     def logits(self, given: Tensor, weight: Tensor, span: tuple[int, int]) -> Tensor:
         """Return the model's logits of one piece `[rows, tokens, words]`; differentiable."""
         product = self.product(given, weight, span)
-        # The hidden state is nothing here, because what comes before the product is thrown away.
+        # The hidden state is empty here, because the part before the product is thrown away.
         nothing = torch.zeros((), dtype=self._dtype, device=given.device).expand(*given.shape[:2], self._width)
         with self.standing_in(lambda _: product):
             return self._split.head(nothing)
 
     def leased(self, lease: OfLayer, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Lease the pieces one after the other, each until the next is asked for; yield numbers and weights."""
+        """Lease the pieces one after the other, each until the next one is requested; yield numbers and weights."""
         for piece in range(len(self.spans)) if order is None else order:
             with lease(self._split.num_layers + piece) as leased:
                 yield piece, leased.weights["weight"]
@@ -109,7 +109,7 @@ class _Block:
 
     index: int  # of the micro-batch
     place: tuple[slice, slice]  # rows and columns in it
-    given: Tensor  # what the product is given, `[rows, tokens, width]`
+    given: Tensor  # the product's input, `[rows, tokens, width]`
     targets: Tensor  # int64 `[tokens]`
     differentiate: InitVar[bool]
 
@@ -178,7 +178,7 @@ def piece_passes(
             logits = head.logits(block.given, weight, span)
             chunks.place(block.index, logits, (*block.place, slice(*span)), head.spans[-1][1])
             block.see(logits, span[0])
-            del logits  # because the next block's would be made beside them
+            del logits  # because the next block's would otherwise exist at the same time
         for block in blocks if down else ():
             poll()
             _back(head, block, weight, span, chunks.scale / chunks.num_tokens)
@@ -191,7 +191,7 @@ def piece_passes(
     for block in blocks:
         block.given = block.targets  # because nothing wants it any more, and its memory is wanted
     after = head.backend.rng_state()
-    head.backend.set_rng_state(began)  # because what comes before the product is run again, and may draw
+    head.backend.set_rng_state(began)  # because the part before the product runs again, and may draw
     gradients = [_by_hidden(head, index, state, blocks) for index, state in enumerate(hidden)]
     head.backend.set_rng_state(after)
     return values, gradients

@@ -1,7 +1,7 @@
-"""The load-balancing loss of routers, beside that of tokens: of each micro-batch a product of means over all layers.
+"""The load-balancing loss of routers: for each micro-batch, a product of means over all layers.
 
 So it is no sum over layers. Each visit hands on what its routers made, which is small; with that of the top layer the
-model's own function forms the loss, and gradients that layers are given in the backward beside their hidden states'.
+model's own function forms the loss, and layers get their gradients in the backward with those of hidden states.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RouterLoss:
                 run(output_router_logits=True, attention_mask=torch.ones(1, FEW_TOKENS, dtype=torch.long))
             return function.call_args and (function.call_args.args[1:], function.call_args.kwargs)
 
-        # What the function is given beside that, with a tensor for the mask.
+        # The function's other arguments, with a tensor for the mask.
         self._given: Any = self._function and past_layers(split.model, split.layers, asked)
         if self._given is None:
             what = f"a {type(split.model).__name__} has no load-balancing loss of routers"

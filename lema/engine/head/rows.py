@@ -79,7 +79,7 @@ class RowLoss:
         said = [batch[EXAMPLE].cpu() for batch in batches if EXAMPLE in batch]
         self._about = torch.cat(said).numpy() if len(said) == len(batches) else self._one_batch()
         self._coefficients: list[Tensor] = []
-        # None: nobody asks for them, or processes divide the vocabulary, and none has all words of a token.
+        # None: not requested, or processes divide the vocabulary, and none has all words of a token.
         divided = parallel is not None and parallel.size > 1
         wanted_means = not (objective.advantages or divided)
         self._means = [torch.zeros(one.shape, device=one.device) for one in targets] if wanted_means else None
@@ -92,7 +92,7 @@ class RowLoss:
         return sum(counts.values())
 
     def _one_batch(self) -> npt.NDArray[np.int64]:
-        """Say of rows of which nothing is said that they are one batch, of this process."""
+        """Mark rows without a description as one batch, of this process."""
         rows, tokens = sum(map(len, self._known)), sum(int((one != IGNORED).sum()) for one in self._known)
         about = np.zeros((rows, len(Of)), dtype=np.int64)
         about[:, Of.PLACE] = np.arange(rows)
@@ -138,7 +138,7 @@ class RowLoss:
         differentiate: bool = True,
     ) -> Tensor:
         """Return this process's share of the loss of the pass, an fp32 scalar; its gradients are formed as well.
-        `logps` are of each micro-batch, `reference` likewise, of the model without adapters, and `mismatched` of each
+        `logps` are of each micro-batch, `reference` are those of the model without adapters, and `mismatched` of each
         micro-batch's mismatched rows, by the model and by the reference; none: not asked for."""
         given = [one.detach().requires_grad_(differentiate) for one in logps]
         with torch.set_grad_enabled(differentiate):

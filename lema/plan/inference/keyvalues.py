@@ -1,4 +1,4 @@
-"""The memory that a batch of texts takes beside the weights: keys and values, and what is computed with them.
+"""The memory that a batch of texts takes besides the weights: keys and values, and temporary tensors.
 
 No formula here knows a kind of cache. The model runs forward with the cache that `transformers` makes for it, under
 `FakeTensorMode`, in which only shapes are computed, while live bytes are counted.
@@ -31,7 +31,7 @@ MEASURED = 2  # rows; each of a batch takes the same
 
 @dataclass(frozen=True)
 class TextBytes:
-    """What a batch of texts takes of memory, beside weights."""
+    """The memory of a batch of texts, without weights."""
 
     peak: int  # the most alive at once where keys and values stay on the device, they among it
     keys_values: int  # of all layers, or the states that layers keep instead, once all tokens are made
@@ -90,7 +90,7 @@ def _measured(split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...]
 
 
 class _Runs:
-    """Forwards of a model of which one layer of each kind is run, with weights without values."""
+    """Forwards of a model in which one layer of each kind runs, with weights without values."""
 
     def __init__(self, split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...]) -> None:
         self._split, self._kinds = split, kinds
@@ -140,5 +140,5 @@ class _Runs:
             **few,
             **(cache or {}),
         )
-        self._made.clear()  # because what layers made is gone
+        self._made.clear()  # because the layers' results are freed
         return {name: output[name] for name in ALL_CACHE_NAMES if output.get(name) is not None}

@@ -1,4 +1,4 @@
-"""What memory has room for beside the weights, within the limits of a run: batches of texts, and rows that are scored.
+"""The size of batches that fit next to the weights within the limits of a run: of texts, and of rows that are scored.
 
 Texts take keys and values, and rows hidden states, which wait between layers on the device or on the host.
 """
@@ -19,19 +19,19 @@ from lema.plan.planner import Planner
 __all__ = ["RowPlan", "TextPlan", "plan_rows", "plan_texts"]
 
 LOGITS = 3  # copies of a chunk's logits, as fp32
-STATES = 2  # of one layer: what went in, and what comes out
+STATES = 2  # of one layer: its input and its output
 
 
 @dataclass(frozen=True)
 class TextPlan:
-    """A batch of texts, and what it takes."""
+    """A batch of texts, and its memory."""
 
     rows: int  # at once
     prompt: int  # tokens of the longest
     new: int  # tokens that are made for each, at most
     host: bool  # keys and values of all layers but one are in host memory
     taken: TextBytes
-    allocation: Allocation  # of memory to weights, with that much left beside them
+    allocation: Allocation  # of memory to weights, with that much left for the rest
 
     def summary(self) -> str:
         """Say what a batch costs."""
@@ -39,14 +39,14 @@ class TextPlan:
         return (
             f"{self.rows} at once, prompts of up to {self.prompt:,} tokens and {self.new:,} new: "
             f"{human_bytes(self.taken.keys_values)} of keys and values {place}, "
-            f"{human_bytes(self.taken.on_device(host=self.host))} on the device beside weights"
+            f"{human_bytes(self.taken.on_device(host=self.host))} on the device besides weights"
         )
 
 
 def plan_texts(
     planner: Planner, prompt: int, new: int, *, rows: int | None, most: int, host: bool, held: Allocation | None
 ) -> TextPlan:
-    """Return the batch that is asked for, or without one the widest that there is room for.
+    """Return the requested batch, or by default the widest that fits.
 
     The longest prompt has `prompt` tokens, and at most `new` ones are made for each. A batch has `rows`; None: as many
     as there is room for, and no more than `most`. `host`: keys and values of all layers but one are in host memory.
@@ -92,7 +92,7 @@ class RowPlan:
     rows: int  # of a pass
     at_once: int  # that a layer computes at once
     on_host: bool  # hidden states of all but those wait in host memory
-    allocation: Allocation  # of memory to weights, with that much left beside them
+    allocation: Allocation  # of memory to weights, with that much left for the rest
 
 
 def plan_rows(
@@ -154,9 +154,9 @@ def _room(planner: Planner, held: Allocation | None) -> Callable[[int, int], All
     lowest = len(planner.blueprint.layers) - 1  # because nothing is kept for a backward
     weights = replace(planner.demand(), adapter_bytes=adapters, lowest=lowest)
     host = available
-    if config.host_memory is not None and held is None:  # else its share is gone from what is available already
+    if config.host_memory is not None and held is None:  # otherwise the available memory is without its share already
         host = parse_memory(config.host_memory, site.machine.host_memory)
-    device = host if shared else total  # 0: nobody knows
+    device = host if shared else total  # 0: unknown
     if config.device_memory is not None:
         device = parse_memory(config.device_memory, total) or device
 

@@ -31,7 +31,7 @@ def expand(
     library: str, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor, scratch: Tensor | None = None
 ) -> None:
     """Fill `out`, contiguous, with the weight that the parts stand for: bitwise what the library dequantises.
-    `scratch`, uint8, has room for a whole weight of which `out` is a part."""
+    `scratch`, uint8, has room for the whole weight that contains `out`."""
     if CUT in about:
         axis, ranges, shape = about[CUT]
         assert scratch is not None, "a whole weight needs memory to be expanded into"

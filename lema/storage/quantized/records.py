@@ -24,10 +24,10 @@ __all__ = ["CUT", "PartSpecs", "QuantizedRecord", "Stored", "fold", "part_of_qua
 
 QUANT_STATE = ".quant_state.bitsandbytes__"
 FLOATS = ("float32", "float16", "bfloat16")
-LARGEST_STATE = 1 << 16  # bytes of what bitsandbytes writes beside a weight; it needs fewer than 300
+LARGEST_STATE = 1 << 16  # bytes of bitsandbytes' state of a weight; it needs fewer than 300
 TORCHAO_CLASSES = ("Int8Tensor", "Float8Tensor")
 
-# Of a torchao tensor, what would make its product with an input another than that of what it expands to.
+# Options of a torchao tensor with which its products differ from those of the expanded tensor.
 CHANGES_PRODUCTS = ("act_quant_kwargs", "act_pre_scale")
 
 
@@ -40,7 +40,7 @@ class QuantizedRecord:
     # What the library calls each stored tensor -> where it is.
     parts: Mapping[str, TensorRecord | AssembledRecord]
     shape: tuple[int, ...]
-    about: Mapping[str, Any]  # what the library says of the parameter beside its tensors
+    about: Mapping[str, Any]  # the library's description of the parameter, besides its tensors
 
     @property
     def file(self) -> Path:
@@ -113,7 +113,7 @@ def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
 
 
 def _bitsandbytes(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
-    """Find the parameters that have one of bitsandbytes' packed quantisation states beside them."""
+    """Find the parameters that have one of bitsandbytes' packed quantisation states."""
     found = []
     for stored, record in index.items():
         name, separator, kind = stored.partition(QUANT_STATE)
@@ -137,7 +137,7 @@ def _bitsandbytes(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
 
 
 def _bitsandbytes_int8(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
-    """Find the parameters of 8 bits that have bitsandbytes' absolute maxima of their rows beside them."""
+    """Find the parameters of 8 bits that have bitsandbytes' absolute maxima of their rows."""
     found = []
     for stored, record in index.items():
         owner, _, leaf = stored.rpartition(".")

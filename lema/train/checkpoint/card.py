@@ -1,4 +1,4 @@
-"""What lies beside the adapter that a run leaves: a model card and the tokenizer; and the copy of all three on the hub.
+"""The model card and the tokenizer in the directory of a run's adapter, and the copy of all three on the hub.
 
 The card names directories and files of this machine by their last part, because it is made to be published.
 """
@@ -70,7 +70,7 @@ def _table(title: str, rows: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value without what tells of this machine: of a path that exists, its last part."""
+    """Return a value without data of this machine: only the last part of a path that exists."""
     return Path(value).name if isinstance(value, str) and "/" in value and Path(value).expanduser().exists() else value
 
 

@@ -44,7 +44,7 @@ PREFIX = "checkpoint-"
 IMPLEMENTATION = {"fused", "foreach"}  # how an optimizer computes here, whatever it did where it was saved
 
 Writer = Callable[[Path], object]
-"""Writes some files of a checkpoint into the directory it is given."""
+"""Writes some files of a checkpoint into a directory."""
 
 
 def checkpoints(output_dir: Path) -> list[Path]:

@@ -41,7 +41,7 @@ CLASSES: Mapping[str, Change] = {
     for name, field in LemaConfig.model_fields.items()
 }
 
-# What the learning rate of a step follows from, and what else the optimizer's update does.
+# The settings that decide the learning rate of a step, and those of the optimizer's update.
 SCHEDULE = frozenset(
     [
         *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
@@ -54,7 +54,7 @@ UPDATE = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
 
 @dataclass(frozen=True)
 class Changed:
-    """A setting, or something else a run goes by, as a user knows it, that is not what it was."""
+    """A setting, or another property of a run that users know, which has changed."""
 
     name: str
     then: Any
@@ -64,7 +64,7 @@ class Changed:
         return f"{self.name}: {self.then!r} -> {self.now!r}"
 
 
-# The files without which a checkpoint of a kind is none.
+# The files that a checkpoint of each kind must have.
 KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 
@@ -88,7 +88,7 @@ def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False)
 
 
 def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any]:
-    """Return the state of a checkpoint that is what was written, and all of it; else an `AdapterError` names a file."""
+    """Return the state of a checkpoint that is whole and unchanged; else an `AdapterError` names a file."""
     check_manifest(directory, spared=(OPTIMIZER,) if weights_only else ())
     state = read_state(directory)
     kind = state.get("kind", "adapters")
@@ -181,7 +181,7 @@ def newest_settings(directory: Path) -> dict[str, Any]:
 
 
 def settings_then(checkpoint: Path) -> dict[str, Any]:
-    """Read the settings a checkpoint was written with; none where they are not beside it; or raise `AdapterError`."""
+    """Read the settings of a checkpoint; none if it was saved without them; or raise `AdapterError`."""
     file = checkpoint / CONFIG_NAME
     if not file.is_file():
         return {}
@@ -192,7 +192,7 @@ def settings_then(checkpoint: Path) -> dict[str, Any]:
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], *wanted: Change) -> list[Changed]:
-    """Return the settings of the wanted classes that are not what they were; one that is missing then is the same."""
+    """Return the changed settings of the wanted classes; one that the checkpoint lacks counts as unchanged."""
     return [
         Changed(name, then[name], now[name])
         for name, change in CLASSES.items()

@@ -132,7 +132,7 @@ def _state(directory: Path) -> dict[str, Any]:
 
 
 def _tensors(masters: Masters, optimizer: Optimizer, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield what there is of a parameter that trains, by what it is called in a file."""
+    """Yield the tensors of a parameter that trains, by their names in a file."""
     master = masters.by_name[name]
     yield MASTER, master.detach()
     for key in (STEP, *MOMENTS):
@@ -140,7 +140,7 @@ def _tensors(masters: Masters, optimizer: Optimizer, name: str) -> Iterator[tupl
 
 
 def _index(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return, of every tensor in a checkpoint, its file and its shape."""
+    """Return the file and the shape of every tensor in a checkpoint."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(directory.glob(f"{KIND}-*.safetensors")):
         with _opened(path) as file:

@@ -63,7 +63,7 @@ class Masters:
         for name, (layer, own) in sorted(self._own.items(), key=lambda item: item[1][0]):
             self.by_layer.setdefault(layer, {})[name] = own
         self._check(order)
-        if model.backend.replicas.local_size > 1:  # they share what streams, and nobody writes there
+        if model.backend.replicas.local_size > 1:  # they share the streamed weights, and none may write to them
             model.stream.make_private(self.by_layer)
         stored = {layer: model.stream.stored(layer) for layer in self.by_layer}
         self.weights = {name: model.split.model.get_parameter(name).detach() for name in self.outside}
@@ -109,7 +109,7 @@ class Masters:
                 weight.copy_(master)
 
     def close(self) -> None:
-        """Let the file go; its space is given back when no tensor lies in it any more."""
+        """Release the file; its space is freed when it has no tensors any more."""
         if self._file is not None:
             self._file.close()
 
@@ -212,22 +212,22 @@ class BackgroundStep:
         self._under_way: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Have `work` done once what was begun before has ended; where that failed, its error is raised instead."""
+        """Start `work` when earlier work has ended; if that failed, raise its error instead."""
         self.wait()
         self._under_way = self._pool.submit(_done, [work])
 
     def wait(self) -> None:
-        """Block until nothing is under way; raise, once, what it raised."""
+        """Block until all work has ended; raise its error, once."""
         if (error := self.failure()) is not None:
             raise error
 
     def failure(self) -> BaseException | None:
-        """Block until nothing is under way; return what it raised, which `wait` then does not raise again."""
+        """Block until all work has ended; return its error, which `wait` then does not raise again."""
         under_way, self._under_way = self._under_way, None
         return None if under_way is None else under_way.exception()
 
     def close(self) -> None:
-        """Wait for what is under way, raise what it raised, and end the thread."""
+        """Wait for running work, raise its error, and end the thread."""
         try:
             self.wait()
         finally:
@@ -235,7 +235,7 @@ class BackgroundStep:
 
 
 def _done(held: list[Callable[[], None]]) -> None:
-    """Do the work; what it holds is let go of before anyone is told that it has been done."""
+    """Do the work; free its objects before reporting that it is done."""
     held.pop()()
 
 

@@ -208,7 +208,7 @@ class FullTraining:
 
     @torch.no_grad()
     def _measure(self, name: str, gradient: Tensor, place: str, begun: str | None) -> None:
-        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` says what was stepped before, if anything."""
+        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` names the weights updated before, if any."""
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
             where = f"{self._place}, {place}; {begun or 'no weight was updated'}"
@@ -244,7 +244,7 @@ class FullTraining:
         return True
 
     def _step_layer(self, layer: int, gradients: dict[str, Tensor], norm: Tensor | None = None) -> None:
-        """Step one layer and let what streams be what it has become."""
+        """Step one layer, and update the streamed copy of its weights."""
         masters = [self.masters[name] for name in gradients]
         with self.model.stream.trace.span("optimizer", f"layer {layer}"):
             for master, gradient in zip(masters, gradients.values(), strict=True):
@@ -257,7 +257,7 @@ class FullTraining:
             self.places.round(gradients)
 
     def _finish(self) -> None:
-        """Step what has not been stepped: all layers where gradients are clipped, and what lies outside them."""
+        """Step the rest: all layers if gradients are clipped, and the weights outside of layers."""
         self._offload.let_go()
         stream, outside = self.model.stream, self.places.outside
         parameters = {name: self.model.split.model.get_parameter(name) for name in outside}
@@ -291,7 +291,7 @@ class FullTraining:
         self._norms.clear()
 
     def _forget(self) -> BaseException | None:
-        """Drop a step that failed: its gradients, and what was announced for it. Return what failed meanwhile."""
+        """Drop a step that failed: its gradients and announced leases. Return an error that came meanwhile."""
         failure = self._behind.failure()
         self._offload.let_go()
         self.model.stream.cancel()

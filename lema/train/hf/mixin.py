@@ -123,7 +123,7 @@ class _Batch:
     inputs: Any  # as the trainer has it
     states: list[Tensor] = field(default_factory=list)  # what its calls of the layers return, without the layers' graph
     at: int = 0  # how many of these its training step has been given this time
-    call: StackCall | None = None  # the call that it waits for; None: there is none
+    call: StackCall | None = None  # the call for which it waits; None: there is none
     loss: Tensor | None = None  # what its training step has returned; None: it has not ended
 
 

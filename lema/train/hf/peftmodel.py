@@ -101,7 +101,7 @@ def streamed(
 
 
 def _have_routers_asked(opened: LemaModel) -> None:
-    """Have the model form the loss of its routers itself, as one of `from_pretrained` does, where it is asked for."""
+    """Make the model compute the loss of its routers, like one of `from_pretrained`, if it is requested."""
     if coefficient := coefficient_of(opened.split, opened.config, opened.directory):
         text: Any = opened.skeleton.config.get_text_config()
         text.output_router_logits = True
@@ -171,7 +171,7 @@ class StreamedPeftModel(PeftModel):
         # In the state dict, because what tells a model by its tensors shall tell one base from another.
         model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         model.register_state_dict_post_hook(_leave_out_base)
-        # DistributedDataParallel's name for what it is not to send from the first process to the others.
+        # DistributedDataParallel's name for tensors that the first process must not send to the others.
         model._ddp_params_and_buffers_to_ignore = [name for name, one in model.named_parameters() if one.is_meta]
         model.eval()  # as `from_pretrained` leaves a model
         found: Self = model
@@ -208,7 +208,7 @@ class StreamedPeftModel(PeftModel):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002 - as torch has it
-        """Leave every tensor where it is, and as it is, if that is what is asked for."""
+        """Leave every tensor unchanged and in its place, if that is requested."""
         here = {(one.device, one.dtype) for one in self.parameters() if not one.is_meta}
         for device, dtype in here:
             like = fn(torch.empty(0, dtype=dtype, device=device))
@@ -264,7 +264,7 @@ def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
 
 
 def _leave_out_base(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-    """Take what has no bytes out of a state dict."""
+    """Remove tensors without bytes from a state dict."""
     for name in [name for name, one in state.items() if name.startswith(prefix) and isinstance(one, Tensor)]:
         if state[name].is_meta:
             del state[name]

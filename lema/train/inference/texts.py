@@ -1,4 +1,4 @@
-# ruff: noqa: ARG002, T201 - a callback's parameters are given by transformers, used or not.
+# ruff: noqa: ARG002, T201 - transformers defines the parameters of a callback, used or not.
 """Texts for any number of prompts, in batches of about equal lengths; a batch reads the weights once per token.
 
 A run makes such texts of the same prompts after each evaluation, to be read by people.
@@ -34,14 +34,14 @@ __all__ = ["SAMPLES", "Completion", "Samples", "batches_of", "completions", "pla
 Planned = TypeVar("Planned", TextPlan, RowPlan)
 WRONG_SETTINGS = "these settings of generation do not work", "correct the file or the options"
 WRONG_VALUES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # of settings taken on trust
-MOST_AT_ONCE = 64  # texts of a batch that nobody has asked for a size of: results come as batches end
+MOST_AT_ONCE = 64  # texts of a batch without a requested size: results come when batches end
 
 
 @dataclass(frozen=True)
 class Completion:
     """What a model has made of one prompt."""
 
-    index: int  # of the prompt, and among several of one prompt their number beside it
+    index: int  # of the prompt; `number` counts several texts of one prompt
     text: str  # without the string it stopped at, and without special tokens
     finish: Finish
     prompt_tokens: int

@@ -39,7 +39,7 @@ STAGES = frozenset(
     f"{time}_lora_{what}" for time in ("pre", "post") for what in ("tokens", "dataset", "datasets")
 )  # names of a two-phase trainer
 
-# What a phase says by its tokens and its mixture: beside them these would be read and do nothing.
+# Settings that a phase has as tokens and mixture: next to those they would have no effect.
 IDLE = {
     "eval_split": "name files for validation with `eval_data`",
     "num_train_epochs": "each phase has its `tokens`",
@@ -75,7 +75,7 @@ class PhaseFile:
 
 
 def has_phases(path: str | PathLike[str]) -> bool:
-    """Whether a file is one of phases. What is wrong with it is said by whoever reads it."""
+    """Whether a file is one of phases. The code that reads it reports errors."""
     with suppress(ConfigError):
         return bool((STAGES | {PHASES}) & read_yaml(path).values.keys())
     return False
@@ -194,7 +194,7 @@ def _entry(entry: Any, values: Mapping[str, Any], alone: str | None) -> Any:
 
 
 def _renamed(problem: Problem, *, staged: bool) -> Problem:
-    """A problem with the nearest of all names that the file may have, where its key is none of them."""
+    """A problem with an unknown key, with the nearest of all names that the file may have."""
     if problem.what != f"unknown setting {problem.key!r}":
         return problem
     own = LoRATrainerConfig.defaults() if staged else [PHASES, *SHARED]

@@ -53,7 +53,7 @@ class Places:
         return self.checkpoint(index, self.plan.steps(index).steps)
 
     def model_of(self, index: int) -> Path:
-        """The model that a phase leaves, or what it has changed of one, where it leaves either."""
+        """The model that a phase writes, or its changes of one, if it writes either."""
         return self.place(index) / (DELTA if self.plan.phases[index].save == "delta" else MODEL)
 
     def saved(self, index: int) -> list[Path]:
@@ -198,7 +198,7 @@ class Start:
     checkpoint: Path | None = None  # what the phase goes on from; None: it begins
     models: Mapping[int, Path] = field(default_factory=dict)  # what earlier phases have left, by their index
     here: bool = False  # the checkpoint is the run's own
-    ended: bool = False  # with that checkpoint the phase has ended, and what it leaves is there
+    ended: bool = False  # the phase has ended with that checkpoint, and its results are there
     rebuilt: int | None = None  # an earlier phase of the run whose model is written again first; None: none is
 
 
@@ -324,7 +324,7 @@ def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
     """Refuse another plan than that of the checkpoint that is resumed, or of the end of the phase before."""
     if checkpoint is None:
         if index == 0 or not _is_sound(places.end_of(index - 1)):
-            return  # nothing says what was trained
+            return  # no file says which weights were trained
         index, checkpoint = index - 1, places.end_of(index - 1)
     about, how = read_state(checkpoint)["extra"], "begin a new run in another output_dir"
     if "plan" not in about:
@@ -346,7 +346,7 @@ def _stands(places: Places, index: int) -> bool:
 
 
 def _to_rebuild(places: Places, index: int, say: Say) -> int | None:
-    """Return the phase whose model is below this one and gone, but can be written again; None: it is there."""
+    """Return the phase whose model this one builds on, if it is missing and can be written again; else None."""
     below = places.based(index) - 1
     if below < 0 or places.has_model(below):
         return None

@@ -184,7 +184,7 @@ class PhasePlan(Settings):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, then: Mapping[str, Any], num_phases: int | None = None) -> list[str]:
-        """Return what differs from the `numbers` of another plan: a line for each key, with what it was."""
+        """Return the differences from the `numbers` of another plan: a line for each key, with its earlier value."""
         is_now, was = dict(_leaves(self.numbers(num_phases))), dict(_leaves(then))
         return [
             f"{key} is {is_now.get(key, _NOTHING)!r}, and was {was.get(key, _NOTHING)!r}"

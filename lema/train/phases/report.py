@@ -33,10 +33,10 @@ class PhaseMemory:
     """Bytes at the peak."""
 
     device: int  # of device memory; of the host's where the device computes there
-    host: int  # of host memory, beside that
+    host: int  # of host memory, in addition
     mapped: int  # in files that are mapped into memory, since host memory does not hold them
     disk: int  # of checkpoints and models when the phase has ended, but for that of the best validation loss
-    parts: dict[str, dict[str, int]]  # of device, host and disk, by what they are for
+    parts: dict[str, dict[str, int]]  # of device, host and disk, by their purposes
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PhaseEntry:
     first_step: int  # its first step in the run, counted from 1
     last_step: int
     tokens: int  # it is trained on, padding included
-    leftover: int  # tokens asked for that are less than a step
+    leftover: int  # requested tokens that are less than a step
     tokens_per_source: dict[str, int]
     rates: dict[str, float]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
     moved: Traffic  # bytes read, uploaded and downloaded in the whole phase

@@ -178,7 +178,7 @@ class Phases:
                 what = f"stopped by {why} before phase {self.plan.phases[index].name}"
                 raise Stopped(what, where=str(places.place(index - 1)), how="continue with --resume")
             self._train(index, events, begin)
-            gc.collect()  # what a phase trained must be gone before the next begins, whatever of it refers to itself
+            gc.collect()  # objects of a phase must be freed before the next begins, even those that refer to themselves
 
     def _train(self, index: int, events: RunEvents, start: Start | None) -> None:
         phase, places, under = self.plan.phases[index], self.places, self.places.based(index)
@@ -203,7 +203,7 @@ class Phases:
             self._begin(index, run, trainer, start)
             if run.done < run.num_steps or run.pending is not None:
                 file, step = places.directory / METRICS_NAME, run.position(run.done).step
-                if not events.begun and step and file.is_file():  # what an earlier process wrote
+                if not events.begun and step and file.is_file():  # written by an earlier process
                     log = [row for row in read_metrics(file) if "event" not in row and row.get("step", 0) <= step]
                     events.state.log_history = log
                 trainer.require_room(2 if config.save_steps and not run.done else 1)

@@ -185,7 +185,7 @@ class PhaseRun:
 
     @cached_property
     def schedule(self) -> LRScheduler:
-        """Of the learning rate, as far as the phase has come when it is first asked for."""
+        """The schedule of the learning rate, at the phase's step when it is first used."""
         return follow(self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done)
 
     def load(self, checkpoint: Path) -> None:
@@ -193,7 +193,7 @@ class PhaseRun:
         about = self.steps.restore(checkpoint)
         self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
         self.pending, self.saved = about["left"], self.done
-        self.carried = {"window": about.get("window") or about["unlogged"]}  # what it was called before
+        self.carried = {"window": about.get("window") or about["unlogged"]}  # its earlier name
         self.carried |= {"whole": about.get("whole", NO_SUMS)}
         if checkpoint != self._places.checkpoint(self._index, self.done):  # of another run: this one has one of its own
             if self.best is not None and self.best["step"] != self.done:
@@ -255,7 +255,7 @@ class PhaseRun:
         first_alone(self._replicas, partial(self._places.note, self._index, self.done, self.best, keep))
 
     def leave_model(self, model: LemaModel) -> None:
-        """Write what the next phase begins with, or `DiskError`: what was trained, or the base with the adapters."""
+        """Write the start of the next phase: the trained weights, or the base with the adapters. Or `DiskError`."""
         out, end, phases = self._places.model_of(self._index), self._places.end_of(self._index), self._plan.phases
         write: Callable[[Path], object]
         if isinstance(self.steps, FullTraining):

@@ -1,6 +1,6 @@
 """Full parameters first, then adapters: a phase plan as lists of stages, with the names of the trainer that has them.
 
-The fields and their defaults are those of the two-phase trainer; what it has no name for is below them.
+The fields and their defaults are those of the two-phase trainer; fields that it does not have are below them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -142,7 +142,7 @@ class LoRATrainerConfig(Settings):
         for whole, stages in (("total_tokens", "pre_lora_tokens"), ("datasets", "pre_lora_datasets")):
             if whole in settings and stages not in settings:
                 settings[stages] = [settings[whole]]
-        for time in _TIMES:  # no stages in one list are none in the other, whose default is for one
+        for time in _TIMES:  # an empty list of stages means an empty other list, whose default is for one
             lists = [f"{time}_tokens", f"{time}_datasets"]
             if any(settings.get(key) == [] for key in lists):
                 settings = {key: [] for key in lists} | settings
@@ -168,7 +168,7 @@ class LoRATrainerConfig(Settings):
         yield from problems or self._schedule_wrong()
 
     def _whole_wrong(self) -> Iterator[Problem]:
-        """Yield that the one stage of all parameters, where it is given, is not what their stages are."""
+        """Yield a problem if the single stage of all parameters contradicts their stages."""
         fields = type(self).model_fields
         sums = (sum(self.pre_lora_tokens), sum(self.pre_lora_tokens) + sum(self.post_lora_tokens))
         if self.total_tokens not in (fields["total_tokens"].default, *sums):
