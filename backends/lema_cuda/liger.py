@@ -8,6 +8,7 @@ Liger's. So a model with `arithmetic: exact` in the same process computes as bef
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -56,7 +57,7 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
     if (version := installed_version(PACKAGE)) is None:
         return f"{PACKAGE} fuses nothing, because it is not installed"
     before = {module: vars(module).get("forward") for module in model.modules()}
-    code = [vars(one) for name, one in [*sys.modules.items()] if name.startswith("transformers.models.")]
+    code = [vars(one) for name, one in [*sys.modules.items()] if re.match(r"transformers\.models\..*\.modeling_", name)]
     kept = [dict(names) for names in code]
     try:
         unfit = _apply(model)
@@ -66,6 +67,8 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
     for names, were in zip(code, kept, strict=True):
         new[id(names)] = {name: names[name] for name, one in were.items() if names[name] is not one}
         names.update(were)
+        for name in names.keys() - were.keys():
+            del names[name]
     inside = set() if unfit else set(layers.modules())
     for module, forward in before.items():
         own, kernel = vars(module), vars(module).pop("forward", None)

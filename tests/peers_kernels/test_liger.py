@@ -40,13 +40,13 @@ KNOWN = [kind for kind in MODEL_TYPE_TO_APPLY_LIGER_FN if kind in STREAMED]
 # Of these liger-kernel 0.8.5 needs names that this transformers does not have.
 UNFIT = {"glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl", "qwen3_vl_moe"}
 NOTHING = {"nemotron"}  # it has neither an RMS norm nor a gated MLP
-FAST = {"arithmetic": "fast", "attn_implementation": "sdpa"}
+FAST = {"arithmetic": "fast"}
 
 
 class Fusing(CpuBackend):
     """The CPU, with the kernels of the CUDA backend."""
 
-    fuse = CudaBackend.fuse
+    fuse, attention = CudaBackend.fuse, None
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +90,7 @@ def test_exact_in_the_same_process_is_bitwise_pefts(tmp_path: Path) -> None:
         assert compare(DEEP[name][0], tmp_path / f"{name} exact").worst == 0
 
 
+@pytest.mark.filterwarnings("ignore:PEFT does not adapt")  # the experts of some types
 @pytest.mark.parametrize("kind", KNOWN)
 def test_every_type_that_liger_knows(kind: str, tmp_path: Path) -> None:
     with opened(write_model(tiny_config(kind), tmp_path / "said"), **FAST) as model:
@@ -99,5 +100,6 @@ def test_every_type_that_liger_knows(kind: str, tmp_path: Path) -> None:
     assert ("does not fit" in said) is (kind in UNFIT)
     assert ("has nothing for" in said) is (kind in NOTHING)
     assert not left_in_transformers()
-    found = compare(kind, tmp_path / "compared", **FAST)
-    assert max(found.logits, found.loss) <= 2e-6 and found.worst <= 2e-5 and not found.idle_layers
+    if fused:
+        found = compare(kind, tmp_path / "compared", **FAST)
+        assert max(found.logits, found.loss) <= 2e-6 and found.worst <= 2e-5 and not found.idle_layers
