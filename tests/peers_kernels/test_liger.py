@@ -84,6 +84,11 @@ def test_what_trains_in_a_norm_has_its_gradient(tmp_path: Path) -> None:
     assert found.worst <= 1e-5
 
 
+def test_layers_whose_experts_are_leased_in_groups_compute_by_kernels_too(tmp_path: Path) -> None:
+    found = compare("mixtral", tmp_path, experts_per_slot=2, **FAST)
+    assert found.worst <= 1e-5
+
+
 def test_exact_in_the_same_process_is_bitwise_pefts(tmp_path: Path) -> None:
     for name in ("llama", "gemma3"):
         compare(DEEP[name][0], tmp_path / f"{name} fast", **FAST)
