@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from lema_cuda.driver import CudaDriver
 from lema_cuda.hostmemory import HostMemory
 from lema_cuda.replicas import QueuedReplicas
 from lema_cuda.torchqueues import TorchQueues
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 __all__ = ["CudaBackend"]
 
@@ -81,6 +85,12 @@ class CudaBackend:
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
         return nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype=dtype)
+
+    def fuse(self, model: PreTrainedModel, layers: nn.ModuleList) -> str:
+        """Have norms, rotary embeddings and gated MLPs computed by Liger's kernels, if they are installed."""
+        from lema_cuda.liger import fuse  # now, because what it needs takes seconds to import
+
+        return fuse(model, layers)
 
     def rng_state(self) -> Tensor:
         """Return the state of the device's generator, which is in host memory, so nothing waits."""

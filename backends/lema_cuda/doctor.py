@@ -78,6 +78,7 @@ def _torch(driver: str | None) -> Iterator[Finding]:
         yield kernels(number, capability, torch.cuda.get_arch_list())
     yield from attention(torch.__version__, kinds)
     yield from _flash_attention()
+    yield fused_kernels(installed_version("liger-kernel"))
 
 
 def runtime(built: str | None, driver: str | None) -> Finding:
@@ -204,6 +205,19 @@ def _flash_attention() -> Iterator[Finding]:
         yield Finding(SECTION, "flash-attn", Level.WARNING, what, how, FLASH, facts)
         return
     yield Finding(SECTION, "flash-attn", Level.OK, f"flash-attn {found} can be used.", facts=facts)
+
+
+def fused_kernels(found: str | None) -> Finding:
+    """Tell whether `arithmetic: fast` has kernels for norms, rotary embeddings and gated MLPs (`lema_cuda.liger`)."""
+    what, facts = "norms, rotary embeddings and gated MLPs", dict[str, Fact](installed=found)
+    if found is not None:
+        what = f"liger-kernel {found} fuses {what} under arithmetic: fast."
+        return Finding(SECTION, "liger-kernel", Level.OK, what, facts=facts)
+    what, how = (
+        f"liger-kernel, which fuses {what}, is not installed.",
+        'for arithmetic: fast, pip install "lema[kernels]"',
+    )
+    return Finding(SECTION, "liger-kernel", Level.NOTE, what, how, facts=facts)
 
 
 def _reason() -> str:

@@ -15,8 +15,10 @@ from lema.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+    from transformers import PreTrainedModel
 
-__all__ = ["BackendInfo", "available", "has_addresses", "kept_unasked", "load", "own_attention", "planned"]
+__all__ = ["BackendInfo", "available", "fused", "has_addresses", "kept_unasked", "load", "own_attention", "planned"]
 
 GROUP = "lema.backends"
 AUTO = "auto"  # the device of a run that names none: the first backend that can run here
@@ -55,6 +57,13 @@ def own_attention(backend: Backend) -> str | None:
     None: it has none. A backend that does has a function `attention` that registers it and returns the name."""
     found: Callable[[], str] | None = getattr(backend, "attention", None)
     return None if found is None else found()
+
+
+def fused(backend: Backend, model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
+    """Have a backend fuse what modules of a model's decoder `layers` do, for `arithmetic: fast`; return what it says of
+    that; None: it fuses nothing. A backend that does has a function `fuse` that takes both."""
+    found: Callable[[PreTrainedModel, nn.ModuleList], str] | None = getattr(backend, "fuse", None)
+    return None if found is None else found(model, layers)
 
 
 def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:

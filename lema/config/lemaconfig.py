@@ -225,8 +225,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Weight of the undesirable rows of kto; None: 1."""
     arithmetic: Said[Literal["exact", "fast"]] = "exact"
     """`fast`: LoRA modules with the same input share one product with their A, add each B in place, and share one
-    backward. Attention is the device's own if it has one and `attn_implementation` names none. It equals PEFT except
-    for rounding. Other modules are computed as PEFT does."""
+    backward. Attention is the device's own if it has one and `attn_implementation` names none; norms, rotary embeddings
+    and gated MLPs are, too. It equals PEFT except for rounding. Other modules are computed as PEFT does."""
     backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lema.model import capture
 
-__all__ = ["PRODUCTS", "Product", "SharedInputs", "multiply_together"]
+__all__ = ["PRODUCTS", "Product", "SharedInputs", "multiply_together", "tried"]
 
 PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument by a matrix, and saves no more than that
 # What a layer's arguments may be where it is tried on copies of its tensors: nothing that the trial could change.
@@ -36,6 +36,12 @@ def multiply_together(model: nn.Module) -> None:
     for part in model.modules():
         if type(part) is Linear:
             part.__class__ = Together
+
+
+def tried() -> bool:
+    """Whether the layer that is being run is on trial, on copies of its tensors without values."""
+    running = _running.get()
+    return running is not None and running._seen is not None
 
 
 class Together(Linear):

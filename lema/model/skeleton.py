@@ -32,7 +32,7 @@ from transformers.initialization import guard_torch_init_functions, no_init_weig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.backend import Backend
-from lema.backend.registry import own_attention
+from lema.backend.registry import fused, own_attention
 from lema.config import LemaConfig
 from lema.errors import LemaError, ModelError
 from lema.model.capture import past_layers, tensors_in
@@ -158,13 +158,17 @@ def meta_model(
     return model
 
 
-def attend_fast(model: PreTrainedModel, settings: LemaConfig, backend: Backend) -> None:
-    """Under `arithmetic: fast` have a model compute attention by the backend's own implementation where it has one,
-    `transformers` would choose `sdpa` by itself, and the model's attention can be chosen."""
-    if settings.arithmetic == "fast" and settings.attn_implementation is None:
+def compute_fast(model: PreTrainedModel, settings: LemaConfig, backend: Backend) -> str | None:
+    """Under `arithmetic: fast` have the backend fuse what modules of a model's layers do, and return what it says of
+    that. The model then computes attention by the backend's own implementation, too, where it has one, `transformers`
+    would choose `sdpa` by itself, and the model's attention can be chosen."""
+    if settings.arithmetic != "fast":
+        return None
+    if settings.attn_implementation is None:
         usual = model.config.get_text_config()._attn_implementation == "sdpa" and model._can_set_attn_implementation()
         if usual and (name := own_attention(backend)) is not None:
             model.set_attn_implementation(name)
+    return fused(backend, model, find_layers(model)[1])
 
 
 def _place(config: PreTrainedConfig) -> str:

@@ -22,7 +22,7 @@ from lema.model.experts import multiply_apart
 from lema.model.outer_weights import ExpertParts, StoredTensors, expert_parts, layer_bytes, place_outside
 from lema.model.partition import held_records
 from lema.model.row_tables import RowTables
-from lema.model.skeleton import attend_fast, find_layers
+from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, lowest_trained, trained_bytes
@@ -131,7 +131,7 @@ def draw_up(
     """
     directory, index, model, records = _opened(config, trust_remote_code)
     if backend is not None:  # else it plans for a device that is not here
-        attend_fast(model, config, backend)
+        compute_fast(model, config, backend)
     name, stack = find_layers(model)
     dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
     stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing

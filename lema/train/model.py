@@ -41,7 +41,7 @@ from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend
-from lema.model.skeleton import attend_fast
+from lema.model.skeleton import compute_fast
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
@@ -108,7 +108,7 @@ class LemaModel:
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
         given = hf_config, dtype, config.attn_implementation
         self.skeleton = meta_model(*given, trust_remote_code=trust_remote_code, scores=scores)
-        attend_fast(self.skeleton, config, self.backend)
+        self.fused = compute_fast(self.skeleton, config, self.backend)
         self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
         self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")

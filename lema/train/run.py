@@ -98,6 +98,8 @@ def _about(model: LemaModel) -> Iterator[str]:
     adapters = f"{model.num_adapter_parameters:,} adapter parameters; device {model.backend.device}"
     weights = f"{model.split.num_layers} layers ({model.allocation.summary()}), {human_bytes(model.gbi.nbytes)}"
     yield f"{weights} of weights; {adapters}"
+    if model.fused is not None:
+        yield f"arithmetic: fast: {model.fused}"
     known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
     if known and model.config.router_aux_loss_coef is None and model.adapter.engine.routers is None:
         what = "the training loss leaves out the routers' auxiliary loss, which TRL adds by default"

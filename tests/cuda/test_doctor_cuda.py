@@ -16,6 +16,7 @@ from lema_cuda.doctor import (
     attention,
     doctor,
     environment,
+    fused_kernels,
     kernels,
     memory,
     runtime,
@@ -244,6 +245,7 @@ def test_every_device_that_torch_sees_is_told(monkeypatch: pytest.MonkeyPatch) -
     pretend(monkeypatch, available=True)
     found = {finding.name: finding for finding in doctor()}
     assert {"runtime", "bitsandbytes", "memory 0", "kernels 0", "memory 1", "kernels 1", "attention"} <= set(found)
+    assert "liger-kernel" in found
     assert (found["memory 0"].level, found["memory 1"].level) == (Level.OK, Level.NOTE)
     assert "board 1" in found["memory 1"].what
     assert found["runtime"].level is Level.OK
@@ -259,6 +261,11 @@ def test_a_driver_that_torch_cannot_use_is_warned_of_with_torchs_reason(monkeypa
     assert found["torch sees"].level is Level.WARNING
     assert "is too old." in found["torch sees"].what
     assert "memory 0" not in found
+
+
+def test_kernels_for_fast_arithmetic_are_told_installed_or_not() -> None:
+    assert fused_kernels("0.8.5").level is Level.OK and "liger-kernel 0.8.5" in fused_kernels("0.8.5").what
+    assert fused_kernels(None).level is Level.NOTE and "lema[kernels]" in fused_kernels(None).how
 
 
 @pytest.mark.cuda

@@ -356,3 +356,9 @@ def test_where_it_would_not_be_true_it_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(split, "has_addresses", lambda _: False)
     with pytest.raises(ConfigError, match="compiles what is run on it"):
         Split(model, CpuBackend(), fast=True)
+
+
+def test_a_layer_whose_experts_are_leased_in_groups_multiplies_together_too(tmp_path: Path) -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    found = compare(config, tmp_path, experts_per_slot=2, **FAST)
+    assert max(found.logits, found.loss) <= 1e-6 and found.worst <= 1e-5

@@ -20,6 +20,7 @@ ALLOWED: Mapping[tuple[str, str], str] = {
         "gather_objects",
     ): "torch.distributed's own way to send plain data between one run's processes",
     ("backends/lema_neuron/comm.py", "split"): "the ranks of a group",
+    ("lema/model/compiled.py", "_compile"): "torch's own code, which it compiled before, in the user's cache directory",
 }
 
 _found: list[str] = []
