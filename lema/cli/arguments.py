@@ -1,6 +1,7 @@
 """The arguments that several commands share, and how they become settings and models."""
 
 import gc
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -118,6 +119,7 @@ def import_libraries(context: typer.Context, config: "LemaConfig", *, trusted: b
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None: Python's own word for "not there"
     gc.disable()  # because looking for garbage in what is only ever imported takes a tenth of the time
     try:
+        _import_transformers()
         from peft import import_utils
 
         for asked in ("is_bnb_4bit_available", "is_torchao_available"):  # by PEFT when it attaches an adapter
@@ -127,3 +129,23 @@ def import_libraries(context: typer.Context, config: "LemaConfig", *, trusted: b
             del sys.modules[name]
         gc.freeze()  # else the next look would be at all of it
         gc.enable()
+
+
+def _import_transformers() -> None:
+    """Import transformers and the list of its models, for which it looks into 2,500 files: once for its own names, and
+    again for those of `transformers.models`, which are the same without that prefix."""
+    import transformers
+    from transformers.utils import import_utils
+
+    look: Any = import_utils.define_import_structure
+    prefix = "models"
+    found = look(Path(transformers.__file__).parent / prefix, prefix=prefix)  # which it has kept
+    models = {
+        needed: {name.removeprefix(f"{prefix}."): names for name, names in own.items() if name.startswith(f"{prefix}.")}
+        for needed, own in found.items()
+    }
+    vars(import_utils)["define_import_structure"] = lambda _: models
+    try:
+        importlib.import_module("transformers.models")
+    finally:
+        vars(import_utils)["define_import_structure"] = look
