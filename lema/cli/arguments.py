@@ -1,7 +1,6 @@
 """The arguments that several commands share, and how they become settings and models."""
 
 import gc
-import importlib
 import re
 import sys
 from pathlib import Path
@@ -137,15 +136,11 @@ def _import_transformers() -> None:
     import transformers
     from transformers.utils import import_utils
 
-    look: Any = import_utils.define_import_structure
-    prefix = "models"
-    found = look(Path(transformers.__file__).parent / prefix, prefix=prefix)  # which it has kept
-    models = {
-        needed: {name.removeprefix(f"{prefix}."): names for name, names in own.items() if name.startswith(f"{prefix}.")}
-        for needed, own in found.items()
-    }
+    look, own = vars(import_utils)["define_import_structure"], "models."
+    found = look(Path(transformers.__file__).parent / "models", prefix="models").items()  # which it has kept
+    models = {key: {name[len(own) :]: one for name, one in some.items() if name.startswith(own)} for key, some in found}
     vars(import_utils)["define_import_structure"] = lambda _: models
     try:
-        importlib.import_module("transformers.models")
+        import transformers.models
     finally:
         vars(import_utils)["define_import_structure"] = look
