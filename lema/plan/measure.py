@@ -226,12 +226,14 @@ def _one_of_each(
     *,
     blank: bool = False,
     seen: Split | None = None,
-    held: Mapping[int, Tensor] = {},
+    held: dict[int, Tensor],
 ) -> tuple[tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
     """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters have no values yet,
     and a split that has `seen` what layers return need not look again. What is `held` of layers is not read again."""
     seen = split if seen is None or seen.keeps_tensors else seen  # tensors that mean nothing in another call
-    firsts, calls, given = calls_of(seen, layers, batch, trained)
+    firsts, calls, given = calls_of(seen, layers, batch, trained, held)
+    for index in held.keys() - set(firsts):
+        del held[index]  # because its memory may be needed for another
     split.knows_as(seen)
     split.model.train()
     for index in firsts:
