@@ -10,13 +10,13 @@ Seconds are of the process in user and system mode, because wall time on a share
 import argparse
 import importlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from lema.cli import app as command
 from lema.cli.exitcodes import run
-from lema.config.printing import hush
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("config")
@@ -48,7 +48,7 @@ def main() -> None:
 
         setattr(owner, name, clocked)
 
-    import_libraries = command.import_libraries
+    import_libraries = vars(command)["import_libraries"]
 
     def imported(*args: Any, **options: Any) -> None:
         tell("interpreter, settings")
@@ -66,11 +66,12 @@ def main() -> None:
         timed(events.RunEvents, "draw", "optimizer, end of the run, picture")
 
     vars(command)["import_libraries"] = imported
-    hush()
     print("| part | seconds | so far |\n|---|---|---|")
-    code = run(command.app, ["train", given.config], by="" if given.as_found else "main")
-    tell("adapter saved")
-    raise SystemExit(code)
+    sys.argv[1:] = ["train", given.config]
+    try:
+        sys.exit(run(command.app, sys.argv[1:])) if given.as_found else command.main()
+    finally:
+        tell("adapter saved")
 
 
 if __name__ == "__main__":

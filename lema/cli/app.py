@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,8 +19,8 @@ from lema.errors import ConfigError, MemoryLimitError
 
 __all__ = ["app", "main"]
 
-
-app = typer.Typer(
+app: typer.Typer  # the whole command line, which is put together when it is first asked for
+_own = typer.Typer(
     name="lema",
     help="Fine-tune language models larger than the device's memory.",
     epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 7 `lema prove` found a difference, "
@@ -35,13 +35,27 @@ config_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-app.add_typer(config_app, name="config")
+_own.add_typer(config_app, name="config")
 
 
 def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
     hush()  # `peft` and `transformers` import any optional package that is installed
-    sys.exit(run(app, sys.argv[1:], by="main"))
+    sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
+
+
+@cache
+def _whole() -> typer.Typer:
+    """Return the command line with the verbs of other packages, which take as long to find and import as its own."""
+    for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
+        _own.command(name=point.name, cls=Verb)(point.load())
+    return _own
+
+
+def __getattr__(name: str) -> typer.Typer:
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _whole()
 
 
 def _print_version(wanted: bool) -> None:
@@ -52,7 +66,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@_own.callback()
 def _common(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
@@ -177,10 +191,9 @@ def plan(
 
 
 VERBS = train, plan, filecommands.prepare, filecommands.merge, tellcommands.backends
+OWN = {"config", *(verb.__name__ for verb in VERBS)}
 for verb in VERBS:
-    app.command(name=verb.__name__, cls=Verb)(verb)
-for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
-    app.command(name=point.name, cls=Verb)(point.load())
+    _own.command(name=verb.__name__, cls=Verb)(verb)
 config_app.command(cls=Verb)(tellcommands.show)
 config_app.command()(tellcommands.schema)
 config_app.command(name="import")(tellcommands.import_file)

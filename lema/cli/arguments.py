@@ -118,6 +118,7 @@ def import_libraries(context: typer.Context, config: "LemaConfig", *, trusted: b
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None: Python's own word for "not there"
     gc.disable()  # because looking for garbage in what is only ever imported takes a tenth of the time
     try:
+        _import_transformers()
         from peft import import_utils
 
         for asked in ("is_bnb_4bit_available", "is_torchao_available"):  # by PEFT when it attaches an adapter
@@ -127,3 +128,19 @@ def import_libraries(context: typer.Context, config: "LemaConfig", *, trusted: b
             del sys.modules[name]
         gc.freeze()  # else the next look would be at all of it
         gc.enable()
+
+
+def _import_transformers() -> None:
+    """Import transformers and the list of its models, for which it looks into 2,500 files: once for its own names, and
+    again for those of `transformers.models`, which are the same without that prefix."""
+    import transformers
+    from transformers.utils import import_utils
+
+    look, own = vars(import_utils)["define_import_structure"], "models."
+    found = look(Path(transformers.__file__).parent / "models", prefix="models").items()  # which it has kept
+    models = {key: {name[len(own) :]: one for name, one in some.items() if name.startswith(own)} for key, some in found}
+    vars(import_utils)["define_import_structure"] = lambda _: models
+    try:
+        import transformers.models
+    finally:
+        vars(import_utils)["define_import_structure"] = look

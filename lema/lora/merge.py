@@ -23,16 +23,7 @@ from torch import Tensor, nn
 
 from lema.errors import ConfigError
 
-__all__ = [
-    "ADAPTER",
-    "WRAPPED",
-    "Rounding",
-    "merge_in_place",
-    "merge_lora_params",
-    "merge_module",
-    "rounded",
-    "wrapped",
-]
+__all__ = ["ADAPTER", "WRAPPED", "Rounding", "merge_lora_params", "merge_module", "rounded", "wrapped"]
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -76,33 +67,6 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
         dtypes = {stored: parameter.dtype for _, _, stored, parameter in _base_of(name, module)}
         found |= merge_module(name, module, _own, dtypes, rounding, seed)
     return found
-
-
-def merge_in_place(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> Callable[[], None]:
-    """Have a model compute with its adapter merged; return a function that puts back the original weights, which were
-    kept, so they are the same bits. Arguments and errors are those of `merge_lora_params`."""
-    found = merge_lora_params(model, rounding=rounding, seed=seed)
-    kept: list[tuple[nn.Module, str, nn.Parameter]] = []
-    marked: list[Any] = []
-    for name, module in wrapped(model.get_base_model() if isinstance(model, PeftModel) else model):
-        if isinstance(module, ModulesToSaveWrapper):
-            continue  # it computes with its copy as ever
-        for part, leaf, stored, parameter in _base_of(name, module):
-            kept.append((part, leaf, parameter))
-            part._parameters[leaf] = nn.Parameter(found[stored], requires_grad=False)
-        marked += [part for part in module.modules() if hasattr(part, "merged_adapters")]
-    for part in marked:
-        part.merged_adapters.append(ADAPTER)
-
-    def unmerge() -> None:
-        for part, leaf, parameter in kept:
-            part._parameters[leaf] = parameter
-        for part in marked:
-            part.merged_adapters.clear()
-        kept.clear()
-        marked.clear()
-
-    return unmerge
 
 
 def merge_module(

@@ -9,10 +9,9 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,14 @@ def layer_seconds(
     backend: Backend,
     clock: Clock = time.perf_counter,
     trained: Collection[str] = (),
+    held: Mapping[int, Tensor] = {},
 ) -> LayerSeconds:
     """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated. The
-    layer is read. Its `call` is of tensors without values; gradients of weights that train themselves are dropped."""
+    layer is read, unless it is `held`. Its `call` is of tensors without values; gradients of weights that train
+    themselves are dropped."""
     call, given = call.mapped(lambda value: with_values(value, backend)), hidden.detach().requires_grad_()
     with (
-        closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index})) as stream,
+        closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index}, held=held)) as stream,
         closing(BoundaryArena(backend)) as arena,
     ):
         engine = Engine(split, stream, backend)
@@ -147,10 +148,11 @@ def probe(
 ) -> tuple[Machine, Timings]:
     """Measure this machine with one micro-batch of a run; the clock times computing alone, not reading and copying."""
     layers, batch, dtype = blueprint.layers, shape.micro_batch, main_dtype(blueprint.model)
-    split, speeds = Split(blueprint.model, backend, parallel=blueprint.parallel), _speeds(layers, backend)
+    split = Split(blueprint.model, backend, parallel=blueprint.parallel)
+    speeds, held = _speeds(layers, backend)
     rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
     firsts, found, hidden = _one_of_each(
-        split, layers, batch, backend, clock, blueprint.names, blank=True, seen=blueprint.split
+        split, layers, batch, backend, clock, blueprint.names, blank=True, seen=blueprint.split, held=held
     )
     whole = blueprint.outside_bytes + (blueprint.head.nbytes if blueprint.head.module else 0)
     ends = workload.head.flops / rate, 0.0  # where they are too large to be made up
@@ -169,8 +171,9 @@ def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backen
     few = replace(whole, rows=min(whole.rows, math.ceil(ENOUGH_TOKENS / whole.length)))
     state, training = backend.rng_state(), model.training
     with torch.random.fork_rng(devices=[]):
-        speeds = _speeds(layers, backend)
-        _, found, _ = _one_of_each(Split(model, backend), layers, few, backend, time.perf_counter, seen=blueprint.split)
+        speeds, held = _speeds(layers, backend)
+        split, clock = Split(model, backend), time.perf_counter
+        _, found, _ = _one_of_each(split, layers, few, backend, clock, seen=blueprint.split, held=held)
         found = tuple(layer.times(whole.rows / few.rows) for layer in found)
     model.train(training)
     backend.set_rng_state(state)
@@ -189,7 +192,7 @@ def estimate(
     memory = made_up(torch.empty(COPIED, dtype=torch.float32, device=backend.device))
     copied = 2 * memory.nbytes / median_seconds(memory.clone, backend)  # read and written
     half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
-    total, host, speeds = backend.memory().total, psutil.virtual_memory().total, _speeds(blueprint.leased, backend)
+    total, host, (speeds, _) = backend.memory().total, psutil.virtual_memory().total, _speeds(blueprint.leased, backend)
     few = torch.ones(8, 8, dtype=dtype, device=backend.device)
     launch = OPERATIONS * median_seconds(lambda: few @ few, backend)
     note = "layers with experts in groups are not timed: seconds are estimated from products as large as theirs"
@@ -223,11 +226,14 @@ def _one_of_each(
     *,
     blank: bool = False,
     seen: Split | None = None,
+    held: dict[int, Tensor],
 ) -> tuple[tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
     """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters have no values yet,
-    and a split that has `seen` what layers return need not look again."""
+    and a split that has `seen` what layers return need not look again. What is `held` of layers is not read again."""
     seen = split if seen is None or seen.keeps_tensors else seen  # tensors that mean nothing in another call
-    firsts, calls, given = calls_of(seen, layers, batch, trained)
+    firsts, calls, given = calls_of(seen, layers, batch, trained, held)
+    for index in held.keys() - set(firsts):
+        del held[index]  # because its memory may be needed for another
     split.knows_as(seen)
     split.model.train()
     for index in firsts:
@@ -236,7 +242,7 @@ def _one_of_each(
                 made_up(parameter)
     own = trained or [()] * len(layers)
     found = [
-        layer_seconds(split, layers, one, calls[one], with_values(given[one], backend), backend, clock, own[one])
+        layer_seconds(split, layers, one, calls[one], with_values(given[one], backend), backend, clock, own[one], held)
         for one in firsts
     ]
     return firsts, tuple(found), given[-1]
@@ -253,12 +259,21 @@ def process_bytes() -> int:
     return int(anonymous.split()[1]) * 1024
 
 
-def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> Speeds:
-    """Return the speeds of the disk that the layers are on, and of the link to the device."""
-    largest, began = max(layer.nbytes for layer in layers), time.perf_counter()
+def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> tuple[Speeds, dict[int, Tensor]]:
+    """Return the speeds of the disk that the layers are on, and of the link to the device; and the memory of the layer
+    that was read last, by its number."""
+    largest, began, count = max(layer.nbytes for layer in layers), time.perf_counter(), 0
     buffers = [backend.host_buffer(largest) for _ in range(1 if largest > ALONE else AT_ONCE)]
-    some = takewhile(lambda _: time.perf_counter() - began < ENOUGH, cycle(layers))
-    return Speeds(read_speed(some, buffers), math.inf if backend.memory().shared else upload_speed(backend, largest))
+
+    def some() -> Iterator[LayerBytes]:
+        nonlocal count
+        while not count or time.perf_counter() - began < ENOUGH:
+            count += 1
+            yield layers[(count - 1) % len(layers)]
+
+    disk, last = read_speed(some(), buffers), (count - 1) % len(layers)
+    held = {last: buffers[(count - 1) % len(buffers)][: layers[last].nbytes]}
+    return Speeds(disk, math.inf if backend.memory().shared else upload_speed(backend, largest)), held
 
 
 def _used(layer: LayerBytes) -> tuple[Placed, ...]:

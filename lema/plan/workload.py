@@ -186,15 +186,20 @@ def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Col
 
 
 def calls_of(
-    split: Split, layers: Sequence[LayerBytes], batch: MicroBatch, trained: Sequence[Collection[str]] = ()
+    split: Split,
+    layers: Sequence[LayerBytes],
+    batch: MicroBatch,
+    trained: Sequence[Collection[str]] = (),
+    held: Collection[int] = (),
 ) -> tuple[tuple[int, ...], tuple[LayerCall, ...], list[Tensor]]:
-    """Return one layer of each kind, the calls of all, what each is given and the head is: tensors without values."""
+    """Return one layer of each kind, if possible one that is `held` in memory; the calls of all; and what each, and the
+    head, is given: tensors without values."""
     kinds = cost_kinds(split, layers, trained)
     with without_values(split.model):
         learn(split, layers)
         prelude = split.prelude(batch.inputs(), {})
         given = given_of(split, layers, prelude)
-    return one_of_each(kinds, given), prelude.calls, given
+    return one_of_each(kinds, given, held), prelude.calls, given
 
 
 def given_of(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> list[Tensor]:
@@ -210,9 +215,9 @@ def given_of(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> li
     return given
 
 
-def one_of_each(kinds: Sequence[int], given: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return one layer of each kind: of its own the first that is given most."""
-    ranked = sorted(range(len(kinds)), key=lambda index: -given[index].nbytes)
+def one_of_each(kinds: Sequence[int], given: Sequence[Tensor], held: Collection[int] = ()) -> tuple[int, ...]:
+    """Return one layer of each kind: of its own the first that is given most, and of equal ones one that is `held`."""
+    ranked = sorted(range(len(kinds)), key=lambda index: (-given[index].nbytes, index not in held))
     return tuple(next(index for index in ranked if kinds[index] == kind) for kind in range(max(kinds) + 1))
 
 

@@ -6,7 +6,7 @@ other processes compute with.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -31,11 +31,13 @@ def fill(
     *,
     shared: bool,
     spans: Sequence[slice],
+    held: Mapping[int, Tensor] = {},
 ) -> tuple[dict[int, Upload], dict[int, Tensor]]:
     """Read the layers that stay; return the uploads of those on the device, and the others' host memory by layer. All
     processes call this, with the same layers. `spans` are the bytes of each layer's buffer that are uploaded. If
-    `shared`, all processes keep the same bytes, so that those of a machine need them once. `ReadError`: reading failed,
-    here or in another process; `NonFiniteError`: a weight is NaN or infinite, here or in another process."""
+    `shared`, all processes keep the same bytes, so that those of a machine need them once; else what is `held` already
+    is not read. `ReadError`: reading failed, here or in another process; `NonFiniteError`: a weight is NaN or infinite,
+    here or in another process."""
     if not residents and not host_cached:
         return {}, {}
     replicas, memory = backend.replicas, None
@@ -45,10 +47,10 @@ def fill(
         nbytes = sum(layers[layer].nbytes for layer in kept)
         memory = backend.host_buffer(nbytes, replicas.shared_memory(nbytes))
     if memory is None:
-        host = {layer: backend.host_buffer(layers[layer].nbytes) for layer in kept}
+        host = {layer: held[layer] if layer in held else backend.host_buffer(layers[layer].nbytes) for layer in kept}
     else:  # each a part of it that begins at a page, as layers are pages
         host = dict(zip(kept, memory.split([layers[layer].nbytes for layer in kept]), strict=True))
-    to_read = kept[replicas.local_rank :: replicas.local_size] if shared else kept
+    to_read = kept[replicas.local_rank :: replicas.local_size] if shared else [one for one in kept if one not in held]
     failure = None
     try:
         temporary = _arrived(sorted(residents), layers, reader, lambda one: backend.host_buffer(layers[one].nbytes))

@@ -1,4 +1,4 @@
-"""How fast bytes come to where they are used: read from a disk, copied to a device and back; measured in seconds.
+"""How fast bytes come to where they are used: read from a disk, and copied to a device; measured in seconds.
 
 The plan of a run and `lema doctor` measure with the reader, buffers and slots that training has.
 """
@@ -16,7 +16,7 @@ from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.workers import Ticket
 
-__all__ = ["ENOUGH", "REPEATS", "Clock", "download_speed", "median_seconds", "read_speed", "upload_speed"]
+__all__ = ["ENOUGH", "REPEATS", "Clock", "median_seconds", "read_speed", "upload_speed"]
 
 Clock = Callable[[], float]
 ENOUGH = 0.3  # seconds that one measurement takes, about: a run waits for it before its first step
@@ -61,20 +61,3 @@ def upload_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_counter
         copy.release()
 
     return nbytes / median_seconds(upload, backend, clock)
-
-
-def download_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> float:
-    """Return the bytes per second at which a slot of `nbytes` on the device is copied to a host buffer."""
-    buffer, slots = backend.host_buffer(nbytes), backend.device_slots(nbytes, 1)
-    buffer.fill_(1)
-    held = slots.upload(buffer)
-    source = held.wait()
-
-    def download() -> None:
-        copy = backend.download(source, buffer)
-        copy.release()
-        copy.landed()
-
-    seconds = median_seconds(download, backend, clock)
-    held.release()
-    return nbytes / seconds

@@ -40,6 +40,7 @@ class LayerStream:
     processes of one machine share that memory. `sharded`: of several processes, let each have its part of every layer;
     one layer is then on lease at a time. `parts`: of layers that are leased in parts, the numbers of the parts beside
     the one with the layer's own, which come after all layers. `reader`: the threads that read; closed with the stream.
+    `held`: memory of `host_cached` layers that have been read, if there is one process.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LayerStream:
         sharded: bool = False,
         parts: Mapping[int, Sequence[int]] | None = None,
         reader: LayerReader | None = None,
+        held: Mapping[int, Tensor] = {},
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -78,9 +80,8 @@ class LayerStream:
         self._lazy = not has_addresses(backend.device)
         spans = self._uploaded(stored)
         self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(self.layers, spans, strict=True))
-        uploads, self._host = fill(
-            self.residents, self.host_cached, stored, backend, self._reader, shared=self._gathered is None, spans=spans
-        )
+        whole, wanted = self._gathered is None, (self.residents, self.host_cached)
+        uploads, self._host = fill(*wanted, stored, backend, self._reader, shared=whole, spans=spans, held=held)
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
         # A lazy device waits for and releases residents as other layers, because its graphs end there.
         self._uploads = uploads if self._gathered is not None or self._lazy else {}

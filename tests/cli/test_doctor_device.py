@@ -82,7 +82,7 @@ def test_a_speed_is_the_median_of_some_copies_and_the_first_does_not_count(monke
     assert len(usual) == 1 + speed.REPEATS
     backend = Timed(usual + [2 * seconds for seconds in usual])
     assert speed.upload_speed(backend, 4096, lambda: backend.now) == 4096 / 0.5
-    assert speed.download_speed(backend, 4096, lambda: backend.now) == 4096 / 1.0
+    assert device.download_speed(backend, 4096, lambda: backend.now) == 4096 / 1.0
     assert backend.landed == 1 + speed.REPEATS
 
 

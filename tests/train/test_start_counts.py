@@ -1,7 +1,11 @@
 """What a run does before its first step, counted: nothing of the weights is read twice, nothing is looked at twice."""
 
+import json
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from clirun import config_writer
 
 from lema import LemaConfig, LemaModel
 from lema.model.split import Split
+from lema.plan import measure
 from lema.plan.planner import timed
 from lema.stream import reader
 from lema.train.run import train
@@ -110,3 +115,80 @@ def test_each_file_of_weights_has_its_header_read_once(write_config: Any, monkey
     until_the_first_step(write_config(), monkeypatch)
     assert opened and set(opened.values()) <= {0, 1}
     assert sum(opened.values()) >= 1
+
+
+@pytest.mark.parametrize("num_read", [1, 2])
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to tell which file a descriptor is of")
+def test_the_layer_that_shows_how_fast_the_disk_is_is_timed_from_memory(
+    write_config: Any, num_read: int, reads: list[Read], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_speed = measure.read_speed
+    monkeypatch.setattr(measure, "ENOUGH", 60.0)  # and then as many layers as are taken
+
+    def some(layers: Iterator[Any], buffers: Any) -> float:
+        return read_speed(islice(layers, num_read), buffers)
+
+    monkeypatch.setattr(measure, "read_speed", some)
+    monkeypatch.setattr(measure, "_phases", lambda visit, *_, **__: [0.0 for _ in islice(visit(), 2)])
+    model = LemaModel(LemaConfig.from_yaml(write_config(device_memory="20MB")))
+    try:
+        model.initialize_lora()
+        reads.clear()
+        planner = timed(model.planner)
+        layer = planner.blueprint.layers[0]
+    finally:
+        model.close()
+    assert planner.timings is not None
+    assert read_twice(reads) == []
+    read = sum(end - begin for _, begin, end in reads)
+    assert num_read * sum(run.nbytes for run in layer.runs) <= read < (num_read + 1) * layer.nbytes
+
+
+IMPORTS = """
+import json, sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+opened = Counter()
+
+def seen(event, given):
+    if event == "open" and isinstance(given[0], str) and given[0].endswith(".py"):
+        opened[given[0]] += 1
+
+sys.addaudithook(seen)
+from lema import LemaConfig
+from lema.cli.arguments import import_libraries
+
+import_libraries(SimpleNamespace(obj="main"), LemaConfig("model", output_dir="out", lora_rank=2), trusted=False)
+import transformers
+from transformers.utils.import_utils import _LazyModule, define_import_structure
+
+folder = Path(transformers.__file__).parent / "models"
+looked = {Path(file): times for file, times in opened.items() if folder in Path(file).parents}
+twice = {file.relative_to(folder).parts[0] for file, times in looked.items() if times > 1}
+own = _LazyModule("transformers.models", transformers.models.__file__, define_import_structure(str(folder)))
+same = [
+    getattr(own, name) == getattr(transformers.models, name)
+    for name in ("_class_to_module", "_object_missing_backend", "_modules")
+]
+imported = {name.split(".")[2] for name in sys.modules if name.startswith("transformers.models.")}
+print(json.dumps([len(looked), sorted(twice - imported), same]))
+"""
+
+
+def test_transformers_looks_once_into_the_files_of_its_models_and_knows_them_all() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    looked, twice, same = json.loads(done.stdout)
+    assert looked > 500
+    assert twice == [], "those that are imported are looked into by their own package"
+    assert all(same)
+
+
+def test_a_verb_of_the_core_imports_no_verbs_of_packages() -> None:
+    code = "import sys\nfrom lema.cli import app\nsys.argv[1:] = ['train', '--help']\ntry:\n    app.main()\nfinally:\n"
+    code += "    assert not any(name.startswith('lema_tools') for name in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Usage: lema train" in done.stdout
+    whole = subprocess.run([sys.executable, "-m", "lema", "--help"], capture_output=True, text=True, check=True)
+    assert "profile" in whole.stdout

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from lema.backend import Fact, Finding, Level
+from lema.backend import Backend, Fact, Finding, Level
 from lema.config.units import human_bytes
 
 __all__ = ["devices", "disk", "disk_speeds", "links"]
@@ -76,7 +76,7 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
     """Tell how fast each device that can run copies from host memory and to it, page-locked and pageable."""
     from lema.backend import BackendOptions, available, load
     from lema.errors import LemaError
-    from lema.stream.speed import download_speed, upload_speed
+    from lema.stream.speed import upload_speed
 
     with _alone():
         for name in (one.name for one in available() if one.ok):
@@ -105,6 +105,25 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
                 facts: dict[str, Fact] = {"copied": True, "copy_bytes": nbytes}
                 facts |= {"upload_bytes_per_second": up, "download_bytes_per_second": down}
                 yield Finding(LINK, f"{name} {kind}", Level.OK, what, facts=facts)
+
+
+def download_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> float:
+    """Return the bytes per second at which a slot of `nbytes` on the device is copied to a host buffer."""
+    from lema.stream.speed import median_seconds
+
+    buffer, slots = backend.host_buffer(nbytes), backend.device_slots(nbytes, 1)
+    buffer.fill_(1)
+    held = slots.upload(buffer)
+    source = held.wait()
+
+    def download() -> None:
+        copy = backend.download(source, buffer)
+        copy.release()
+        copy.landed()
+
+    seconds = median_seconds(download, backend, clock)
+    held.release()
+    return nbytes / seconds
 
 
 @contextmanager
