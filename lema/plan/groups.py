@@ -18,7 +18,7 @@ from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.capture import replaced
 from lema.model.experts import ExpertGroup
-from lema.plan.meter import Tally
+from lema.plan.meter import Tally, without_values
 from lema.plan.workload import (
     MicroBatch,
     Workload,
@@ -28,7 +28,6 @@ from lema.plan.workload import (
     layer_work,
     learn,
     one_of_each,
-    without_values,
 )
 
 if TYPE_CHECKING:

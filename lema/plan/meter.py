@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import PreTrainedModel
 
 from lema.backend import Exchange, Parallel, SingleProcess
+from lema.model.capture import replaced_tensors
+from lema.model.skeleton import find_layers
 
-__all__ = ["FORMULAS", "Tally"]
+__all__ = ["FORMULAS", "Tally", "without_values"]
 
 
 aten = torch.ops.aten
@@ -97,6 +102,27 @@ class Tally(TorchDispatchMode):
         self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))
         self.peak = max(self.peak, self.live)
         return result
+
+
+@contextmanager
+def without_values(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model's tensors have no values in a `with` block; layers' weights, given to each call, stay on `meta`."""
+    training = model.training
+    inside = {id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta}
+
+    def like(tensor: Tensor) -> Tensor:
+        if id(tensor) in inside or not isinstance(tensor, nn.Parameter):
+            return tensor
+        made = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+        vars(made).update(vars(tensor))  # which say how it lies over processes
+        return made
+
+    with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
+        try:
+            model.train()
+            yield
+        finally:
+            model.train(training)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
 
@@ -27,10 +27,9 @@ from lema.engine.head.pieces import piece_passes
 from lema.engine.skip_matmuls import AdaptedLinears
 from lema.errors import LemaError, ModelError
 from lema.model import Split
-from lema.model.capture import replaced_tensors, tensors_in
+from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall, Prelude
-from lema.model.skeleton import find_layers
-from lema.plan.meter import Tally
+from lema.plan.meter import Tally, without_values
 from lema.stream import Lease
 from lema.stream.placement import LayerBytes
 
@@ -189,11 +188,11 @@ def calls_of(
     split: Split,
     layers: Sequence[LayerBytes],
     batch: MicroBatch,
-    trained: Sequence[Collection[str]] = (),
+    trained: Sequence[Any] = (),
     held: Collection[int] = (),
 ) -> tuple[tuple[int, ...], tuple[LayerCall, ...], list[Tensor]]:
-    """Return one layer of each kind, if possible one that is `held` in memory; the calls of all; and what each, and the
-    head, is given: tensors without values."""
+    """Return one layer of each kind (as `one_of_each`), the calls of all, and the inputs of each layer and of the head:
+    tensors without values. `trained` are names of weights, of each layer."""
     kinds = cost_kinds(split, layers, trained)
     with without_values(split.model):
         learn(split, layers)
@@ -382,24 +381,3 @@ def _pieces_work(
         del given
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
     return HeadWork(0, tally.peak, Exchange(), kept)
-
-
-@contextmanager
-def without_values(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model's tensors have no values in a `with` block; layers' weights, given to each call, stay on `meta`."""
-    training = model.training
-    inside = {id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta}
-
-    def like(tensor: Tensor) -> Tensor:
-        if id(tensor) in inside or not isinstance(tensor, nn.Parameter):
-            return tensor
-        made = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
-        vars(made).update(vars(tensor))  # which say how it lies over processes
-        return made
-
-    with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
-        try:
-            model.train()
-            yield
-        finally:
-            model.train(training)

@@ -212,8 +212,7 @@ class LemaModel:
         from lema.train.trainer import LemaTrainer
 
         self.settle_tokens()
-        adapter = self.adapter  # first, because it settles what the settings leave open
-        add_router_loss(adapter, self.config, self.directory)
+        add_router_loss(adapter := self.adapter, self.config, self.directory)  # which settles what settings leave open
         given = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples

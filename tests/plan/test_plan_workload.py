@@ -25,10 +25,10 @@ from lema.model.capture import tensors_in
 from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import STAGED, device_parts
-from lema.plan.meter import Tally
+from lema.plan.meter import Tally, without_values
 from lema.plan.planner import planner_of, settled, site_of
 from lema.plan.step import StepShape, demand_of, step_shape
-from lema.plan.workload import MicroBatch, Workload, _Chunks, _Leases, fake_weights, learn, measure, without_values
+from lema.plan.workload import MicroBatch, Workload, _Chunks, _Leases, fake_weights, learn, measure
 from lema.stream.reader import LayerReader
 
 LENGTH = 96
