@@ -130,6 +130,7 @@ def draw_up(
     and `WeightsError` as `LemaModel` does.
     """
     directory, index, model, records = _opened(config, trust_remote_code)
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # now, when tied weights are one
     if backend is not None:  # else it plans for a device that is not here
         compute_fast(model, config, backend)
     name, stack = find_layers(model)
@@ -138,7 +139,6 @@ def draw_up(
     head, tables = open_ends(model, stored, config, parallel, backend or config.device)
     outside, trained = place_outside(model, stored, name, tables.names | head.names)[1], None
     outside_bytes = outside.nbytes + outside.expanded_bytes
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     if chosen is None:
         outside_bytes += _attach(model, config, device, tables, head, parallel.size)
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -40,7 +40,7 @@ from lema.train.checkpoint.resume import (
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents, with_bar
 from lema.train.loop import Drawn, Pending, RunLoop
-from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics
+from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics, step_of
 from lema.train.sampler import StepSampler
 from lema.train.steps import Steps
 
@@ -156,7 +156,7 @@ class PlainRun:
         last = self.done if self.done or self.carried else -1  # of a run that begins, no line is there
 
         def keep(row: Mapping[str, Any]) -> bool:
-            return bool(row.get("step", -1) <= last)
+            return step_of(row) <= last
 
         first_alone(self._replicas, lambda: cut_metrics(self._output / METRICS_NAME, keep, self.carried.get("record")))
         events = RunEvents(self._config, self.num_steps, self._replicas, shown, **options)

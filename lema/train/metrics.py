@@ -71,6 +71,12 @@ class MetricsLog:
         self._file.close()
 
 
+def step_of(row: Mapping[str, Any]) -> int:
+    """Return the step of a line; -1: it has none, or one that is not a number."""
+    step = row.get("step")
+    return step if isinstance(step, int) else -1
+
+
 def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool], size: int | None = None) -> None:
     """Drop the rows that a run which goes on from an earlier step measures again. A kill leaves all, and so does
     `DiskError`. Of the first `size` bytes (None: of all) `keep` says which rows stay; what is no JSON object does."""

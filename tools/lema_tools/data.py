@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lema.cli.arguments import ConfigFile, Settings, Trust, config_of
-from lema.errors import ConfigError, LemaError
+from lema.errors import ConfigError, LemaError, printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -137,7 +137,7 @@ def _tokens(row: dict[str, Any], *, plain: bool) -> "Text":
     made = Text(f"\n{row['origin']}: ")
     made.append("[trained on]\n" if plain else "trained on\n", "" if plain else "bold green")
     for token in row["tokens"]:
-        text = token["text"].replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+        text = printable(token["text"].replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t"))
         if token["trained"]:
             made.append(f"[{text}]" if plain else text, "" if plain else "bold green")
         else:

@@ -1,10 +1,12 @@
 """The frame of the report: one HTML file with its own style, light and dark, and some script for the pointer."""
 
+import html
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
-__all__ = ["page", "section", "table", "tiles"]
+from lema.errors import printable
+
+__all__ = ["escape", "page", "section", "table", "tiles"]
 
 COLOURS = ("#3b82f6", "#f59e0b", "#ef4444", "#10b981", "#8b5cf6", "#ec4899", "#14b8a6", "#84a30f", "#f97316", "#94a3b8")
 
@@ -89,6 +91,11 @@ var share=at/box.width;tip.style[share>.6?'right':'left']=(share>.6?(1-share)*10
 svg.parentNode.append(tip)});
 svg.addEventListener('pointerleave',leave)});
 """
+
+
+def escape(text: str, *, quote: bool = True) -> str:
+    """Return a text for the page, where neither markup nor control characters in it have an effect."""
+    return html.escape(printable(text), quote=quote)
 
 
 def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str) -> str:

@@ -4,14 +4,13 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
-from lema_tools.page import page, table, tiles
+from lema_tools.page import escape, page, table, tiles
 from lema_tools.rundir import TIMES, Run, amount, by_step, read_json, read_run
 from lema_tools.steptrace import find_trace, read_step
 from lema_tools.svg import Bar, Series, bars, chart, columns, timeline

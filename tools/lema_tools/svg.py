@@ -8,7 +8,8 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from lema_tools.page import escape
 
 __all__ = ["Bar", "Series", "Span", "bars", "chart", "columns", "legend", "number", "timeline"]
 

@@ -101,6 +101,8 @@ def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]
             made = render(form)
         except DataError as error:
             refused.append(error)
+            if isinstance(error.__cause__, _TooSlow):  # as it would with each other form
+                break
             continue
         taken += 1
         yield made
@@ -138,9 +140,13 @@ def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None,
     return Template(text, tokenizer, tools)
 
 
+class _TooSlow(jinja2.TemplateError):
+    """A template takes too long."""
+
+
 def guarded(row: Row, function: Callable[[], Any]) -> Any:
     """Call what runs a template, a program from outside that may raise anything, for `MAX_SECONDS` of computing."""
-    slow = jinja2.TemplateError(f"it takes more than {MAX_SECONDS:g} seconds")
+    slow = _TooSlow(f"it takes more than {MAX_SECONDS:g} seconds")
     try:
         with timelimit.limited(MAX_SECONDS, lambda: slow, file="<template>"):
             return function()

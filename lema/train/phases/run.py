@@ -32,7 +32,7 @@ from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed
 from lema.train.events import NotePlan, RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.loop import RunLoop
-from lema.train.metrics import METRICS_NAME, check_unused, read_metrics
+from lema.train.metrics import METRICS_NAME, check_unused, read_metrics, step_of
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
 from lema.train.phases.places import Places, Start, begin_at, find_start, go_on
@@ -204,7 +204,7 @@ class Phases:
             if run.done < run.num_steps or run.pending is not None:
                 file, step = places.directory / METRICS_NAME, run.position(run.done).step
                 if not events.begun and step and file.is_file():  # written by an earlier process
-                    log = [row for row in read_metrics(file) if "event" not in row and row.get("step", 0) <= step]
+                    log = [row for row in read_metrics(file) if "event" not in row and step_of(row) <= step]
                     events.state.log_history = log
                 trainer.require_room(2 if config.save_steps and not run.done else 1)
                 RunLoop(run, events, at_layer=self.at_layer, after_step=self.stop).run()
