@@ -10,6 +10,7 @@ from clirun import CHATS, TEXTS, assert_refused, assert_same_adapter, config_wri
 from smallrun import token_rows, tokenizer
 
 from lema.data import cache, prepare_data, read
+from lema_tools.data import _tokens
 
 
 @pytest.fixture
@@ -55,6 +56,12 @@ def test_a_reader_sees_words_and_brackets(write_config: Any, tmp_path: Path, cap
     answer = "".join(part[1:-1] for part in last.split("|") if part.startswith("[") and part.endswith("]"))
     assert answer.endswith("the one[end]") and "miller" not in answer
     assert f"{file}:2: " not in out, "one row is shown unless more are asked for"
+
+
+def test_tokens_that_command_a_terminal_are_written_out() -> None:
+    token = {"id": 5, "text": "\x1b[2J", "trained": True}
+    told = _tokens({"origin": "rows.jsonl:1", "tokens": [token]}, plain=True).plain
+    assert "[\\x1b[2J]" in told and "\x1b" not in told
 
 
 def test_rows_of_token_ids_need_no_tokenizer(

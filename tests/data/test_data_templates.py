@@ -43,6 +43,19 @@ def test_a_hostile_template_is_an_error_of_the_row(what: str, monkeypatch: pytes
     assert "chat template" in caught.value.what
 
 
+def test_a_slow_template_is_not_tried_again_with_messages_in_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that refuses the first form is given two others; with all three, it would take three times as long."""
+    tokenizer, rendered = word_tokenizer(HOSTILE["loops for ever"][0]), []
+    render = type(tokenizer).apply_chat_template
+    monkeypatch.setattr(template, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(
+        type(tokenizer), "apply_chat_template", lambda *given, **how: rendered.append(1) or render(*given, **how)
+    )
+    with pytest.raises(DataError, match=r"more than 0\.2 seconds"):
+        prepare_data(CHAT, tokenizer, max_length=64)
+    assert len(rendered) == 1
+
+
 def test_a_template_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signals reach the main thread alone."""
     monkeypatch.setattr(template, "MAX_SECONDS", 0.2)

@@ -11,8 +11,9 @@ from clirun import assert_refused, config_writer, lema
 from hollowmodel import large_config, write_hollow
 from parity import Outcome, assert_same, draw_b
 from smallrun import write_model
+from tiny import write_checkpoint
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lema import LemaConfig, LemaModel
 from lema.errors import MemoryLimitError
@@ -114,6 +115,14 @@ def test_fewer_logits_make_room_for_what_makes_a_step_faster(words: Path) -> Non
     assert (chosen.shape.micro_batch.rows, chosen.config.loss_chunk_tokens) == (ROWS, 256)
     taken, otherwise = chosen.needs().seconds, by_hand.needs().seconds
     assert taken is not None and otherwise is not None and taken < 0.95 * otherwise
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_that_is_tied_is_counted_once(tied: bool, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint("llama", tmp_path, tied=tied)
+    planner = planner_of(LemaConfig(str(checkpoint.streamed), device="cpu"), profile("t4"))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.published)
+    assert planner.blueprint.parameters == model.num_parameters()
 
 
 @pytest.mark.slow

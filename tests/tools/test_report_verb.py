@@ -11,6 +11,7 @@ import pytest
 from clirun import assert_refused, lema
 
 from lema.train.metrics import read_metrics
+from lema_tools.page import escape
 from lema_tools.rundir import METRICS, read_run
 from lema_tools.steptrace import read_step
 from lema_tools.svg import number
@@ -207,3 +208,7 @@ def test_a_browser_draws_it_and_runs_nothing_of_the_files(plain_run: Path, tmp_p
     assert title.startswith("&lt;script&gt;") and "taken" in title, "the name, and not what it would have set"
     assert drawn.count("<script>") == 1 and "<img" not in drawn and drawn.count("<svg") >= 6
     assert read_run(place).step == 6
+
+
+def test_a_text_of_a_run_is_neither_markup_nor_a_command_in_the_page() -> None:
+    assert escape("<b>\x1b[2J\0 'a'\nb") == "&lt;b&gt;\\x1b[2J\\x00 &#x27;a&#x27;\nb"

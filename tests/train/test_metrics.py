@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import DataError, DiskError
-from lema.train.metrics import MetricsLog, cut_metrics, plot_loss, read_metrics
+from lema.train.metrics import MetricsLog, cut_metrics, plot_loss, read_metrics, step_of
 
 ROWS = st.lists(
     st.dictionaries(st.text(max_size=8), st.floats() | st.integers() | st.booleans() | st.none(), max_size=5)
@@ -224,6 +224,11 @@ def test_counts_for_people(count: float, shown: str) -> None:
 )
 def test_durations_for_people(seconds: float, shown: str) -> None:
     assert human_duration(seconds) == shown
+
+
+@pytest.mark.parametrize("row", [{}, {"step": None}, {"step": "3"}, {"step": [3]}, {"step": 2.5}])
+def test_a_line_without_a_number_of_a_step_comes_before_all_steps(row: dict[str, Any]) -> None:
+    assert step_of(row) == -1 < step_of({"step": 3}) == 3
 
 
 def test_what_a_run_measures_again_is_cut_and_nothing_else(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
         len(needs.allocation.residents),
         len(needs.allocation.host_cached),
         len(drawn.layers),
-        max(layer.slot_bytes for layer in needs.demand.layers),
+        max(nbytes for _, nbytes in needs.demand.leased),  # of layers whole, or of a group of their experts
         drawn.stored_bytes,
         drawn.parameters,
         drawn.adapter_parameters,
