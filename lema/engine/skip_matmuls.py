@@ -72,7 +72,7 @@ class LastLinear:
         if saved() != self.begun:  # a layer may call one linear more than once, and this is not the last call
             return forward(*args, **kwargs)
         base = self.linear.base_layer
-        with replaced({base: Product(base.forward, Skipped)}):
+        with replaced({base: Product(base.forward, lambda _: Skipped())}):
             return forward(*args, **kwargs)
 
 
@@ -89,7 +89,7 @@ class KeptProducts:
         def keep(made: list[_Made], output: Tensor) -> None:
             made.append(_Made(self._hold(output), output._version, saved()))
 
-        return {one: Product(one.forward, lambda: None, partial(keep, made)) for one, made in self._made.items()}
+        return {one: Product(one.forward, lambda _: None, partial(keep, made)) for one, made in self._made.items()}
 
     def drop(self, last: LastLinear, total: int) -> None:
         """Let go of the products that the recomputation of a forward with `total` saved tensors skips anyway."""
@@ -115,12 +115,14 @@ class KeptProducts:
     def taken(self) -> AbstractContextManager[None]:
         """Have the modules return in the `with` block what they returned in the forward, in the same order."""
 
-        def take(made: list[_Made]) -> Skipped | None:
+        def take(module: Any, made: list[_Made], given: Tensor) -> Skipped | None:
             one = made.pop(0) if made else None
+            # Else torch may add the bias after the product, and an output has it already.
+            fused = module.bias is None or (given.dim() <= 3 and given.is_contiguous())
             # A layer may have written into an output since.
-            return None if one is None or one.output._version != one.version else Skipped(one.output)
+            return Skipped(one.output) if one is not None and fused and one.output._version == one.version else None
 
-        return replaced({one: Product(one.forward, partial(take, made)) for one, made in self._made.items()})
+        return replaced({one: Product(one.forward, partial(take, one, made)) for one, made in self._made.items()})
 
 
 @dataclass(frozen=True)

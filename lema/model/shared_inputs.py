@@ -62,8 +62,9 @@ class Product:
     """Replaces the `forward` of a module that multiplies by a frozen matrix, to skip the product or to keep it."""
 
     form: Callable[[Tensor], Tensor]  # the module's own forward
-    # Returns the context in which `form` computes nothing and returns the value to use; None: the product is formed.
-    skipped: Callable[[], AbstractContextManager[Any] | None]
+    # Given the input, returns the context in which `form` computes nothing and returns the value to use; None: the
+    # product is formed.
+    skipped: Callable[[Tensor], AbstractContextManager[Any] | None]
     keep: Callable[[Tensor], None] = lambda _: None  # takes note of each output that is formed
 
     def __call__(self, given: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class Product:
 
     def unformed(self, given: Tensor) -> Tensor | None:
         """Return the output without computing it; None: it has to be computed."""
-        if (skipped := self.skipped()) is None:
+        if (skipped := self.skipped(given)) is None:
             return None
         with skipped:
             return self.form(given)

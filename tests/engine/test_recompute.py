@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from trainedways import disturb, streamed_model, whole_model
-from transformers import GPTNeoXConfig, JambaConfig, NemotronHConfig, PreTrainedConfig
+from transformers import GPTNeoXConfig, JambaConfig, LlamaConfig, NemotronHConfig, PreTrainedConfig
 
 from lema import LemaModel
 from lema.engine.skip_matmuls import KeptProducts, LastLinear
@@ -207,6 +207,28 @@ def test_a_product_that_a_layer_writes_into_is_formed_again(tmp_path: Path) -> N
                 found.append(streamed_step(model, batches))
     assert counts[0] == 2 * (1 + 5)  # of six others, all but the one that was written into
     assert_same(*found)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["contiguous", "apart"])
+def test_a_kept_product_has_its_bias_once(apart: bool, tmp_path: Path) -> None:
+    """To inputs that are not contiguous torch adds the bias after the product."""
+    config, found = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True), []
+    directory = write_model(config, tmp_path / "model")
+    checkpoint = Checkpoint(Architecture(lambda: config, layers="model.layers", targets=frozenset()), *[directory] * 2)
+    for products in (frozenset[int](), frozenset(range(DEPTH))):
+        with streamed_model(checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]) as model:
+            disturb(model.lora_manager)
+            model.adapter.products = products
+            for layer in model.split.layers if apart else ():
+                layer.mlp.forward = partial(from_apart, layer.mlp.forward)
+            with skips_counted(model) as counts:
+                found.append(streamed_step(model, micro_batches(2)))
+    assert counts[0] == 2 * (5 if apart else 7)
+    assert_same(*found)
+
+
+def from_apart(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    return forward(hidden.transpose(0, 1).contiguous().transpose(0, 1))
 
 
 def write_into_gate(mlp: Any, hidden: Tensor) -> Tensor:
