@@ -95,7 +95,7 @@ def test_batches_which_cannot_be_learnt_are_refused(rows, message):
 
 
 def test_wrong_sizes_and_steps_are_refused(data):
-    with pytest.raises(DataError, match="batch of 0 rows"):
+    with pytest.raises(DataError, match="a batch cannot have 0 rows"):
         Batches(data, 0)
     with pytest.raises(DataError, match="data set is empty"):
         Batches([], 2)

@@ -127,7 +127,7 @@ def test_memory_goes_to_what_takes_the_time(
     kept: str,
 ) -> None:
     """Where weights come slowly layers stay on the device; where they come at once, layers are not recomputed."""
-    monkeypatch.setattr("lema.plan.measure._speeds", lambda *_: Speeds(disk))
+    monkeypatch.setattr("lema.plan.measure._speeds", lambda *_: (Speeds(disk), {}))
     allocation, _, outcome = step_within(directory, tmp_path, device_memory=floor + layers * LAYER)
     other = "saved" if kept == "residents" else "residents"
     assert getattr(allocation, kept)

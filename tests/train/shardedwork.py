@@ -172,7 +172,7 @@ def _measuring_differs(checkpoint: Checkpoint, expected: Any) -> None:
     speeds = Speeds(1e15 if dist.get_rank() else 1.0)
     for sharded in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lema.plan.measure._speeds", lambda *_: speeds)
+            patch.setattr("lema.plan.measure._speeds", lambda *_: (speeds, {}))
             with opened("llama", checkpoint, shard_weights=sharded, **shape) as model:
                 replicas = model.backend.replicas
                 told = replicas.exchange((model.allocation.residents, model.allocation.saved))

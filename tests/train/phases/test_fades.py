@@ -217,7 +217,7 @@ def test_the_data_sets_of_both_mixtures_must_be_there() -> None:
     with pytest.raises(ConfigError, match="there is no data set 'gone'"):
         faded(BOTH, Fade(mix(("gone", 1.0)), 5))
     for wrong, said in (
-        (lambda: Fade(TEXT, 0), "over 0 samples"),
+        (lambda: Fade(TEXT, 0), "a fade cannot have 0 samples"),
         (lambda: Fade(TEXT, 5, "steep"), "no fade 'steep'"),
         (lambda: Fade((), 5), "no data sets"),
     ):

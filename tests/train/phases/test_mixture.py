@@ -355,5 +355,5 @@ def test_rates_and_places_are_checked() -> None:
         mixture().sample(-1)
     with pytest.raises(IndexError):
         mixture().rows(-1, 2)
-    with pytest.raises(DataError, match="batch of 0 samples"):
+    with pytest.raises(DataError, match="a batch cannot have 0 samples"):
         batch_of(mixture(), 0, 0)
