@@ -1,12 +1,13 @@
 """Tokens per second of streaming from disk against PEFT with gradient checkpointing, in one process, step about.
 
     python benchmarks/speed.py --dtype bfloat16 --micro-batches 4
+    python benchmarks/speed.py --dtype bfloat16 --micro-batches 4 --memory    # each arm's memory, in its own process
 
-Both arms train the same adapters on the same weights and tokens; the arms alternate, and the model's files are dropped
+All arms train the same adapters on the same weights and tokens; the arms alternate, and the model's files are dropped
 from the page cache before every streamed step. The PEFT arm keeps its weights in memory: it is the one to equal.
 
-One LEMA arm keeps, in as much memory as PEFT's weights and boundaries take, products and activations that are then not
-recomputed.
+Two LEMA arms may take as much memory as PEFT's weights and boundaries take. They keep there products and activations
+that are then not recomputed.
 
 Beside the ratio stands the fraction of the limit: no step can be shorter than its arithmetic at the speed this machine
 reaches on the layer's own matmuls, nor than its bytes at the speed a plain multi-threaded reader reaches on its files.
@@ -15,15 +16,19 @@ reaches on the layer's own matmuls, nor than its bytes at the speed a plain mult
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Meter, Shape, cpu_seconds, forget_pages, report, write_model
+from common import Meter, PeakAnonymous, Shape, cpu_seconds, forget_pages, memory_kinds, report, write_model
 from plainloop import adamw, peft_model, plain_step
 from plainreader import PlainReader, Way
 from rich.console import Console
@@ -36,36 +41,76 @@ from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
 from lema.stream.schedule import fetched_per_step
 
+STREAMED, ROOMY, PEFT = "lema exact", "lema fast, PEFT's memory", "peft"  # arms
+
 
 def main() -> None:
     arguments = _arguments()
     shape = Shape(
         arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary, dtype=arguments.dtype
     )
+    if arguments.alone:
+        _alone(arguments.alone, arguments.directory, shape, arguments)
+        return
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         write_model(directory, shape)
-        ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
-        lema, streamed = _lema_arm(directory, ids, arguments)
-        fast, _ = _lema_arm(directory, ids, arguments, arithmetic="fast")
-        memory = _peft_memory(directory, shape, arguments)
-        roomy, spent = _lema_arm(
-            *(directory, ids, arguments), arithmetic="fast", gradient_checkpointing="auto", device_memory=memory
-        )
-        baseline = peft_model(directory)
-        peft = plain_step(baseline, ids, baseline.dtype, adamw(baseline))
-        arms = {"lema, from disk": lema, "lema fast, from disk": fast, "lema fast, PEFT's memory": roomy}
-        arms["peft, in memory"] = peft
-        seconds, cpu, losses = _alternate(arms, directory, arguments.steps)
+        if arguments.memory:
+            _memory_of_each(directory)
+            return
+        made = {name: make() for name, make in _arms(directory, shape, arguments).items()}
+        seconds, cpu, losses = _alternate({name: arm for name, (arm, _) in made.items()}, directory, arguments.steps)
+        streamed = made[STREAMED][1]
         limits = _limits(streamed.memory, directory, shape, arguments)
         rows = _rows(seconds, cpu, losses, arguments.tokens, limits)
         _show(rows, limits, streamed.memory.counters)
-        layer = spent.planner.demand().layers[0]
+        roomy = made[ROOMY][1]
+        layer = roomy.planner.demand().layers[0]
         Console(width=110).print(
-            f"in PEFT's {memory / 1e6:,.0f} MB: {spent.allocation.summary()}; the products of a layer take "
-            f"{layer.product_bytes / layer.saved_bytes:.2f} of the bytes of its activations"
+            f"in PEFT's {roomy.config.device_memory / 1e6:,.0f} MB: {roomy.allocation.summary()}; the products of a "
+            f"layer take {layer.product_bytes / layer.saved_bytes:.2f} of the bytes of its activations"
         )
         report(f"speed-{shape.dtype}-{arguments.micro_batches}x", {"arms": rows, "limits": limits}, shape)
+
+
+def _arms(directory: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, Callable[[], tuple[Any, Any]]]:
+    """Return, by the arm's name, what makes its step and its model."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
+    room = {"gradient_checkpointing": "auto", "device_memory": _peft_memory(directory, shape, arguments)}
+    arm = partial(_lema_arm, directory, ids, arguments)
+    return {
+        STREAMED: arm,
+        "lema exact, PEFT's memory": partial(arm, **room),
+        "lema fast": partial(arm, arithmetic="fast"),
+        ROOMY: partial(arm, arithmetic="fast", **room),
+        PEFT: partial(_peft_arm, directory, ids),
+    }
+
+
+def _peft_arm(directory: Path, ids: torch.Tensor) -> tuple[Callable[[], float], Any]:
+    model = peft_model(directory)
+    return plain_step(model, ids, model.dtype, adamw(model)), model
+
+
+def _memory_of_each(directory: Path) -> None:
+    """Run each arm in a process of its own, and print what that says of its memory."""
+    for name in (STREAMED, "lema exact, PEFT's memory", "lema fast", ROOMY, PEFT):
+        given = [*sys.argv[1:], "--alone", name, "--directory", str(directory)]
+        subprocess.run([sys.executable, __file__, *given], check=True)  # this very script
+
+
+def _alone(name: str, directory: Path, shape: Shape, arguments: argparse.Namespace) -> None:
+    """Print the most memory that three steps of one arm take, without what the process has before."""
+    arm = _arms(directory, shape, arguments)[name]
+    gc.collect()
+    before = memory_kinds()["anonymous"]
+    with PeakAnonymous() as peak:
+        step, _ = arm()
+        for _ in range(3):
+            step()
+    mapped = memory_kinds()["file"]
+    print(f"{name}: {(peak.peak - before) / 1e6:,.0f} MB anonymous, {mapped / 1e6:,.0f} MB of mapped files", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -80,6 +125,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="measured, after one that is not")
     parser.add_argument("--prefetch-depth", type=int, default=2)
     parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
+    parser.add_argument("--memory", action="store_true", help="of each arm in a process of its own, not its speed")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -176,16 +223,14 @@ def _rows(
     limits: dict[str, float],
 ) -> list[dict[str, Any]]:
     limit = max(limits["compute_seconds"], limits["read_seconds"])
-    baseline = statistics.median(seconds["peft, in memory"])
+    baseline = statistics.median(seconds[PEFT])
     return [
         {
             "arm": name,
             "seconds": statistics.median(times),
             "tokens_per_second": tokens / statistics.median(times),
             "ratio_to_peft": baseline / statistics.median(times),
-            "paired_ratio": statistics.median(
-                theirs / ours for ours, theirs in zip(times, seconds["peft, in memory"], strict=True)
-            ),
+            "paired_ratio": statistics.median(theirs / ours for ours, theirs in zip(times, seconds[PEFT], strict=True)),
             "cpu_seconds": statistics.median(cpu[name]),
             "fraction_of_limit": limit / statistics.median(times),
             "all_seconds": times,

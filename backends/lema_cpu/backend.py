@@ -29,6 +29,7 @@ from lema.backend import (
 from lema.backend.hostmemory import anonymous
 from lema.backend.torchrun import join
 from lema.errors import BackendUnavailable
+from lema_cpu.heap import Heap
 
 __all__ = ["CpuBackend"]
 
@@ -38,14 +39,15 @@ NAN_BYTE = 0xFF  # in every floating dtype, a word of ones is NaN
 class _Alias:
     """An upload that moves nothing: the source is the slot."""
 
-    def __init__(self, source: Tensor) -> None:
-        self._source = source
+    def __init__(self, source: Tensor, heap: Heap) -> None:
+        self._source, self._heap = source, heap
 
     def wait(self) -> Tensor:
         return self._source
 
     def release(self) -> None:
-        """Nothing is queued on this device: compute has finished when the call returns."""
+        """Nothing is queued on this device. The layer has let go of its tensors, so free memory may be given back."""
+        self._heap.look()
 
     def drained(self) -> None:
         """The source is the slot, and the reader gets it only after release."""
@@ -54,8 +56,11 @@ class _Alias:
 class _AliasSlots:
     """Slots that are the host buffers themselves."""
 
+    def __init__(self) -> None:
+        self._heap = Heap()
+
     def upload(self, source: Tensor) -> Upload:
-        return _Alias(source)
+        return _Alias(source, self._heap)
 
 
 class _PoisonedUpload:
