@@ -41,6 +41,7 @@ from lema.stream.schedule import fetched_per_step, training_order
 from lema_cpu import CpuBackend
 
 STEP, COMPUTE, READING = "step", "compute", "reading"
+MORE = "step with the memory of {} more"
 
 
 @dataclass
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=256, help="tokens of a micro-batch, at most")
     parser.add_argument("--rounds", type=int, default=7, help="measured, after one that is not")
     parser.add_argument("--prefetch-depth", type=int, default=2)
+    parser.add_argument("--more", type=int, nargs="*", default=[], help="layers that further steps have memory for")
     parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
     arguments = parser.parse_args()
     shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary)
@@ -74,14 +76,22 @@ def main() -> None:
         directory = Path(name)
         write_model(directory, shape)
         batches = {tokens: _batch(tokens, arguments.longest, shape.vocabulary) for tokens in arguments.tokens}
-        step, stream = _training(directory, MemoryStrategy.STREAMING, arguments.prefetch_depth, stack)
-        trace = Trace()
+        step, model = _training(directory, MemoryStrategy.STREAMING, arguments.prefetch_depth, stack)
+        stream, trace = model.memory, Trace()
         compute, _ = _training(directory, MemoryStrategy.RESIDENT, arguments.prefetch_depth, stack, trace)
         reading = stack.enter_context(
             closing(LayerStream(stream.layers, CpuBackend(), prefetch_depth=arguments.prefetch_depth))
         )
         arms: dict[str, Callable[[Any], float]] = {STEP: step, COMPUTE: compute, READING: lambda _: _lease(reading)}
         streams = {STEP: stream, READING: reading}
+        chosen: dict[tuple[str, int], str] = {}
+        for count in arguments.more:
+            steps = {
+                tokens: _with_memory(count, directory, batch, shape, arguments.prefetch_depth, stack)
+                for tokens, batch in batches.items()
+            }
+            arms[MORE.format(count)] = lambda batch, steps=steps: steps[_tokens(batch)][0](batch)
+            chosen |= {(MORE.format(count), tokens): text for tokens, (_, text) in steps.items()}
         found = _in_turn(arms, streams, batches, directory, arguments.rounds, trace)
         sizes = [layer.read_bytes for layer in stream.layers]
     rows = []
@@ -89,6 +99,9 @@ def main() -> None:
         measured = {arm: found[arm, tokens] for arm in arms}
         rows.append(_row(tokens, measured) | {"schedule": _schedule(measured, sizes, arguments.prefetch_depth + 1)})
     _show(rows, arguments.rounds)
+    for (arm, tokens), text in chosen.items():
+        low, middle, high = _ratios(arm, {one: found[one, tokens] for one in arms})
+        print(f"{tokens} tokens, {arm} ({text}): {middle:.3f} of the larger, quartiles {low:.2f} - {high:.2f}")
     report("overlap", {"sizes": rows, "crossover_tokens": _crossover(rows), "threads": torch.get_num_threads()}, shape)
 
 
@@ -100,22 +113,40 @@ def _batch(tokens: int, longest: int, vocabulary: int) -> list[dict[str, torch.T
 
 
 def _training(
-    directory: Path, strategy: MemoryStrategy, prefetch_depth: int, stack: ExitStack, trace: NoTrace = NO_TRACE
-) -> tuple[Callable[[Any], float], LayerStream]:
-    """Return what trains a step and returns its loss, and the stream it leases layers from."""
-    config = LemaConfig(
-        str(directory),
-        device="cpu",
-        strategy=strategy,
-        prefetch_depth=prefetch_depth,
-        gradient_checkpointing=True,
-        micro_batch_size=1,
-        save_steps=0,
-    )
+    directory: Path,
+    strategy: MemoryStrategy,
+    prefetch_depth: int,
+    stack: ExitStack,
+    trace: NoTrace = NO_TRACE,
+    **settings: Any,
+) -> tuple[Callable[[Any], float], LemaModel]:
+    """Return what trains a step and returns its loss, and its model."""
+    usual = {"device": "cpu", "gradient_checkpointing": True, "micro_batch_size": 1, "save_steps": 0}
+    config = LemaConfig(str(directory), strategy=strategy, prefetch_depth=prefetch_depth, **usual | settings)
     model = stack.enter_context(closing(LemaModel(config, trace=trace)))
     model.initialize_lora()
     trainer = model.get_trainer()
-    return lambda micro_batches: trainer.accumulate(micro_batches, more=True).loss, model.memory
+    return lambda micro_batches: trainer.accumulate(micro_batches, more=True).loss, model
+
+
+def _with_memory(
+    count: int, directory: Path, batch: Any, shape: Shape, prefetch_depth: int, stack: ExitStack
+) -> tuple[Callable[[Any], float], str]:
+    """Return what trains a step in the memory of streaming and `count` layers more, and how the solver spends it."""
+    settings = {"batch_size": len(batch), "max_length": batch[0]["input_ids"].shape[1]}
+    ask = ExitStack()
+    with ask:
+        given = directory, MemoryStrategy.STREAMING, prefetch_depth
+        _, model = _training(*given, ask, device_memory=10 * shape.weight_bytes, **settings)
+        parts = {**model.planner.needs().device, "residents": 0}
+        parts["slots"] = (prefetch_depth + 1) * max(layer.slot_bytes for layer in model.planner.demand().layers)
+    limit = sum(parts.values()) + count * shape.layer_bytes
+    step, model = _training(*given, stack, device_memory=limit, **settings)
+    return step, model.allocation.summary()
+
+
+def _tokens(batch: Any) -> int:
+    return sum(part["input_ids"].numel() for part in batch)
 
 
 def _lease(stream: LayerStream) -> float:
@@ -164,9 +195,7 @@ def _in_turn(
 
 
 def _row(tokens: int, arms: dict[str, Measured]) -> dict[str, Any]:
-    limits = [max(pair) for pair in zip(arms[COMPUTE].seconds, arms[READING].seconds, strict=True)]
-    ratios = [seconds / limit for seconds, limit in zip(arms[STEP].seconds, limits, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = _ratios(STEP, arms)
     arm_rows = {
         arm: {
             "seconds": statistics.median(found.seconds),
@@ -177,7 +206,13 @@ def _row(tokens: int, arms: dict[str, Measured]) -> dict[str, Any]:
         }
         for arm, found in arms.items()
     }
-    return {"tokens": tokens, "ratio": middle, "quartiles": [low, high], "ratios": ratios, "arms": arm_rows}
+    return {"tokens": tokens, "ratio": middle, "quartiles": [low, high], "arms": arm_rows}
+
+
+def _ratios(arm: str, arms: dict[str, Measured]) -> list[float]:
+    """Return the quartiles of what an arm takes longer than the larger of computing and reading in its round."""
+    limits = [max(pair) for pair in zip(arms[COMPUTE].seconds, arms[READING].seconds, strict=True)]
+    return statistics.quantiles([one / limit for one, limit in zip(arms[arm].seconds, limits, strict=True)], n=4)
 
 
 def _by_name(events: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
