@@ -39,15 +39,14 @@ NAN_BYTE = 0xFF  # in every floating dtype, a word of ones is NaN
 class _Alias:
     """An upload that moves nothing: the source is the slot."""
 
-    def __init__(self, source: Tensor, heap: Heap) -> None:
-        self._source, self._heap = source, heap
+    def __init__(self, source: Tensor) -> None:
+        self._source = source
 
     def wait(self) -> Tensor:
         return self._source
 
     def release(self) -> None:
-        """Nothing is queued on this device. The layer has let go of its tensors, so free memory may be given back."""
-        self._heap.look()
+        """Nothing is queued on this device: compute has finished when the call returns."""
 
     def drained(self) -> None:
         """The source is the slot, and the reader gets it only after release."""
@@ -56,11 +55,8 @@ class _Alias:
 class _AliasSlots:
     """Slots that are the host buffers themselves."""
 
-    def __init__(self) -> None:
-        self._heap = Heap()
-
     def upload(self, source: Tensor) -> Upload:
-        return _Alias(source, self._heap)
+        return _Alias(source)
 
 
 class _PoisonedUpload:
@@ -137,7 +133,7 @@ class CpuBackend:
                 "the cpu backend has one device", where=f"device: {device}", how="write device: cpu"
             )
         (options or BackendOptions()).refuse_parts(self.name)
-        self._poison = poison
+        self._poison, self._heap = poison, Heap()
         self._parallel = SingleProcess()
         self._replicas, self._leave = joined or join("gloo")
 
@@ -191,6 +187,10 @@ class CpuBackend:
     def set_rng_state(self, state: Tensor) -> None:
         """Set torch's default generator state."""
         torch.set_rng_state(state)
+
+    def end_visit(self) -> None:
+        """Give freed memory back to the system if little is left."""
+        self._heap.look()
 
     def end_step(self) -> None:
         """Nothing is queued on this device."""

@@ -3,24 +3,23 @@
 Here malloc is the device's allocator. glibc's keeps most of what is freed, for the next allocation. Where tensors that
 wait for the backward lie between others that are freed, some hundred megabytes of that fit no later allocation, and no
 plan counts them. That does no harm while the machine has memory left. In a control group with little more memory than
-the plan needs, the system would end the process. Always giving the memory back costs up to a third of the speed.
+the plan needs, the system would end the process. Giving memory back after every visit takes up to a third more time.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
-from pathlib import Path
+
+import psutil
 
 from lema.backend.hostmemory import memory_available
 
 __all__ = ["Heap"]
 
-LEAST = 128 << 20  # bytes; where fewer are available, memory is scarce
-PART = 8  # or where fewer are available than this part of what the process has
+LEAST = 256 << 20  # bytes; where fewer are available, memory is scarce
+PART = 6  # or where fewer are available than this part of what the process has
 GROWTH = 16 << 20  # bytes by which the process grows before it looks again, because looking takes half a millisecond
-STATM = Path("/proc/self/statm")
 
 
 class Heap:
@@ -28,22 +27,22 @@ class Heap:
 
     def __init__(self) -> None:
         self._seen = 0  # the process's own bytes when it looked last
+        self._process = psutil.Process()
         self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def look(self) -> None:
         """Give free memory back if the process has grown and memory is scarce."""
         if self._trim is None:
             return
-        if (own := _own_bytes()) < self._seen + GROWTH:
+        if (own := self._own_bytes()) < self._seen + GROWTH:
             self._seen = min(self._seen, own)
             return
         if memory_available() < max(LEAST, own // PART):
             self._trim(0)
-            own = _own_bytes()
+            own = self._own_bytes()
         self._seen = own
 
-
-def _own_bytes() -> int:
-    """Return the resident bytes that are no pages of files."""
-    _, resident, of_files, *_ = STATM.read_text().split()
-    return (int(resident) - int(of_files)) * os.sysconf("SC_PAGE_SIZE")
+    def _own_bytes(self) -> int:
+        """Return the resident bytes that are no pages of files."""
+        memory = self._process.memory_info()
+        return int(memory.rss - memory.shared)

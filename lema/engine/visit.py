@@ -66,6 +66,7 @@ class Engine:
         self.routers: RouterLoss | None = None
         self.runs_again = False
         self.stop = NEVER
+        self._end_visit: Callable[[], None] = getattr(backend, "end_visit", lambda: None)  # a backend may have one
         self.look: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None
 
@@ -83,6 +84,7 @@ class Engine:
         span = self.stream.trace.span(way, f"layer {layer}")
         with self.retry.at(f"in the {way} of layer {layer}"), self.stream.lease(layer) as lease, span:
             yield lease
+        self._end_visit()
 
     def trains(self, layer: int) -> bool:
         """Whether anything in a layer trains."""

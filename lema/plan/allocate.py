@@ -89,6 +89,9 @@ def allocated(
     resident, tier, wanted = config.strategy is MemoryStrategy.RESIDENT, config.offloading_tier, config.device_memory
     free = device_total if device_free is None else device_free
     free = min(device_total, host_available) // demand.processes if demand.shared else free
+    if demand.shared and wanted == "auto":  # layers in host memory take of the same memory
+        weights = demand.host_copies * sum(layer.slot_bytes for layer in demand.layers) // demand.processes
+        free = max(1, free - (weights if resident else min(host_limit or 0, weights, free // 2)))
     if wanted == "auto":
         device_limit = parse_memory(wanted, free) if free and not kept else None
     else:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -251,12 +250,8 @@ def _one_of_each(
 def process_bytes() -> int:
     """Return the memory that this process takes for itself: interpreter, libraries, module objects."""
     gc.collect()
-    status = Path("/proc/self/status")
-    if not status.exists():
-        resident: int = psutil.Process().memory_info().rss
-        return resident
-    anonymous = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
-    return int(anonymous.split()[1]) * 1024
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))  # without the pages of files, where the system tells them
 
 
 def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> tuple[Speeds, dict[int, Tensor]]:

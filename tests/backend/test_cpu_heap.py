@@ -1,7 +1,10 @@
 """Freed memory is given back to the system where memory is scarce, and only there."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from smallrun import batch, opened, settings, write_model
 
 from lema_cpu import CpuBackend, heap
 
@@ -30,37 +33,51 @@ def scattered() -> list[torch.Tensor]:
     return tensors[::2]
 
 
-def release(slots: object) -> None:
-    slots.upload(torch.empty(1, dtype=torch.uint8)).release()  # type: ignore[attr-defined]
+def own_bytes() -> int:
+    return heap.Heap()._own_bytes()
 
 
 def test_free_memory_goes_back_when_memory_is_scarce_and_no_value_changes(looks: list[int]) -> None:
-    slots, stay = CpuBackend().device_slots(1, 2), scattered()
-    before = heap._own_bytes()
-    release(slots)
-    assert heap._own_bytes() > before - COUNT * SIZE // 8, "memory was given back though there was enough"
+    backend, stay = CpuBackend(), scattered()
+    before = own_bytes()
+    backend.end_visit()
+    assert own_bytes() > before - COUNT * SIZE // 8, "memory was given back though there was enough"
     looks.append(SCARCE)
     stay += scattered()  # grows, so that it looks again
-    before = heap._own_bytes()
-    release(slots)
-    assert before - heap._own_bytes() > COUNT * SIZE // 4
+    before = own_bytes()
+    backend.end_visit()
+    assert before - own_bytes() > COUNT * SIZE // 4
     assert all(bool((one == 1).all()) for one in stay)
 
 
 def test_it_looks_only_after_the_process_has_grown(looks: list[int]) -> None:
-    slots = CpuBackend().device_slots(1, 2)
-    release(slots)
+    backend = CpuBackend()
+    backend.end_visit()
     once = len(looks)
     for _ in range(10):
-        release(slots)
+        backend.end_visit()
     assert len(looks) == once == 2
     grown = CpuBackend().host_buffer(2 * heap.GROWTH).fill_(1)  # not malloc's, which may have memory left
-    release(slots)
+    backend.end_visit()
     assert len(looks) == once + 1
     del grown
 
 
+def test_a_step_looks_after_each_visit_but_that_of_the_top_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visits = list[None]()
+    monkeypatch.setattr(CpuBackend, "end_visit", lambda _: visits.append(None))
+    model = write_model(tmp_path / "model", num_hidden_layers=4)
+    with opened(settings(model, tmp_path / "out", gradient_checkpointing=True)) as streamed:
+        before = streamed.memory.counters.leases
+        streamed.get_trainer().train_step(batch(1)["input_ids"])
+        assert (
+            len(visits) == 6 == streamed.memory.counters.leases - before - 1
+        )  # three layers in both directions, and the top one
+
+
 def test_another_malloc_is_left_alone(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: object())
-    release(CpuBackend().device_slots(1, 2))
+    CpuBackend().end_visit()
     assert looks == [PLENTY]

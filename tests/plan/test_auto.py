@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lema import LemaConfig, LemaModel
 from lema.errors import MemoryLimitError
 from lema.plan import Allocation
+from lema.plan.cost import Speeds
 from lema.plan.machine import profile
 from lema.plan.plan import plan_with
 from lema.plan.planner import Planner, planner_of
@@ -60,6 +61,20 @@ def test_the_less_memory_there_is_the_more_is_recomputed_and_then_fewer_rows_at_
     with pytest.raises(MemoryLimitError, match="layer slots") as caught:
         on(model, 1_000_000).needs()
     assert caught.value.exit_code == 4 and "free device memory, 1.0 MB" in caught.value.where
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "resident"}, {"host_memory": 10**9}])
+def test_layers_in_host_memory_take_of_what_is_free_where_the_device_computes_there(
+    model: Path, settings: dict[str, Any]
+) -> None:
+    machine = replace(profile("t4"), speeds=Speeds(1e6))
+    assert machine.shared
+    rest, weights = 30_000_000, 8 * 800_000
+    for free in (rest, rest + weights):
+        planner = planner_of(two_lines(model, **settings), replace(machine, device_memory=free, host_memory=free))
+        needs = planner.needs()
+        assert sum(needs.device.values()) + sum(needs.host.values()) <= free
+        assert needs.host["cached"] > weights / 2
 
 
 def test_what_is_set_is_not_chosen(model: Path) -> None:
