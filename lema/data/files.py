@@ -340,7 +340,7 @@ def _batches(path: Path) -> Iterator[Any]:
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=8)  # each of which may hold long texts
+            yield from file.iter_batches(batch_size=8)  # because each may hold long texts
         return
     with pyarrow.memory_map(str(path)) as mapped:
         if mapped.read(6) == b"ARROW1":

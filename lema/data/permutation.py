@@ -51,7 +51,7 @@ class Permutation:
 
 
 def _mixed(value: int) -> int:
-    """64 bits, each of which depends on all of `value`: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """64 bits that each depend on all of `value`: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
     return value ^ value >> 31

@@ -63,7 +63,7 @@ class LastLinear:
     def skipped(self, total: int, saved: Callable[[], int]) -> AbstractContextManager[None]:
         """Skip its frozen product in the `with` block, if a recomputation can do without: of the `total` tensors that
         the forward saved, `saved` returns how many the recomputation has come to."""
-        if self.linear is None or self.ended != total:  # the layer saved more, of which the product may be a part
+        if self.linear is None or self.ended != total:  # the layer saved more, and the product may be part of that
             return nullcontext()
         return replaced({self.linear: partial(self._call, self.linear.forward, saved)})
 

@@ -262,7 +262,7 @@ class StreamedModel:
         return value
 
     def accompany(self, *, training: bool = True) -> None:
-        """Take part in a step, or an evaluation, of which this process has no rows, for the processes that have some.
+        """Take part in a step, or an evaluation, in which this process has no rows, for the processes that have some.
         `ConfigError`: the others may visit layers in an order that this process cannot know yet."""
         stream, self.measured = self.stream, {}
         if training and self.stream.sharded and self.starts_below is None and self.trained_outside():

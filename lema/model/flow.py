@@ -349,7 +349,7 @@ def find_cut(tape: Tape, logits: Tensor, is_enough: Callable[[int, Tensor], bool
 
 
 def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:
-    """Return the steps of which something in `live` is made, and what they need; `given` is there already."""
+    """Return the steps that make something in `live`, and what they need; `given` is there already."""
     needed: list[Step] = []
     live = set(live) - {given}
     for step in reversed(steps):

@@ -32,7 +32,7 @@ _running: ContextVar[SharedInputs | None] = ContextVar("_running", default=None)
 
 
 def multiply_together(model: nn.Module) -> None:
-    """Have the LoRA linears of a model, or a layer, take part in the `SharedInputs` of whichever layer is being run."""
+    """Have the LoRA linears of a model, or a layer, take part in the `SharedInputs` of the layer that is being run."""
     for part in model.modules():
         if type(part) is Linear:
             part.__class__ = Together

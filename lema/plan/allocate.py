@@ -162,7 +162,7 @@ def _least_recomputed(
 
 
 def untimed(demand: Demand) -> Demand:
-    """Return a demand of which only the bytes are known."""
+    """Return the demand without its seconds, which are not known."""
     layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
     return replace(demand, layers=layers, turn=0.0, rest=0.0)
 

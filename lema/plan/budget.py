@@ -29,7 +29,7 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def scattered(num_layers: int) -> tuple[int, ...]:
-    """Return all layers in an order of which every beginning is spread about evenly. It is van der Corput's (1935): by
+    """Return all layers in an order whose every beginning is spread about evenly. It is van der Corput's (1935): by
     the layers' numbers with their bits reversed."""
     bits = max(1, (num_layers - 1).bit_length())
     return tuple(sorted(range(num_layers), key=lambda layer: int(f"{layer:0{bits}b}"[::-1], 2)))

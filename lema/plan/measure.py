@@ -208,7 +208,7 @@ def estimate(
         each = sum(tensor.shape[1:].numel() for tensor in stacked)  # of one expert
         share = min(1.0, 2 * batch.tokens * active * each / max(workload.works[kind].forward, 1))
         slower = share * rate / alone + 1 - share
-        groups = launch * len(blueprint.group_bytes.get(index, [0])[1:])  # each of which is handed over by itself
+        groups = launch * len(blueprint.group_bytes.get(index, [0])[1:])  # because each is handed over by itself
         parts = seconds.forward, seconds.recompute, seconds.backward, seconds.without_products
         forward, again, back, less = (slower * one + groups for one in parts)
         found.append(LayerSeconds(forward, again, back, seconds.expand, less))

@@ -54,7 +54,7 @@ class StepShape:
 
     @property
     def num_micro_batches(self) -> float:
-        """Micro-batches, the last of which may be a part of one."""
+        """Micro-batches; the last may be a part of one."""
         return self.num_rows / self.micro_batch.rows
 
 

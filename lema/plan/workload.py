@@ -47,7 +47,7 @@ class MicroBatch:
     length: int
     beside: int = 0  # how many times as many rows go through the layers beside them, forward alone
     settled: bool = False  # whether the top layer runs twice, because the loss is known only once all rows are
-    packed: bool = False  # whether each is a pack of several, so that layers are given a mask of which token sees which
+    packed: bool = False  # whether each is a pack of several, so layers get a mask that says which token sees which
 
     @property
     def tokens(self) -> int:
@@ -72,7 +72,7 @@ class LayerWork:
     forward_bytes: int  # what is alive after the forward, its output included
     gradient_bytes: int  # the gradients of the adapters in the layer; those of its own weights are counted apart
     exchanges: tuple[Exchange, ...]  # of the forward, of running it again, and of the backward
-    reduced: Exchange  # of the gradients of which each process has a part only, once in a step
+    reduced: Exchange  # of gradients that each process has a part of, once in a step
     product_bytes: int  # of the products by frozen weights that running it again needs; 0 under another autocast
     product_flops: int  # of these products
 
@@ -115,7 +115,7 @@ class Workload:
         return self.most(top + self.head.working_bytes)
 
     def in_pieces(self, times: float) -> int:
-        """The same where the head is in pieces, through each of which so many micro-batches go before the next."""
+        """The same where the head is in pieces: so many micro-batches go through a piece before the next one."""
         assert self.pieces is not None
         # Less the hidden states, because those of all micro-batches are counted twice elsewhere.
         kept = (max(times, 1.0) - 1) * (self.pieces.kept_bytes - self.hidden_bytes)

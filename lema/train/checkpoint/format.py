@@ -296,7 +296,7 @@ def _place(entries: dict[str, Any], path: str, value: Any) -> None:
 
 def _wrap(optimizer: Optimizer, state: Mapping[int, dict[str, Any]]) -> None:
     """Put tensors that are made of others together again, as the optimizer makes them for such parameters."""
-    like: Optimizer = object.__new__(type(optimizer))  # not by its arguments, some of which only it knows
+    like: Optimizer = object.__new__(type(optimizer))  # not by its arguments, because only it knows some
     copies = [[torch.zeros_like(one) for one in group["params"]] for group in optimizer.param_groups]
     groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, copies, strict=True)]
     like.__dict__ |= optimizer.__dict__ | {"param_groups": groups, "state": defaultdict(dict)}
