@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from inspect import signature
+from inspect import signature, unwrap
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -104,7 +104,7 @@ def _apply(model: PreTrainedModel) -> str | None:
 
 def _rotating(module: nn.Module, new: Mapping[int, Mapping[str, Any]]) -> Callable[..., Any] | None:
     """Return a module's `forward` with Liger's functions in the place of those that it calls; None: it calls none."""
-    forward: Any = type(module).forward
+    forward: Any = unwrap(type(module).forward)  # a decorator, such as one for renamed arguments, calls none
     names = new.get(id(getattr(forward, "__globals__", None)), {})
     found = {name: one for name, one in names.items() if isinstance(one, FunctionType)}
     if not (found and found.keys() & set(forward.__code__.co_names)):
