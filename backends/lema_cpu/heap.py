@@ -3,7 +3,7 @@
 Here malloc is the device's allocator. glibc's keeps most of what is freed, for the next allocation. Where tensors that
 wait for the backward lie between others that are freed, some hundred megabytes of that fit no later allocation, and no
 plan counts them. That does no harm while the machine has memory left. In a control group with little more memory than
-the plan needs, the system would end the process. Giving memory back after every visit takes up to a third more time.
+the plan needs, the system would end the process. To give memory back always would cost time: it is soon taken again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Any
 
 __all__ = ["bounded_memory", "limited"]
 
-
 MAX_GROWTH = 3 << 28  # bytes that the process may ask for in the block
 
 

@@ -9,7 +9,6 @@ from lema.errors import ConfigError, DiskError, LemaError, MemoryLimitError, Sto
 
 __all__ = ["run"]
 
-
 _DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 

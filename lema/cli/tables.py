@@ -20,7 +20,6 @@ from lema.plan.planner import Planner
 
 __all__ = ["draw", "rows", "show_plan", "show_run"]
 
-
 SUMS = ("in all", "tokens of full rows", "takes", "tokens per second", "costs")
 
 Row = tuple[str, str, str]

@@ -88,10 +88,7 @@ def allocated(
     host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
     resident, tier, wanted = config.strategy is MemoryStrategy.RESIDENT, config.offloading_tier, config.device_memory
     free = device_total if device_free is None else device_free
-    free = min(device_total, host_available) // demand.processes if demand.shared else free
-    if demand.shared and wanted == "auto":  # layers in host memory take of the same memory
-        weights = demand.host_copies * sum(layer.slot_bytes for layer in demand.layers) // demand.processes
-        free = max(1, free - (weights if resident else min(host_limit or 0, weights, free // 2)))
+    free = _of_host(demand, min(device_total, host_available), host_limit, resident) if demand.shared else free
     if wanted == "auto":
         device_limit = parse_memory(wanted, free) if free and not kept else None
     else:
@@ -131,6 +128,13 @@ def allocated(
         elif error.where == "device_memory" and wanted == "auto":
             error.where = f"free device memory, {human_bytes(free)}"
         raise
+
+
+def _of_host(demand: Demand, available: int, host_limit: int | None, resident: bool) -> int:
+    """Return what is free for a device that computes in host memory, without what layers that wait there take."""
+    weights, free = sum(layer.slot_bytes for layer in demand.layers), available // demand.processes
+    held = demand.host_copies * weights // demand.processes
+    return max(1, free - (held if resident else min(host_limit or 0, held, free // 2)))
 
 
 def _deepest(depths: Sequence[int], spent: Callable[[int], Allocation]) -> Allocation:
