@@ -10,7 +10,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lema.cli import convert as filecommands
 from lema.cli import info as tellcommands
 from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, import_libraries, settings_of
 from lema.cli.exitcodes import run
@@ -190,7 +189,7 @@ def plan(
         raise typer.Exit(MemoryLimitError.exit_code)
 
 
-VERBS = train, plan, filecommands.prepare, filecommands.merge, tellcommands.backends
+VERBS = train, plan, tellcommands.backends
 OWN = {"config", *(verb.__name__ for verb in VERBS)}
 for verb in VERBS:
     _own.command(name=verb.__name__, cls=Verb)(verb)

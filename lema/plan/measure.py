@@ -44,6 +44,7 @@ __all__ = ["calibrate", "estimate", "layer_seconds", "probe", "process_bytes"]
 
 AT_ONCE = 3  # layers being read
 ALONE = 256 << 20  # bytes of a layer that keeps the disk busy by itself: no memory is taken for more of them
+WAYS = 3  # in which a layer is timed, which share the time of one measurement
 PERIOD = 1 << 16  # elements drawn; larger tensors repeat them
 
 
@@ -108,7 +109,7 @@ def _phases(visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock,
     """Return the seconds of the two parts of a visit: medians, but for the first, `cold` visits."""
     measured: list[tuple[float, float]] = []
     began = time.perf_counter()
-    while len(measured) <= cold or (len(measured) < cold + REPEATS and time.perf_counter() - began < ENOUGH):
+    while len(measured) <= cold or (len(measured) < cold + REPEATS and time.perf_counter() - began < ENOUGH / WAYS):
         moments = [clock()]
         for _ in visit():
             backend.synchronize()

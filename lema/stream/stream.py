@@ -36,11 +36,12 @@ class LayerStream:
     lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
 
     `prefetch_depth`: how many layers are under way, or kept, besides the one on lease. `residents`: layers that stay on
-    the device. `host_cached`: layers that are read once, at the start, and uploaded from host memory from then on;
-    processes of one machine share that memory. `sharded`: of several processes, let each have its part of every layer;
-    one layer is then on lease at a time. `parts`: of layers that are leased in parts, the numbers of the parts beside
-    the one with the layer's own, which come after all layers. `reader`: the threads that read; closed with the stream.
-    `held`: memory of `host_cached` layers that have been read, if there is one process.
+    the device; if it computes in host memory, they are read while those before them compute. `host_cached`: layers that
+    are read once, at the start, and uploaded from host memory from then on; processes of one machine share that memory.
+    `sharded`: of several processes, let each have its part of every layer; one layer is then on lease at a time.
+    `parts`: of layers that are leased in parts, the numbers of the parts beside the one with the layer's own, which
+    come after all layers. `reader`: the threads that read; closed with the stream. `held`: memory of `host_cached`
+    layers that have been read, if there is one process.
     """
 
     def __init__(
@@ -80,7 +81,11 @@ class LayerStream:
         self._lazy = not has_addresses(backend.device)
         spans = self._uploaded(stored)
         self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(self.layers, spans, strict=True))
-        whole, wanted = self._gathered is None, (self.residents, self.host_cached)
+        late = replicas.size == 1 and backend.memory().shared and not self._lazy
+        memory = {layer: backend.host_buffer(stored[layer].nbytes) for layer in sorted(self.residents) if late}
+        begun = ((one, self._reader.submit(stored[one], into, name=self.name_of(one))) for one, into in memory.items())
+        self._arriving = {layer: (ticket, memory[layer]) for layer, ticket in begun}
+        whole, wanted = self._gathered is None, (self.residents - self._arriving.keys(), self.host_cached)
         uploads, self._host = fill(*wanted, stored, backend, self._reader, shared=whole, spans=spans, held=held)
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
         # A lazy device waits for and releases residents as other layers, because its graphs end there.
@@ -155,7 +160,7 @@ class LayerStream:
             with self._gathered.lease(layer) as whole, self._open(layer, whole) as lease:
                 yield lease
         elif layer in self.residents and not self._lazy:
-            with self._open(layer, self._resident[layer]) as lease:
+            with self._open(layer, self._stays(layer)) as lease:
                 yield lease
         else:
             upload = self._part(layer)
@@ -200,6 +205,18 @@ class LayerStream:
     def _part(self, layer: int) -> Upload:
         """Return a layer, or this process's part of it, on the device or on its way there."""
         return self._uploads[layer] if layer in self.residents else self._ring.take(layer)
+
+    def _stays(self, layer: int) -> Tensor:
+        """Return the slot of a layer that stays on the device, once the layer has been read."""
+        if layer in self._arriving:
+            ticket, buffer = self._arriving[layer]
+            began = self._clock()
+            with self.trace.span("stall: disk", self.name_of(layer)):
+                ticket.wait()
+            self._counters.seconds_blocked_disk += self._clock() - began
+            self._resident[layer] = self._backend.device_slots(buffer.numel(), 1).upload(buffer).wait()
+            del self._arriving[layer]
+        return self._resident[layer]
 
     def _in_use(self) -> Collection[int]:
         """Return the layers in the ring that may not be overwritten: those on lease, or whose parts are being sent."""
@@ -260,9 +277,20 @@ class LayerStream:
         self.num_slots = len(self._ring.slots) if shrunk else self.num_slots
         return shrunk
 
+    def arrive(self) -> None:
+        """Wait until all layers that stay on the device are there."""
+        for layer in list(self._arriving):
+            self._stays(layer)
+
+    def leave(self) -> None:
+        """Stop reading, also layers that stay on the device. The stream is not used afterwards; its reader may be."""
+        self.cancel()
+        for ticket, _ in self._arriving.values():
+            ticket.settle()
+
     def close(self) -> None:
         """Stop reading and drop every buffer."""
-        self.cancel()
+        self.leave()
         self._reader.close()
         if self._gathered is not None:
             self._gathered.close()
@@ -271,4 +299,5 @@ class LayerStream:
             buffers.clear()
         self._host.clear()
         self._resident.clear()
+        self._arriving.clear()
         self._uploads.clear()

@@ -31,8 +31,7 @@ from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
 from lema.engine.precision import ProductPrecision
 from lema.errors import ConfigError, named_in
-from lema.lora import inject_lora_params
-from lema.lora.attach import configured_lora
+from lema.lora.attach import configured_lora, inject_lora_params
 from lema.lora.checks import base_of, check_base, check_named_base
 from lema.lora.files import load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
@@ -295,11 +294,14 @@ class LemaModel:
     @cached_property
     def planner(self) -> Planner:
         """The planner, which finds the best use of memory for this model and the step of its settings."""
-        return settled(self.opened, trains=self.lora_manager is not None)
+        self._head.begin((opened := self.opened).limits[0])  # which is read while the model is looked at
+        return settled(opened, trains=self.lora_manager is not None)
 
     @property
     def opened(self) -> Planner:
         """The same before anything is chosen or looked at."""
+        if "memory" in self.__dict__:
+            self.memory.arrive()  # because free memory is looked at
         adapter = training_bytes(self.skeleton, self.split.layers_name), self.num_adapter_parameters
         layers, ends = self._layers, (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
@@ -376,16 +378,14 @@ class LemaModel:
         self.__dict__.pop("allocation", None)
         self.__dict__.pop("planner", None)
         if (stream := self.__dict__.pop("memory", None)) is not None:
-            stream.cancel()
+            stream.leave()
         if (adapter := self.__dict__.pop("adapter", None)) is not None:
             adapter.close()
 
     def close(self, *, keep_backend: bool = False) -> None:
         """Stop reading and free the memory. With `keep_backend` the caller continues to use the device."""
-        if "adapter" in self.__dict__:
-            self.adapter.close()
-        if "memory" in self.__dict__:
-            self.memory.close()
+        for open_still in [self.__dict__[name] for name in ("adapter", "memory") if name in self.__dict__]:
+            open_still.close()
         self._reader.close()
         (self.backend.synchronize if keep_backend else self.backend.close)()
         self._precision.put_back()

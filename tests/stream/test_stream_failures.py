@@ -9,7 +9,7 @@ import pytest
 from stream_fakes import RecordingReader, SteppedReader, Stored, same, write_layers
 from torch import Tensor
 
-from lema.backend import DeviceSlots, Upload
+from lema.backend import DeviceSlots, MemoryStats, Upload
 from lema.errors import ReadError
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
@@ -32,10 +32,10 @@ def reader(request: pytest.FixtureRequest) -> RecordingReader:
 
 @pytest.fixture
 def stream(stored: Stored, reader: RecordingReader) -> Iterator[LayerStream]:
-    """The file is open: one lease has been."""
+    """The file is open: one lease has been, and the layer that stays has been read."""
     stream = LayerStream(stored.layers, CpuBackend(poison=True), prefetch_depth=2, residents={RESIDENT}, reader=reader)
     with stream.lease(0):
-        pass
+        stream.arrive()
     yield stream
     stream.close()
 
@@ -142,14 +142,39 @@ def without_a_file(layer: LayerBytes, path: Path) -> LayerBytes:
     return replace(layer, runs=tuple(replace(run, file=path) for run in layer.runs))
 
 
+class OwnMemory(CpuBackend):
+    """A device that says that its memory is not the host's."""
+
+    def memory(self) -> MemoryStats:
+        return replace(super().memory(), shared=False)
+
+
 @pytest.mark.parametrize("option", ["residents", "host_cached"])
 def test_what_is_read_at_the_start_fails_at_the_start(stored: Stored, tmp_path: Path, option: str) -> None:
     layers = list(stored.layers)
     layers[3] = without_a_file(layers[3], tmp_path / "gone.bin")
     options = {option: {3}}
     with pytest.raises(ReadError, match="No such file") as caught:
-        LayerStream(layers, CpuBackend(), **options)  # type: ignore[arg-type]
+        LayerStream(layers, OwnMemory(), **options)  # type: ignore[arg-type]
     assert caught.value.where == str(tmp_path / "gone.bin")
+
+
+def test_a_layer_that_stays_and_cannot_be_read_fails_when_it_is_leased_and_others_do_not(
+    stored: Stored, tmp_path: Path
+) -> None:
+    layers = list(stored.layers)
+    layers[3] = without_a_file(layers[3], tmp_path / "gone.bin")
+    stream = LayerStream(layers, CpuBackend(), residents=range(NUM_LAYERS))
+    for _ in range(2):
+        for layer in set(range(NUM_LAYERS)) - {3}:
+            with stream.lease(layer) as lease:
+                assert same(lease.weights, stored.contents[layer])
+        with pytest.raises(ReadError, match="No such file") as caught, stream.lease(3):
+            pass
+        assert caught.value.where == str(tmp_path / "gone.bin")
+    with pytest.raises(ReadError):
+        stream.arrive()
+    stream.close()
 
 
 def test_an_error_of_the_caller_gives_the_slot_back(stored: Stored, stream: LayerStream) -> None:

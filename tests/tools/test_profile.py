@@ -15,7 +15,7 @@ from lema import LemaConfig, LemaModel
 from lema.train.fit import PlainRun
 from lema.train.run import load_data
 from lema_tools.demo.run import write_files
-from lema_tools.stepparts import PARTS, Spans, StepProfile, profile_steps
+from lema_tools.profile.stepparts import PARTS, Spans, StepProfile, profile_steps
 
 CHANGES: dict[str, Any] = {"lora_rank": 5, "max_length": 32}  # of no matrix of the model is a side 5 long
 

@@ -12,7 +12,7 @@ from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from lema.train.phases.file import PhaseFile
-    from lema_tools.stepparts import StepProfile
+    from lema_tools.profile.stepparts import StepProfile
 
 __all__ = ["profile"]
 
@@ -51,7 +51,7 @@ def profile(
 
     from lema.config.printing import print_table
     from lema.train import LemaModel
-    from lema_tools.stepparts import PhaseSteps, Spans, profile_steps
+    from lema_tools.profile.stepparts import PhaseSteps, Spans, profile_steps
 
     steps_of = None if file is None else PhaseSteps(file, index)
     checked = checked if steps_of is None else steps_of.settings
