@@ -42,6 +42,7 @@ __all__ = ["LayerStack", "StackCall"]
 # What a model collects of its layers by hooks, which see them run more than once, or not at all.
 COLLECTED = ("output_hidden_states", "output_attentions")
 ROUTED = "output_router_logits"  # is answered here, because a loss may be formed of it
+CACHES = "cache", "past_key_values"  # what models call their keys and values, from transformers 5.24 on and before
 LEARNING_TOKENS = 8
 
 
@@ -159,14 +160,14 @@ class LayerStack:
         if self._asked(ROUTED, given) and (split.lazy or split.compiles(0)):
             what, how = "compiled layers do not return the outputs of their routers", "set router_aux_loss_coef to 0.0"
             raise ConfigError(what, where=ROUTED, how=how)
-        cached = given.get("past_key_values") is not None or self._asked("use_cache", given)
-        if cached and not differentiated:
+        held = next((name for name in CACHES if given.get(name) is not None), None)
+        if (held or self._asked("use_cache", given)) and not differentiated:
             with split.autocast(self._ambient()), split.replaced(leased_forwards(split, self.streamed.stream)):
                 return self._forward(**given)
-        if given.get("past_key_values") is not None:
+        if held:
             what = "a forward with gradients got a cache of keys and values"
             how = "remove the cache, or call the model under torch.no_grad()"
-            raise ConfigError(what, where="past_key_values", how=how)
+            raise ConfigError(what, where=held, how=how)
         takes_more = any(one.kind is one.VAR_KEYWORD for one in self._signature.parameters.values())
         if takes_more or "use_cache" in self._signature.parameters:
             given["use_cache"] = False

@@ -32,6 +32,7 @@ __all__ = ["Conversion", "CopyTrace", "Misfit"]
 
 CONSTANTS = ("I64", "I32")  # whole numbers, such as the shape that a packed weight has
 MOST_CONSTANT = 64  # bytes of such a tensor
+SCALE = re.compile(r"(?<!activation_)(?<!input_)(?<!input_global_)scale")  # of a weight, not of what it multiplies
 Groups = dict[str, list[TensorRecord]]  # by the pattern of the converter that they matched
 
 
@@ -141,8 +142,9 @@ class Conversion:
         first, *rest = operations
         stored = [DTYPES.get(record.dtype) for group in groups.values() for record in group]
         if not all(dtype and dtype.is_floating_point and dtype.itemsize > 1 for dtype in stored):  # some are quantised
-            if not any("scale" in pattern for pattern in groups):  # some operations would take it for the weight itself
-                raise Misfit(f"{self.sources[0][1].name} has no scales")
+            if not any(SCALE.search(pattern) for pattern in groups):  # some operations would take it for the weight
+                name = next((one.name for pattern, one in self.sources if "scale" not in pattern), self.first)
+                raise Misfit(f"{name} has no scales")
             return self._computed(groups, [first], rest, model, dtype)
         # Of a quantised model, a weight that is not: the quantizer's operation would let it pass.
         if rest and (copied := self._copied(groups, rest, model, dtype)) is not None:

@@ -376,6 +376,11 @@ def test_what_layers_cannot_leave_behind_is_refused(checkpoint_of: CheckpointOf)
         with torch.no_grad():
             cache = model(**batch, use_cache=True).past_key_values
         with pytest.raises(ConfigError, match="a cache of keys and values"):
+            model(**batch, cache=cache)
+        with (  # the name of before, which models of other code have
+            pytest.raises(ConfigError, match="a cache of keys and values"),
+            pytest.warns(FutureWarning, match="deprecated"),
+        ):
             model(**batch, past_key_values=cache)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from roundtrip import assert_same, from_pretrained, published, roundtrip
 from safetensors.torch import load_file, save_file
+from tinyconfig import tiny_config
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -25,7 +26,9 @@ from transformers.core_model_loading import (
     ErnieFuseAndSplitTextVisionExperts,
     GroupWeightRename,
     Inkling2IndexOffsetWeightRename,
+    Inkling2LoopDequantizeExperts,
     Interleave,
+    LayerPairCollapse,
     PermuteForRope,
     PrefixChange,
     Split,
@@ -102,16 +105,23 @@ TRANSFORMS: dict[str, tuple[WeightTransform, str]] = {
 # What these give is a range of a stored tensor each, which is read like any tensor.
 RANGES = {"Chunk", "Split"}
 # Of these a model of the kind that needs them is published below.
-ELSEWHERE = {"MergeModulelist", "PrefixChange"}
+ELSEWHERE = {
+    "Inkling2LoopDequantizeExperts",
+    "Inkling2LoopMergeMessageQueries",
+    "Inkling2UnpadVocab",
+    "LayerPairCollapse",
+    "MergeModulelist",
+    "PrefixChange",
+}
 
 
 @pytest.fixture
-def published_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightTransform], None]:
+def published_as(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Tell transformers how the models below are published."""
 
-    def tell(transform: WeightTransform) -> None:
+    def tell(transform: WeightTransform, model: str = "LlamaForCausalLM") -> None:
         get_checkpoint_conversion_mapping("legacy")  # fills the table
-        monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "LlamaForCausalLM", [transform])
+        monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, model, [transform])
 
     return tell
 
@@ -120,7 +130,7 @@ def published_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightTransform],
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_each_kind_of_operation_is_done_as_by_from_pretrained(
-    tmp_path: Path, published_as: Callable[[WeightTransform], None], kind: str, dtype: torch.dtype
+    tmp_path: Path, published_as: Callable[..., None], kind: str, dtype: torch.dtype
 ) -> None:
     transform, stored_name = TRANSFORMS[kind]
     published_as(transform)
@@ -143,7 +153,7 @@ def test_the_table_of_transformers_has_no_kind_that_is_not_tried_here() -> None:
 
 @pytest.mark.parametrize("turned", [(), (1,), (0, 1, 2)])
 def test_a_tensor_is_turned_over_only_where_its_shape_says_so(
-    tmp_path: Path, published_as: Callable[[WeightTransform], None], turned: tuple[int, ...]
+    tmp_path: Path, published_as: Callable[..., None], turned: tuple[int, ...]
 ) -> None:
     published_as(WeightConverter("down_proj.weight", "down_proj.weight", [Transpose(0, 1, check_dims=True)]))
     source = published(llama(), tmp_path / "model")
@@ -174,13 +184,65 @@ def test_experts_stored_one_by_one(tmp_path: Path) -> None:
     ]
 
 
-def test_a_prefix_of_the_whole_of_which_the_model_is_a_part(
-    tmp_path: Path, published_as: Callable[[WeightTransform], None]
-) -> None:
+def test_a_prefix_of_the_whole_of_which_the_model_is_a_part(tmp_path: Path, published_as: Callable[..., None]) -> None:
     published_as(PrefixChange(prefix_to_remove="language_model", model_prefix="model"))
     source = published(llama(), tmp_path / "model")
     edit(source, renamed(r"^model\.", "model.language_model."))
     assert "model.language_model.norm.weight" in GlobalBinaryIndex(source)
+    assert_prepared_as_loaded(source, tmp_path / "out")
+
+
+def in_pairs(name: str) -> str:
+    """Name a tensor as checkpoints do that count attention and MLP of a layer as two layers."""
+    name = re.sub(r"layers\.(\d+)\.self_attn", lambda found: f"layers.{2 * int(found[1])}.mixer", name)
+    return re.sub(r"layers\.(\d+)\.mlp", lambda found: f"layers.{2 * int(found[1]) + 1}.mixer", name)
+
+
+def test_layers_stored_as_a_pair_of_layers_each(tmp_path: Path, published_as: Callable[..., None]) -> None:
+    published_as(LayerPairCollapse())
+    source = published(llama(), tmp_path / "model")
+    edit(source, lambda tensors: {in_pairs(name): tensor for name, tensor in tensors.items()})
+    assert "model.layers.5.mixer.up_proj.weight" in GlobalBinaryIndex(source)
+    assert_prepared_as_loaded(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "operation"),
+    [
+        ("inkling2_text", "Inkling2UnpadVocab"),
+        ("inkling2_loop_text", "Inkling2LoopMergeMessageQueries"),
+    ],
+)
+def test_conversions_that_one_type_of_model_has(tmp_path: Path, model_type: str, operation: str) -> None:
+    assert operation in roundtrip(tiny_config(model_type), tmp_path).operations
+
+
+@pytest.mark.parametrize("form", ["MXFP8", "NVFP4"])
+def test_quantised_experts_that_the_table_dequantises(
+    tmp_path: Path, published_as: Callable[..., None], form: str
+) -> None:
+    parts = [f"mlp.experts.w2_weight{part}" for part in ("", "_scale", "_amax", "_outer_scale_denominator")]
+    given = WeightConverter(parts, "mlp.experts.down_proj", [Inkling2LoopDequantizeExperts()])
+    published_as(given, "mixtral")
+    config = MixtralConfig(**SIZES | {"intermediate_size": 64}, num_key_value_heads=2, num_local_experts=5)
+    source = published(config, tmp_path / "model", torch.bfloat16)
+    made = torch.Generator().manual_seed(0)
+
+    def quantized(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if not name.endswith(parts[0]):
+            return {name: weight}
+        experts, rows, columns = weight.shape
+        if form == "MXFP8":
+            scale = torch.randint(120, 130, (experts, rows, columns // 32), generator=made, dtype=torch.uint8)
+            return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale": scale}
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=made, dtype=torch.uint8)
+        scale = torch.rand(experts, rows, columns // 16, generator=made).to(torch.float8_e4m3fn)
+        amax, denominator = torch.rand(experts, generator=made), torch.tensor(2688.0)
+        more = {"_scale": scale, "_amax": amax, "_outer_scale_denominator": denominator.expand(experts).contiguous()}
+        return {name: codes, **{name + part: tensor for part, tensor in more.items()}}
+
+    edit(source, lambda tensors: {k: v for name, one in tensors.items() for k, v in quantized(name, one).items()})
+    assert f"model.layers.2.{parts[0]}_scale" in GlobalBinaryIndex(source)
     assert_prepared_as_loaded(source, tmp_path / "out")
 
 

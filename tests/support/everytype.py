@@ -20,14 +20,18 @@ from lema_cpu import CpuBackend
 from lema_tools.survey.attempt import model_types
 
 SEVERAL_STACKS = "its layers form more than one stack"
+LOOPED = "it does not run its layers once each, in their order"
 HEAD = "its head needs more than the last layer's output"
 
 # Refused: the sentence the user reads.
 REFUSED = {
     "blt": SEVERAL_STACKS,
+    "dory": LOOPED,
     "gemma4_unified_assistant": "inputs_embeds and shared_kv_states cannot be None",
     "hrm_text": SEVERAL_STACKS,
-    "mllama": "it does not run its layers once each, in their order",  # text alone leaves some out
+    "inkling2_loop": LOOPED,
+    "inkling2_loop_text": LOOPED,
+    "mllama": LOOPED,  # text alone leaves some out
     "prophetnet": HEAD,  # it makes more logits than it returns
     "reformer": "sequence length",
     "xlm": SEVERAL_STACKS,

@@ -164,7 +164,7 @@ def test_the_plan_counts_the_keys_and_values_that_there_are(base: Path, new: int
     whole = whole_model(base, tmp_path / "adapter")
     cache = DynamicCache(config=whole.config)
     with torch.no_grad():
-        whole(input_ids=ids, past_key_values=cache, use_cache=True)
+        whole(input_ids=ids, cache=cache, use_cache=True)
     sizes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
     other = 16 * len(sizes)  # a number that layers with a window keep beside
     assert sum(sizes) <= plan.taken.keys_values <= sum(sizes) + other
