@@ -1,10 +1,11 @@
-"""Processor seconds of a start of `lema train`, by part, from the shell to the first step and on to the end.
+"""Seconds of a start of `lema train`, by part, from the shell to the first step and on to the end.
 
     python benchmarks/start.py CONFIG
     python benchmarks/start.py CONFIG --as-found   # with every library that transformers and PEFT find
     python benchmarks/start.py CONFIG --no-step    # ends where the first step would begin
 
-Seconds are of the process in user and system mode, because wall time on a shared machine is others', too.
+Seconds are of the process in user and system mode, because wall time on a shared machine is others', too; and of the
+clock, since the process began.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lema.cli import app as command
@@ -24,14 +26,21 @@ parser.add_argument("--as-found", action="store_true")
 parser.add_argument("--no-step", action="store_true")
 
 
+def _began() -> float:
+    """Return when this process began, in seconds since the machine did."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     """Run the command with a clock around its parts, and print a row for each as it ends."""
-    given, then = parser.parse_args(), 0.0
+    given, then, began = parser.parse_args(), (0.0, 0.0), _began()
 
     def tell(part: str) -> None:
         nonlocal then
-        now = time.process_time()
-        print(f"| {part} | {now - then:.2f} | {now:.2f} |", flush=True)
+        now = time.process_time(), time.clock_gettime(time.CLOCK_BOOTTIME) - began
+        each = " | ".join(f"{after - before:.2f} | {after:.2f}" for before, after in zip(then, now, strict=True))
+        print(f"| {part} | {each} |", flush=True)
         then = now
 
     def timed(owner: Any, name: str, part: str, before: str = "") -> None:
@@ -66,7 +75,7 @@ def main() -> None:
         timed(events.RunEvents, "draw", "optimizer, end of the run, picture")
 
     vars(command)["import_libraries"] = imported
-    print("| part | seconds | so far |\n|---|---|---|")
+    print("| part | processor | so far | clock | so far |\n|---|---|---|---|---|")
     sys.argv[1:] = ["train", given.config]
     try:
         sys.exit(run(command.app, sys.argv[1:])) if given.as_found else command.main()

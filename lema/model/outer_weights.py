@@ -5,7 +5,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -152,9 +152,7 @@ class StoredTensors:
     def read_to_host(self, name: str) -> Tensor:
         """Return a stored tensor in host memory that is its own."""
         placed = self.place([name])
-        buffer = self.backend.host_buffer(placed.nbytes)
-        self.reader.submit(placed, buffer).wait()
-        return expanded_weights(buffer, placed)[name]
+        return expanded_weights(self._buffer(placed), placed)[name]
 
     def rows(self, name: str) -> StoredRows | None:
         """Return the rows of a stored table, which stays on disk; None: they cannot be read one by one."""
@@ -164,24 +162,20 @@ class StoredTensors:
 
     def load(self, placed: LayerBytes) -> dict[str, Tensor]:
         """Return on the device what `place` laid out."""
-        return self.begin(placed)()
+        buffer = self._buffer(placed)
+        if not placed.expansions and not has_addresses(self.backend.device):
+            # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
+            return {name: one.to(self.backend.device) for name, one in views(buffer, placed).items()}
+        on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
+        found = expanded_weights(on_device, placed)
+        self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
+        return found
 
-    def begin(self, placed: LayerBytes) -> Callable[[], dict[str, Tensor]]:
-        """Start reading what `place` laid out; return what waits for it and returns it on the device."""
+    def _buffer(self, placed: LayerBytes) -> Tensor:
+        """Return host memory with what is stored of these tensors."""
         buffer = self.backend.host_buffer(placed.nbytes)
-        ticket = self.reader.submit(placed, buffer)
-
-        def arrived() -> dict[str, Tensor]:
-            ticket.wait()
-            if not placed.expansions and not has_addresses(self.backend.device):
-                # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
-                return {name: one.to(self.backend.device) for name, one in views(buffer, placed).items()}
-            on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
-            found = expanded_weights(on_device, placed)
-            self.backend.synchronize()  # the buffer goes with this function, and the copy may still be reading it
-            return found
-
-        return arrived
+        self.reader.submit(placed, buffer).wait()
+        return buffer
 
 
 def expanded_weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:

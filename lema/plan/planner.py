@@ -331,7 +331,6 @@ def timed(planner: Planner) -> Planner:
     blueprint, backend, site, work = planner.blueprint, planner.backend, planner.site, planner.workload
     if blueprint.parallel.size > 1 or work is None or planner.timings is not None or backend is None:
         return planner
-    blueprint.head.arrive(whole=not blueprint.pieces)  # because reading it would disturb what is measured
     if blueprint.parts is None:
         found = calibrate(blueprint, work, planner.shape, backend)
     else:

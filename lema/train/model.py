@@ -294,8 +294,7 @@ class LemaModel:
     @cached_property
     def planner(self) -> Planner:
         """The planner, which finds the best use of memory for this model and the step of its settings."""
-        self._head.begin((opened := self.opened).limits[0])  # which is read while the model is looked at
-        return settled(opened, trains=self.lora_manager is not None)
+        return settled(self.opened, trains=self.lora_manager is not None)
 
     @property
     def opened(self) -> Planner:

@@ -30,8 +30,6 @@ from lema.engine.head.cut import HeadCut
 from lema.errors import ConfigError
 from lema.plan import workload
 from lema.plan.planner import planner_of, site_of
-from lema.stream.placement import LayerBytes
-from lema.stream.reader import LayerReader
 from lema.stream.schedule import fetched_per_step
 from lema.train.guards import first_non_finite
 
@@ -244,38 +242,6 @@ def test_a_head_that_fits_is_not_looked_at_in_pieces(tmp_path: Path, monkeypatch
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
     monkeypatch.setattr(workload, "_pieces_work", lambda *_: pytest.fail("the head fits whole"))
     assert not planner_of(config, site=site_of(config)).needs().allocation.pieces
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_head_that_may_be_cut_and_goes_into_the_limit_is_read_once_before_layers_are(
-    whole: bool, many_words: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cut, "LEAST_BYTES", 0)
-    read = list[str]()
-    submit = LayerReader.submit
-
-    def noted(reader: LayerReader, layer: LayerBytes, *given: Any, **options: Any) -> Any:
-        names = [one.name for one in layer.tensors]
-        read.append("head" if "lm_head.weight" in names else "outside" if "model.norm.weight" in names else "layer")
-        return submit(reader, layer, *given, **options)
-
-    monkeypatch.setattr(LayerReader, "submit", noted)
-    base: dict[str, Any] = {"batch_size": 2, "max_length": 12, "loss_chunk_tokens": 1024}
-    (batch,) = micro_batches(1, lengths=(12,))
-    with opened(many_words, **base) as model:
-        expected = streamed_step(model, [batch])
-    read.clear()
-    with opened(many_words, poison=False, device_memory="30MB", gradient_checkpointing=True, **base) as model:
-        planner = model.planner
-        assert planner.timings is not None
-        assert read.count("head") == 1 and read.index("head") < read.index("layer")
-        head = model._head
-        if not whole:  # as if pieces were planned after all
-            head.arrive(whole=False)
-        assert (head._coming is not None) == whole
-        found = streamed_step(model, [batch])
-        assert read.count("head") == (1 if whole else 2) and head._coming is None
-    assert_same(found, expected)
 
 
 @pytest.mark.exhaustive  # the plan tries many pieces

@@ -73,7 +73,6 @@ class HeadCut:
         self.module: nn.Linear | None = None
         self.name, self.why = "", ""
         self._others: tuple[str, ...] = ()  # names of the same weight, which are tables' looked up row by row
-        self._coming: Callable[[], dict[str, Tensor]] | None = None  # waits for the weight, if it is being read
         self._divided = parallel.size > 1  # over the vocabulary among processes, and not in pieces
         if where == "device" or (where == "auto" and not limited and not self._divided):
             return
@@ -143,7 +142,6 @@ class HeadCut:
 
     def pieced(self, split: Split, backend: Backend, layers: Sequence[LayerBytes]) -> PiecedHead | None:
         """Return the head in pieces, which are leased after these layers; None: it is whole."""
-        self._coming = None
         return None if self.module is None else PiecedHead(split, backend, self.module, self.spans(layers))
 
     def told(self, pieces: Sequence[LayerBytes]) -> str:
@@ -178,21 +176,8 @@ class HeadCut:
             return nbytes
         placed = self._stored.place([self.name])
         if not self._planned:
-            found = (self._coming or self._stored.begin(placed))()
-            module.weight, self._coming = nn.Parameter(found[self.name], requires_grad=False), None
+            module.weight = nn.Parameter(self._stored.load(placed)[self.name], requires_grad=False)
         return placed.nbytes
-
-    def begin(self, limit: int) -> None:
-        """Start reading the weight, if the head will probably be whole within a limit of memory, and is no table's."""
-        free = self.module is not None and not self._others and not self.asked
-        if free and self._stored.backend.memory().shared and 2 * self.nbytes <= limit:
-            self._coming = self._stored.begin(self._stored.place([self.name]))
-
-    def arrive(self, *, whole: bool) -> None:
-        """Wait for a weight that is being read; unless the head is `whole` after all, drop it."""
-        if self._coming is not None:
-            found = self._coming()
-            self._coming = (lambda: found) if whole else None
 
     def _refuse(self, why: str) -> None:
         if self.asked:
