@@ -12,7 +12,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from inspect import signature, unwrap
 from types import FunctionType, MethodType
 from typing import Any
@@ -56,6 +58,7 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
     """Have modules of a model's decoder layers compute by Liger's kernels; return in words which, or why none do."""
     if (version := installed_version(PACKAGE)) is None:
         return f"{PACKAGE} fuses nothing, because it is not installed"
+    _import_patched(model)
     before = {module: vars(module).get("forward") for module in model.modules()}
     code = [vars(one) for name, one in [*sys.modules.items()] if re.match(r"transformers\.models\..*\.modeling_", name)]
     kept = [dict(names) for names in code]
@@ -100,6 +103,25 @@ def _apply(model: PreTrainedModel) -> str | None:
     off = [*OTHERS, *(name for name, known in ACTIVATIONS.items() if act not in known)]
     KNOWN[kind](model=model, **{name: False for name in off if name in takes})
     return None
+
+
+def _import_patched(model: PreTrainedModel) -> None:
+    """Import the code of `transformers` in which Liger replaces names, because what Liger imports is not known before,
+    and cannot be put back. A multimodal type's function imports the code of every text model that it may have."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+
+    waiting, seen = [KNOWN.get(model.config.model_type)], set[Any]()
+    while waiting:
+        if not isinstance(one := waiting.pop(), FunctionType) or one in seen:
+            continue
+        seen.add(one)
+        names = one.__code__.co_names
+        packages = [name for name in names if name.startswith("transformers.models.")]
+        parts = [f"{package}.{name}" for package in packages for name in names if name.startswith("modeling_")]
+        for name in (*packages, *parts):
+            with suppress(ImportError):  # a part of another package, or what Liger will fail to find, too
+                import_module(name)
+        waiting += [one.__globals__.get(name) for name in names if name.startswith("apply_liger_")]
 
 
 def _rotating(module: nn.Module, new: Mapping[int, Mapping[str, Any]]) -> Callable[..., Any] | None:

@@ -38,7 +38,9 @@ DEEP: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 KNOWN = [kind for kind in MODEL_TYPE_TO_APPLY_LIGER_FN if kind in STREAMED]
 # Of these liger-kernel 0.8.5 needs names that this transformers does not have.
-UNFIT = {"glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl", "qwen3_vl_moe"}
+UNFIT = {"glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+# Of these the gradients of PEFT itself, in fp32, are 2.8e-5 from those in fp64.
+ROUGH = {"qwen3_5_moe", "qwen3_5_moe_text"}
 NOTHING = {"nemotron"}  # it has neither an RMS norm nor a gated MLP
 FAST = {"arithmetic": "fast"}
 
@@ -107,4 +109,5 @@ def test_every_type_that_liger_knows(kind: str, tmp_path: Path) -> None:
     assert not left_in_transformers()
     if fused:
         found = compare(kind, tmp_path / "compared", **FAST)
-        assert max(found.logits, found.loss) <= 2e-6 and found.worst <= 2e-5 and not found.idle_layers
+        assert max(found.logits, found.loss) <= 2e-6 and not found.idle_layers
+        assert found.worst <= (5e-5 if kind in ROUGH else 2e-5)
