@@ -114,6 +114,7 @@ def yaml_lines(choice: Choice, model: str, data: str, output: str, command: str,
     size, most = f"{human_count(choice.parameters)} parameters", human_bytes(choice.device_bytes)
     trained, slot = human_count(choice.adapter_parameters), human_bytes(choice.layer_bytes)
     plain = "LEMA downloads a hub id once. A directory is used as it is."
+    stay, are = ("stays" if choice.residents == 1 else "stay"), ("is" if choice.cached == 1 else "are")
     yield f"# Made by: {command}"
     yield "# Change any line. `lema plan` predicts memory and time on your machine, and `lema train` runs the file."
     yield ""
@@ -128,11 +129,11 @@ def yaml_lines(choice: Choice, model: str, data: str, output: str, command: str,
     yield f"output_dir: {_text(output)}"
     yield ""
     yield f"# The plan uses at most {most}: slots of {slot} for layers that stream,"
-    yield f"# and {choice.residents} layers that stay on the device."
+    yield f"# and {_layers(choice.residents)} that {stay} on the device."
     yield f"device_memory: {settings['device_memory']}"
     yield ""
-    yield f"# Half of the {host} of the profile {choice.profile}. It keeps {choice.cached} layers in host memory,"
-    yield f"# which are then not read from the disk. The plan uses {human_bytes(choice.host_bytes)} of it."
+    yield f"# Half of the {host} of the profile {choice.profile}. It keeps {_layers(choice.cached)} in host memory,"
+    yield f"# which {are} then not read from the disk. The plan uses {human_bytes(choice.host_bytes)} of it."
     yield f"host_memory: {settings['host_memory']}"
     yield ""
     yield "# LEMA reads a layer once for all rows of a step, so larger steps make reading cheaper."
@@ -155,6 +156,10 @@ def yaml_lines(choice: Choice, model: str, data: str, output: str, command: str,
         yield "# Experts have no adapters, because these would take many times the memory of all others."
         yield "# Remove this line to train them, too."
         yield "lora_target_parameters: []"
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
 
 
 def _text(value: str) -> str:
