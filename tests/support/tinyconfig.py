@@ -91,6 +91,8 @@ SECTIONED = ("glm4v", "glm_ocr", "hunyuan_vl", "paddleocr_vl", "qwen2_5_omni", "
 EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     **{f"{name}_text": {"rope_parameters": MROPE} for name in SECTIONED},
     "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0]}},
+    "apertus1p5": {"image_token_offset": 40, "audio_token_offset": 56, "image_token_id": 94, "audio_token_id": 95},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 16},
     "chameleon": {"vocabulary_map": {"<image>": 9}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -109,6 +111,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoeshared": {"shared_intermediate_size": 24},
+    "inkling2_loop_text": {"loop_layer_index_start": 2, "loop_layer_index_end": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"head_dim": 16},
@@ -120,6 +123,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, 32]},
     "step3p5": {"sliding_window": 5},
+    "wavtokenizer_encoder": {"codebook_dim": 32, "codebook_size": 16},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
 }
