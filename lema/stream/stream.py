@@ -23,6 +23,7 @@ from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing, StreamCounters
 from lema.stream.schedule import forward_order, in_parts, training_order, with_parts
+from lema.stream.workers import Ticket
 
 __all__ = ["LayerStream"]
 
@@ -82,9 +83,7 @@ class LayerStream:
         spans = self._uploaded(stored)
         self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(self.layers, spans, strict=True))
         late = replicas.size == 1 and backend.memory().shared and not self._lazy
-        memory = {layer: backend.host_buffer(stored[layer].nbytes) for layer in sorted(self.residents) if late}
-        begun = ((one, self._reader.submit(stored[one], into, name=self.name_of(one))) for one, into in memory.items())
-        self._arriving = {layer: (ticket, memory[layer]) for layer, ticket in begun}
+        self._arriving = self._begun(sorted(self.residents)) if late else {}
         whole, wanted = self._gathered is None, (self.residents - self._arriving.keys(), self.host_cached)
         uploads, self._host = fill(*wanted, stored, backend, self._reader, shared=whole, spans=spans, held=held)
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
@@ -205,6 +204,14 @@ class LayerStream:
     def _part(self, layer: int) -> Upload:
         """Return a layer, or this process's part of it, on the device or on its way there."""
         return self._uploads[layer] if layer in self.residents else self._ring.take(layer)
+
+    def _begun(self, layers: Sequence[int]) -> dict[int, tuple[Ticket, Tensor]]:
+        """Start reading layers that stay on the device; return of each when it has arrived, and its memory there."""
+        memory = [self._backend.host_buffer(self.layers[layer].nbytes) for layer in layers]  # all of it before any read
+        return {
+            layer: (self._reader.submit(self.layers[layer], buffer, name=self.name_of(layer)), buffer)
+            for layer, buffer in zip(layers, memory, strict=True)
+        }
 
     def _stays(self, layer: int) -> Tensor:
         """Return the slot of a layer that stays on the device, once the layer has been read."""
