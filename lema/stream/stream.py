@@ -206,7 +206,7 @@ class LayerStream:
         return self._uploads[layer] if layer in self.residents else self._ring.take(layer)
 
     def _begun(self, layers: Sequence[int]) -> dict[int, tuple[Ticket, Tensor]]:
-        """Start reading layers that stay on the device; return of each when it has arrived, and its memory there."""
+        """Start reading layers that stay on the device; return a ticket and the memory of each, by its number."""
         memory = [self._backend.host_buffer(self.layers[layer].nbytes) for layer in layers]  # all of it before any read
         return {
             layer: (self._reader.submit(self.layers[layer], buffer, name=self.name_of(layer)), buffer)

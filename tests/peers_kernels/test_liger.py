@@ -7,11 +7,16 @@ from typing import Any
 import everytype
 import pytest
 import torch
-from everytype import STREAMED, compare, opened, write_model
+from everytype import SEED, STREAMED, compare, difference, micro_batches, opened, write_model
 from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+from parity import draw_b, trained
+from peft import get_peft_model
 from tinyconfig import tiny_config
-from transformers import Gemma3TextConfig, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, Gemma3TextConfig, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
+from lema.engine.head.loss import targets_of
+from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 from lema_cuda import CudaBackend, liger
 
@@ -39,8 +44,7 @@ DEEP: dict[str, tuple[PreTrainedConfig, str]] = {
 KNOWN = [kind for kind in MODEL_TYPE_TO_APPLY_LIGER_FN if kind in STREAMED]
 # Of these liger-kernel 0.8.5 needs names that this transformers does not have.
 UNFIT = {"glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-# Of these the gradients of PEFT itself, in fp32, are 2.8e-5 from those in fp64.
-ROUGH = {"qwen3_5_moe", "qwen3_5_moe_text"}
+ROUGH = {"qwen3_5_moe", "qwen3_5_moe_text"}  # their gradients in fp32 are themselves further from those in fp64
 NOTHING = {"nemotron"}  # it has neither an RMS norm nor a gated MLP
 FAST = {"arithmetic": "fast"}
 
@@ -110,4 +114,29 @@ def test_every_type_that_liger_knows(kind: str, tmp_path: Path) -> None:
     if fused:
         found = compare(kind, tmp_path / "compared", **FAST)
         assert max(found.logits, found.loss) <= 2e-6 and not found.idle_layers
-        assert found.worst <= (5e-5 if kind in ROUGH else 2e-5)
+        assert found.worst <= 2e-5 or (kind in ROUGH and found.worst <= 1.5 * own_rounding(kind, tmp_path / "own"))
+
+
+def own_rounding(kind: str, directory: Path) -> float:
+    """Return how far the gradients of PEFT's own step in fp32 are from those in fp64, as `compare` measures it."""
+    published, made = write_model(tiny_config(kind), directory), list[dict[str, Any]]()
+    with opened(published) as model:
+        adapter = model.lora_manager.peft_config["default"]
+    for dtype in (torch.float32, torch.float64):
+        # One expert after the other, because grouped products have no fp64.
+        options = {"dtype": dtype, "experts_implementation": "eager"}
+        base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, **options)
+        torch.manual_seed(SEED)
+        whole = get_peft_model(base, adapter).train()
+        draw_b(whole)
+        whole.to(dtype)
+        if made:
+            with torch.no_grad():
+                for name, parameter in trained(whole).items():
+                    parameter.copy_(made[0][name].detach())
+        for batch in micro_batches():
+            logits = whole(input_ids=batch["input_ids"], use_cache=False).logits
+            cross_entropy(logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum").backward()
+        made.append(trained(whole))
+    single, double = made
+    return max(difference(single[name].grad.double(), one.grad) for name, one in double.items())
