@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Copies", "CopyDown", "Event", "Queue", "Queues", "Slots"]
+__all__ = ["Copies", "CopyDown", "Event", "MappedUpload", "Queue", "Queues", "Slots"]
 
 
 class Event(Protocol):
@@ -84,7 +84,7 @@ class Copies:
         that memory before has landed before it is read. Such copies have a queue of their own: they come in small
         pieces, soon needed, which shall not stand behind a whole layer of weights; and they wait for compute, as their
         download did, for which weights shall not wait."""
-        landing = self._landings.get(_place(source))
+        landing = self.landing(source)
         if landing is None:
             return self._uploads.copy(target, source, source, after)
         return self._returns.copy(target, source, source, (*after, landing))
@@ -94,6 +94,10 @@ class Copies:
         done = self._downloads.copy(target, source, target, [self.queues.compute.record()])
         self._landings[_place(target)] = done  # they end in order, so the last one is after all others
         return done
+
+    def landing(self, memory: Tensor) -> Event | None:
+        """Return when the last download to host memory is done; None: there was none."""
+        return self._landings.get(_place(memory))
 
     def forget_done(self) -> None:
         """Let go of the memory of copies that are done."""
@@ -186,6 +190,29 @@ class SlotUpload:
 
     def drained(self) -> None:
         self._filled.wait()
+
+
+class MappedUpload:
+    """`lema.backend.Upload` on a device that computes in host memory: the source is the slot, and nothing is copied.
+    `memory` is the source, as the device has it."""
+
+    def __init__(self, copies: Copies, source: Tensor, memory: Tensor) -> None:
+        self._queues, self._memory = copies.queues, memory
+        self._landing = copies.landing(source)
+        self._released: Event | None = None
+
+    def wait(self) -> Tensor:
+        if self._landing is not None:
+            self._queues.compute.wait(self._landing)
+        return self._memory
+
+    def release(self) -> None:
+        self._released = self._queues.compute.record()
+
+    def drained(self) -> None:
+        """Block until nothing computes with the source any more; it is overwritten after its release alone."""
+        if self._released is not None:
+            self._released.wait()
 
 
 def _let_go(compute: Queue, slots: Sequence[_Slot]) -> None:

@@ -6,7 +6,10 @@ Queues whose work has ended when it is queued are the reference that the streams
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +19,10 @@ from lema.backend.hostmemory import anonymous
 from lema.backend.protocols import DeviceSlots, Download
 from lema.backend.queues import Copies, CopyDown, Event, Slots
 
-__all__ = ["TorchCarrier", "carrier_for"]
+__all__ = ["TorchCarrier", "carrier_for", "has_streams", "pinned"]
+
+# A device finishes each copy that it has begun. So a layer is copied in pieces: activations get in between.
+PIECE = 32 << 20
 
 
 def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: bool = True) -> TorchCarrier:
@@ -25,9 +31,23 @@ def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: b
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return TorchCarrier(device, at_once=True)
-    # Of the accelerators torch knows some have a single stream, and then their module offers no `Stream`.
-    streams = use_streams and hasattr(torch.get_device_module(device), "Stream")
-    return TorchCarrier(device, at_once=not streams, pin_memory=pin_memory)
+    return TorchCarrier(device, at_once=not (use_streams and has_streams(device)), pin_memory=pin_memory)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device has streams: of the accelerators that torch knows some have one queue for everything, and
+    then their module offers no `Stream`."""
+    return hasattr(torch.get_device_module(device), "Stream")
+
+
+def pinned(nbytes: int) -> Tensor:
+    """Return uint8 `[nbytes]` of page-locked memory at a page boundary, from torch's allocator for the accelerator. That
+    takes a block of the next power of two. `RuntimeError`: the memory cannot be had."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if memory.data_ptr() % mmap.PAGESIZE:  # a driver that divides its pages between small requests
+        memory = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, pin_memory=True)
+        memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][:nbytes]
+    return memory
 
 
 class TorchCarrier:
@@ -41,33 +61,26 @@ class TorchCarrier:
             index = torch.accelerator.current_device_index() if device.index is None else device.index
             device = torch.device(device.type, index)
         self.device, self.at_once, self._pin_memory = device, at_once, pin_memory
-        self._copies = Copies(_Done() if at_once else _Queues(device))
+        self.copies = Copies(_Done() if at_once else _Queues(device))
 
     def host_buffer(self, nbytes: int) -> Tensor:
-        if not self._pin_memory:
-            return anonymous(nbytes)
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        if memory.data_ptr() % mmap.PAGESIZE:  # a driver that divides its pages between small requests
-            memory = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, pin_memory=True)
-            memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][:nbytes]
-        return memory
+        return pinned(nbytes) if self._pin_memory else anonymous(nbytes)
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
         """Return a ring of `count` slots, in memory that belongs to the stream that computes now."""
         memory = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
-        return Slots(self._copies, memory)
+        return Slots(self.copies, memory)
 
     def download(self, source: Tensor, target: Tensor) -> Download:
-        return CopyDown(self._copies, source, target)
+        return CopyDown(self.copies, source, target)
 
 
 class _Event:
-    """A `torch.Event`. A torch that can lets the thread that waits for it sleep, others ignore that."""
+    """A torch event behind what a stream has to do so far."""
 
-    def __init__(self, stream: torch.Stream) -> None:
-        self._index = stream.device_index
-        self.event = torch.Event(stream.device, blocking=True)
-        self.event.record(stream)
+    def __init__(self, stream: torch.Stream, event: torch.Event) -> None:
+        self._index, self.event = stream.device_index, event
+        event.record(stream)
 
     def wait(self) -> None:
         with torch.accelerator.device_index(self._index):  # a thread that never chose one would wake up the first
@@ -79,36 +92,55 @@ class _Event:
 
 
 class _Queue:
-    def __init__(self, stream: torch.Stream) -> None:
-        self._stream = stream
+    """A torch stream, and what makes its events."""
+
+    def __init__(self, stream: torch.Stream, new_event: Callable[[], torch.Event]) -> None:
+        self._stream, self._new_event = stream, new_event
 
     def record(self) -> Event:
-        return _Event(self._stream)
+        return _Event(self._stream, self._new_event())
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _Event)
         self._stream.wait_event(event.event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        pieces: Iterable[tuple[Tensor, Tensor]] = [(target, source)]
+        if source.dim() == 1 and source.nbytes > PIECE:
+            count = PIECE // source.element_size()
+            pieces = zip(target.split(count), source.split(count), strict=True)
         with self._stream:
-            target.copy_(source, non_blocking=True)
+            for into, piece in pieces:
+                into.copy_(piece, non_blocking=True)
 
     def current(self) -> AbstractContextManager[Any]:
         return self._stream
 
 
 class _Queues:
-    """`lema.backend.queues.Queues` of one device: three streams besides the one that computes. It gathers nothing."""
+    """`lema.backend.queues.Queues` of one device: four streams besides the one that computes.
+
+    A thread that waits for a `torch.Event` may spin. Where the device's own events let it sleep they are used, with the
+    device's own streams, because the two kinds do not mix.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
-        self.uploads, self.returns, self.downloads = (_Queue(torch.Stream(device=device)) for _ in range(3))
-        self.gathers = self.uploads
+        module: Any = torch.get_device_module(device)
+        sleeps = hasattr(module, "Event") and "blocking" in signature(module.Event).parameters
+        new_stream: Callable[[], torch.Stream] = partial(module.Stream if sleeps else torch.Stream, device=device)
+        self._new_event: Callable[[], torch.Event] = (
+            partial(module.Event, blocking=True) if sleeps else partial(torch.Event, device)
+        )
+        self._current_stream: Callable[[int], torch.Stream] = (module if sleeps else torch.accelerator).current_stream
+        self.uploads, self.returns, self.downloads, self.gathers = (
+            _Queue(new_stream(), self._new_event) for _ in range(4)
+        )
 
     @property
     def compute(self) -> _Queue:
         """The stream that is current in the calling thread, now; in a backward, autograd makes it the forward's."""
-        return _Queue(torch.accelerator.current_stream(self._index))
+        return _Queue(self._current_stream(self._index), self._new_event)
 
 
 class _Done:
