@@ -1,99 +1,108 @@
-"""The CUDA device that a process uses, and the error that says why there is none."""
+"""The device that a process uses, and the error that says why there is none."""
 
 from __future__ import annotations
 
 import os
 import re
 import warnings
+from typing import Any
 
 import torch
 
 from lema.errors import BackendUnavailable
+from lema_accelerator.kinds import Kind, kind_of
 
-__all__ = ["choose_device"]
+__all__ = ["choose_device", "identity"]
+
+VISIBLE = re.compile(r"VISIBLE_DEVICES$|^ZE_AFFINITY_MASK$")  # the variables that launchers set
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device that `"cuda"` or `"cuda:N"` names, with its number.
+    """Return the device that a setting (`"name"` or `"name:1"`) names, as torch knows it, with its number.
 
     Without a number, it is the device numbered like the process's local rank under `torchrun`, else the current device.
 
     Raises:
         BackendUnavailable: it cannot be used; the message says what is missing.
     """
-    if not (named := re.fullmatch(r"cuda(?::(\d+))?", device)):
+    kind = kind_of(device.partition(":")[0])
+    if not (named := re.fullmatch(r"\w+(?::(\d+))?", device)):
         raise BackendUnavailable(
-            f"{device!r} is not a CUDA device",
+            f"{device!r} is not a {kind.words} device",
             where=f"device: {device}",
-            how="write device: cuda, or cuda:1 for the second",
+            how=f"write device: {kind.name}, or {kind.name}:1 for the second",
         )
-    _check_usable(device)
-    number = _number(device, named[1])
-    if number >= (count := torch.cuda.device_count()):
+    _check_built(device, kind)
+    _check_usable(device, kind)
+    count = torch.accelerator.device_count()
+    number = _number(device, named[1], count)
+    if number >= count:
         raise BackendUnavailable(
-            f"there is not a CUDA device {number}: this process sees {count}",
-            where=_where(device),
-            how="choose a lower number, start fewer processes, or check CUDA_VISIBLE_DEVICES",
+            f"there is not a {kind.words} device {number}: this process sees {count}",
+            where=f"device: {device}",
+            how=f"choose a lower number, start fewer processes, or {kind.look}",
         )
-    _check_kernels(device, number)
-    return torch.device("cuda", number)
+    return torch.device(kind.type, number)
 
 
-def _check_usable(device: str) -> None:
-    if not torch.backends.cuda.is_built():
+def _check_built(device: str, kind: Kind) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    name = None if accelerator is None else accelerator.type
+    if name == "cuda" and torch.version.hip is not None:
+        name = "rocm"  # whose devices torch calls by the same name
+    if name != kind.name:
+        here = "" if name is None else f"write device: {name}, which this torch was built with, or "
         raise BackendUnavailable(
-            f"this torch ({torch.__version__}) was built without CUDA",
-            where=_where(device),
-            how="install a CUDA build of torch (its version ends in +cu and CUDA's version; "
-            "https://pytorch.org/get-started/locally has the command), or write device: cpu",
+            f"this torch ({torch.__version__}) was built without {kind.words}",
+            where=f"device: {device}",
+            how=f"{here}{kind.build}, or write device: cpu",
         )
-    with warnings.catch_warnings(record=True) as said:
+
+
+def _check_usable(device: str, kind: Kind) -> None:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        usable = torch.cuda.is_available()
+        usable = torch.accelerator.is_available()
     if not usable:
+        reason = _reason(kind, [str(warning.message) for warning in caught])
         raise BackendUnavailable(
-            f"no CUDA device can be used: {_reason([str(one.message) for one in said])}",
-            where=_where(device),
-            how="check that `nvidia-smi` lists a device, that the driver is new enough for CUDA "
-            f"{torch.version.cuda}, and CUDA_VISIBLE_DEVICES; or write device: cpu",
+            f"no {kind.words} device can be used: {reason}",
+            where=f"device: {device}",
+            how=f"{kind.look}; or write device: cpu",
         )
 
 
-def _reason(said: list[str]) -> str:
+def _reason(kind: Kind, warned: list[str]) -> str:
     """Return the text of torch's warning, or else of the error that torch raises when it starts."""
+    module: Any = torch.get_device_module(kind.type)
     try:
-        torch.cuda.init()
+        getattr(module, "init", lambda: None)()
     except (RuntimeError, AssertionError) as error:
-        said = [*said, str(error)]
-    return " ".join(said[0].split()) if said else "torch finds none"
+        warned = [*warned, str(error)]
+    return " ".join(warned[0].split()) if warned else "torch finds none"
 
 
-def _number(device: str, given: str | None) -> int:
+def _number(device: str, number: str | None, count: int) -> int:
     processes, place = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "")
-    if given is not None:
+    if number is not None:
         if processes != "1":
             raise BackendUnavailable(
                 f"{processes} processes of this machine cannot share one device",
-                where=_where(device),
-                how="write device: cuda, which gives each process its own",
+                where=f"device: {device}",
+                how=f"write device: {device.partition(':')[0]}, which gives each process its own",
             )
-        return int(given)
-    return int(place) if processes != "1" and place.isdigit() else torch.cuda.current_device()
+        return int(number)
+    if processes == "1" or not place.isdigit():
+        return torch.accelerator.current_device_index()
+    # Some launchers show each process its own device alone. Whether that is so here `identity` tells, later.
+    return int(place) % count if count == 1 else int(place)
 
 
-def _check_kernels(device: str, number: int) -> None:
-    """Refuse a device older than any that this torch has kernels for."""
-    known = [divmod(int(found[1]), 10) for name in torch.cuda.get_arch_list() if (found := re.match(r"sm_(\d+)", name))]
-    has = torch.cuda.get_device_capability(number)
-    if known and has < min(known):
-        least = min(known)
-        raise BackendUnavailable(
-            f"{torch.cuda.get_device_name(number)} has compute capability {has[0]}.{has[1]}, and this torch "
-            f"({torch.__version__}) has kernels from {least[0]}.{least[1]} on",
-            where=_where(device),
-            how="install a torch that was built for it (an older CUDA's), or use another device",
-        )
-
-
-def _where(device: str) -> str:
-    return f"device: {device}"
+def identity(device: torch.device) -> str | None:
+    """Return what tells a device that this process sees alone from others; None: the process sees several."""
+    if torch.accelerator.device_count() > 1:
+        return None
+    asked = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if asked is None else getattr(asked(device), "uuid", None)
+    visible = sorted((name, value) for name, value in os.environ.items() if VISIBLE.search(name))
+    return str(visible) if uuid is None else str(uuid)

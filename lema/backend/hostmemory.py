@@ -71,17 +71,17 @@ def relabelled(memory: Tensor, device: torch.device) -> Tensor:
     torch knows that the device cannot.
     """
     import torch
-    from torch.utils.dlpack import from_dlpack, to_dlpack
+    from torch.utils import dlpack
 
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    here = to_dlpack(memory)  # type: ignore[no-untyped-call]
-    there = to_dlpack(torch.empty(1, dtype=memory.dtype, device=device))  # type: ignore[no-untyped-call]
+    here = dlpack.to_dlpack(memory)  # type: ignore[attr-defined]
+    there = dlpack.to_dlpack(torch.empty(1, dtype=memory.dtype, device=device))  # type: ignore[attr-defined]
     kind_and_index = ctypes.c_int32 * 2
     address = ctypes.sizeof(ctypes.c_void_p)
     source, target = (kind_and_index.from_address(pointer(one, b"dltensor") + address) for one in (there, here))
-    target[:] = source[:]
-    return from_dlpack(here)
+    ctypes.memmove(target, source, ctypes.sizeof(target))
+    return dlpack.from_dlpack(here)
 
 
 ROOT = Path("/")

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Copies", "CopyDown", "Event", "MappedUpload", "Queue", "Queues", "Slots"]
+from lema.backend.protocols import DeviceSlots, Upload
+
+__all__ = ["Copies", "CopyDown", "Event", "MappedSlots", "Queue", "Queues", "Slots"]
 
 
 class Event(Protocol):
@@ -192,9 +195,24 @@ class SlotUpload:
         self._filled.wait()
 
 
-class MappedUpload:
-    """`lema.backend.Upload` on a device that computes in host memory: the source is the slot, and nothing is copied.
-    `memory` is the source, as the device has it."""
+class MappedSlots:
+    """`lema.backend.DeviceSlots` on a device that computes in host memory: a host buffer is the slot, and nothing is
+    copied. `seen` returns a source as the device has it; None: it is not where the device computes. Such a source is
+    copied, to a ring that `ring` makes when the first comes."""
+
+    def __init__(
+        self, copies: Copies, seen: Callable[[Tensor], Tensor | None], ring: Callable[[], DeviceSlots]
+    ) -> None:
+        self._copies, self._seen, self._ring = copies, seen, cache(ring)
+
+    def upload(self, source: Tensor) -> Upload:
+        """Have the device compute in `source`, uint8 `[n]`."""
+        memory = self._seen(source)
+        return self._ring().upload(source) if memory is None else _MappedUpload(self._copies, source, memory)
+
+
+class _MappedUpload:
+    """`lema.backend.Upload` of memory that is its own slot."""
 
     def __init__(self, copies: Copies, source: Tensor, memory: Tensor) -> None:
         self._queues, self._memory = copies.queues, memory

@@ -1,4 +1,4 @@
-"""torch's streams and events as the queues of `lema.backend.queues`, for whichever accelerator torch has.
+"""torch's streams and events as the queues of `lema.backend.queues`, and memory, of whichever accelerator torch has.
 
 Queues whose work has ended when it is queued are the reference that the streams are compared with.
 """
@@ -6,20 +6,22 @@ Queues whose work has ended when it is queued are the reference that the streams
 from __future__ import annotations
 
 import mmap
+import resource
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import signature
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
-from lema.backend.hostmemory import anonymous
-from lema.backend.protocols import DeviceSlots, Download
+from lema.backend.hostmemory import anonymous, memory_available
+from lema.backend.protocols import DeviceSlots, Download, MemoryStats
 from lema.backend.queues import Copies, CopyDown, Event, Slots
 
-__all__ = ["TorchCarrier", "carrier_for", "has_streams", "pinned"]
+__all__ = ["TorchCarrier", "carrier_for", "device_memory", "has_streams", "pinned", "unified_memory"]
 
 # A device finishes each copy that it has begun. So a layer is copied in pieces: activations get in between.
 PIECE = 32 << 20
@@ -41,13 +43,52 @@ def has_streams(device: torch.device) -> bool:
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Return uint8 `[nbytes]` of page-locked memory at a page boundary, from torch's allocator for the accelerator. That
+    """Return uint8 `[nbytes]` of page-locked memory at a page boundary, of torch's allocator for the accelerator, which
     takes a block of the next power of two. `RuntimeError`: the memory cannot be had."""
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     if memory.data_ptr() % mmap.PAGESIZE:  # a driver that divides its pages between small requests
         memory = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, pin_memory=True)
         memory = memory[-memory.data_ptr() % mmap.PAGESIZE :][:nbytes]
     return memory
+
+
+def device_memory(device: torch.device) -> MemoryStats:
+    """Return the bytes of tensors on a device, their peak, and the device's memory."""
+    used = _asked(device, "memory_allocated") or _asked(device, "current_allocated_memory") or 0
+    peak = max(used, _asked(device, "max_memory_allocated") or 0)
+    info = _asked(device, "get_memory_info") or _asked(device, "mem_get_info")
+    if info is None:  # it lies in the host's, of which torch recommends how much to use
+        total = _asked(device, "recommended_max_memory") or psutil.virtual_memory().total
+        return MemoryStats(used, peak, total, free=min(total, memory_available() + used))
+    free, total = info
+    return MemoryStats(used, peak, total, free=free + (_asked(device, "memory_reserved") or used))
+
+
+def unified_memory(device: torch.device) -> MemoryStats:
+    """Return the same of a device that computes in host memory: of the process, and of the machine. The memory of
+    torch's allocator for the device is the driver's, and so is counted beside the process's."""
+    tensors = device_memory(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    used = psutil.Process().memory_info().rss
+    return MemoryStats(
+        used + tensors.used,
+        max(used, peak) + tensors.peak,
+        psutil.virtual_memory().total,
+        shared=True,
+        free=memory_available() + used + tensors.used,
+    )
+
+
+def _asked(device: torch.device, name: str) -> Any:
+    """Return what torch says of any accelerator by a name, or else the device's own module; None: neither does."""
+    module = torch.get_device_module(device)
+    for function, arguments in ((getattr(torch.accelerator, name, None), (device,)), (getattr(module, name, None), ())):
+        try:
+            if function is not None:
+                return function(*arguments)  # the module's is of the current device, which this is
+        except (RuntimeError, NotImplementedError):
+            continue
+    return None
 
 
 class TorchCarrier:
@@ -127,11 +168,10 @@ class _Queues:
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
         module: Any = torch.get_device_module(device)
-        sleeps = hasattr(module, "Event") and "blocking" in signature(module.Event).parameters
+        sleeps = _lets_sleep(getattr(module, "Event", None))
         new_stream: Callable[[], torch.Stream] = partial(module.Stream if sleeps else torch.Stream, device=device)
-        self._new_event: Callable[[], torch.Event] = (
-            partial(module.Event, blocking=True) if sleeps else partial(torch.Event, device)
-        )
+        new_event = module.Event if sleeps else partial(torch.Event, device)  # which heeds `blocking` one day
+        self._new_event: Callable[[], torch.Event] = partial(new_event, blocking=True)
         self._current_stream: Callable[[int], torch.Stream] = (module if sleeps else torch.accelerator).current_stream
         self.uploads, self.returns, self.downloads, self.gathers = (
             _Queue(new_stream(), self._new_event) for _ in range(4)
@@ -141,6 +181,14 @@ class _Queues:
     def compute(self) -> _Queue:
         """The stream that is current in the calling thread, now; in a backward, autograd makes it the forward's."""
         return _Queue(self._current_stream(self._index), self._new_event)
+
+
+def _lets_sleep(kind: Any) -> bool:
+    """Return whether a device has events of its own kind for which a thread can sleep."""
+    try:
+        return isinstance(kind, type) and kind is not torch.Event and "blocking" in signature(kind).parameters
+    except ValueError:  # it is written in another language, and does not tell
+        return False
 
 
 class _Done:
