@@ -21,6 +21,9 @@ from types import ModuleType
 from typing import Any
 
 NAME = "second"
+# Of the backend that LEMA finds by `device: second`, for this process; for others it goes to PYTHONPATH, with the
+# folder above this one.
+INSTALLED = Path(__file__).with_name("installed")
 SOURCE = Path(__file__).with_name("device.cpp")
 BUILD = Path(__file__).parents[3] / "build" / "seconddevice"  # which git ignores
 
@@ -69,6 +72,7 @@ def install() -> SecondDevice:
     import torch
 
     library = build()
+    sys.path.append(str(INSTALLED))
     torch.ops.load_library(str(library))
     second = SecondDevice(ctypes.CDLL(str(library)))
     torch.utils.rename_privateuse1_backend(NAME)

@@ -37,7 +37,7 @@ using at::Tensor;
 using c10::IValue;
 
 constexpr auto KIND = c10::DeviceType::PrivateUse1;
-constexpr int MOST_STREAMS = 64;
+constexpr int MOST_STREAMS = 33;
 constexpr int ALIGNMENT = 256;
 const c10::Device DEVICE(KIND, 0);
 
@@ -291,9 +291,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device) const override { return stream(0); }
   c10::Stream getNewStream(c10::Device, int) const override {
     Lock lock(mutex);
-    TORCH_CHECK(num_lanes < MOST_STREAMS, "second device: more than ", MOST_STREAMS, " streams");
-    lanes[num_lanes].clock[num_lanes] = 1;
-    return stream(num_lanes++);
+    static int asked = 0;
+    const int id = 1 + asked++ % (MOST_STREAMS - 1);  // from a pool, as CUDA's
+    lanes[id].clock[id] = std::max(lanes[id].clock[id], 1L);
+    num_lanes = std::max(num_lanes, id + 1);
+    return stream(id);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream other) const override {
@@ -373,8 +375,7 @@ Tensor over(c10::Storage storage, c10::DispatchKeySet keys, caffe2::TypeMeta dty
 
 Tensor view_of(const Tensor& base, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset,
                std::optional<caffe2::TypeMeta> dtype = std::nullopt) {
-  return over(base.storage(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(base.dtype()), sizes,
-              strides, offset);
+  return over(base.storage(), base.key_set(), dtype.value_or(base.dtype()), sizes, strides, offset);
 }
 
 // The same bytes as tensors of the CPU, during one call of a kernel.
@@ -416,7 +417,7 @@ struct Aliases {
 const std::set<std::string> WAITING = {
     "aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2",
     "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave", "aten::_unique",
-    "aten::argwhere", "aten::histc"};
+    "aten::argwhere"};
 // CUDA's kernels for these load weights 16 bytes at a time.
 const std::set<std::string> ALIGNED = {"aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_mm",
                                        "aten::_int_mm"};
@@ -425,6 +426,33 @@ const std::set<std::string> PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm"};
 const std::set<std::string> WITH_HOST_INDICES = {"aten::index", "aten::index_put_", "aten::_index_put_impl_",
                                                  "aten::index_put", "aten::_unsafe_index", "aten::_unsafe_index_put"};
 long unaligned_products = 0;
+
+// Run the CPU's kernel. A few operations have another name there, or take fewer dtypes than on accelerators.
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string& name = op.schema().name();
+  const auto other = [&](const char* its_name) {
+    c10::Dispatcher::singleton().findSchemaOrThrow(its_name, "").callBoxed(stack);
+  };
+  const c10::impl::ExcludeDispatchKeyGuard no_graph(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
+  if (name == "aten::convolution_overrideable") return other("aten::convolution");
+  if (name == "aten::convolution_backward_overrideable") {
+    constexpr int NUM_ARGUMENTS = 10;
+    auto weight = stack->end() - NUM_ARGUMENTS + 2;
+    const bool transposed = (weight + 4)->toBool();
+    const int64_t channels = weight->toTensor().size(transposed ? 1 : 0) * (transposed ? (weight + 6)->toInt() : 1);
+    stack->insert(weight + 1, IValue(std::vector<int64_t>{channels}));
+    return other("aten::convolution_backward");
+  }
+  IValue& input = *(stack->end() - static_cast<long>(op.schema().arguments().size()));
+  if (name == "aten::histc" && at::isIntegralType(input.toTensor().scalar_type(), true)) {
+    const at::ScalarType dtype = input.toTensor().scalar_type();
+    input = input.toTensor().to(at::kDouble);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    stack->back() = stack->back().toTensor().to(dtype);
+    return;
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
 
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -493,7 +521,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = c10::Device(c10::kCPU);
     }
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  run_on_cpu(op, stack);
   for (auto& [device_tensor, host_tensor] : resized) {
     if (host_tensor.numel() == 0 && host_tensor.sizes() == device_tensor.sizes()) continue;
     const Tensor result = aliases.back(host_tensor);
@@ -565,6 +593,10 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
                 tensor.storage_offset());
   };
   const Tensor source_view = host_view(self), target_view = host_view(target);
+  source_view._set_conj(self.is_conj());
+  source_view._set_neg(self.is_neg());
+  target_view._set_conj(target.is_conj());
+  target_view._set_neg(target.is_neg());
   touch(block_of(self), false, stream, "a copy");
   touch(block_of(target), true, stream, "a copy");
   auto run = [source_view, target_view] {
@@ -662,7 +694,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
+  // These have a kernel for all devices, which says that a device must bring its own.
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&kernel>());
+  m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
+// A copy of a conjugated tensor is made by the copy itself, as on every device.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&autocast>());
