@@ -141,7 +141,8 @@ class AcceleratorBackend:
     def _integrated(self) -> bool:
         """Return whether torch says that the device has no memory of its own."""
         asked = getattr(self._module, "get_device_properties", None)
-        return asked is not None and bool(getattr(asked(self._device), "is_integrated", False))
+        properties = None if asked is None else asked(self._device)
+        return any(getattr(properties, name, False) for name in ("is_integrated", "integrated"))
 
     def _seen(self, memory: Tensor) -> Tensor | None:
         """Return host memory as the device has it; None: the device does not reach it."""
