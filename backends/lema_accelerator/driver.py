@@ -87,5 +87,5 @@ def _forget_error(runtime: Any, result: int) -> None:
 @cache
 def _library() -> ctypes.CDLL | None:
     """Return the runtime library that torch has loaded; None: it is part of another one."""
-    loaded = re.search(r"\S*/lib(?:cudart|amdhip64)[^/\s]*\.so\S*", MAPS.read_text())
+    loaded = re.search(r"/.*/lib(?:cudart|amdhip64)[^/]*\.so\S*", MAPS.read_text())
     return None if loaded is None else ctypes.CDLL(loaded[0])
