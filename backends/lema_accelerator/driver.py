@@ -30,7 +30,7 @@ class RuntimeDriver:
     def lock(self, address: int, nbytes: int) -> str | None:
         """Register memory; return why it was refused, if it was."""
         with torch.accelerator.device_index(self._device.index):
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = torch.get_device_module(self._device).cudart()
             result = runtime.cudaHostRegister(address, nbytes, PORTABLE)
             if int(result) == 0:
                 return None
@@ -40,7 +40,7 @@ class RuntimeDriver:
     def unlock(self, address: int) -> None:
         """Unregister memory, from any thread; that waits for the device."""
         with torch.accelerator.device_index(self._device.index):
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = torch.get_device_module(self._device).cudart()
             if (result := int(runtime.cudaHostUnregister(address))) != 0:
                 _forget_error(runtime, result)
 

@@ -38,6 +38,12 @@ MEMORY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _no_driver(second: SecondDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device reaches all memory, and so has nothing that locks it."""
+    monkeypatch.delattr(torch.second, "cudart")
+
+
 def test_torch_is_asked_whether_the_device_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(AcceleratorBackend("second")) as backend:
         assert not backend.memory().shared
@@ -108,4 +114,6 @@ def test_all_weights_train(checkpoint_of: CheckpointOf) -> None:
         ]
     assert torch.allclose(torch.stack(ends[0][0]).cpu(), torch.stack(ends[1][0]), rtol=1e-5)
     for name, weight in ends[1][1].items():
-        assert float(torch.linalg.vector_norm(ends[0][1][name].cpu() - weight) / torch.linalg.vector_norm(weight)) < 1e-5
+        assert (
+            float(torch.linalg.vector_norm(ends[0][1][name].cpu() - weight) / torch.linalg.vector_norm(weight)) < 1e-5
+        )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lema_accelerator import AcceleratorBackend
-
 import seconddevice
 from lema.backend import BackendOptions
+from lema_accelerator import AcceleratorBackend
 
 
 class SecondBackend(AcceleratorBackend):
