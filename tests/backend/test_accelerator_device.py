@@ -110,7 +110,9 @@ def test_layers_are_not_divided() -> None:
         AcceleratorBackend("xpu", BackendOptions(tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize(("name", "kind", "hip"), [("rocm", "cuda", "7.0"), ("cuda", "cuda", None), ("xpu", "xpu", None)])
+@pytest.mark.parametrize(
+    ("name", "kind", "hip"), [("rocm", "cuda", "7.0"), ("cuda", "cuda", None), ("xpu", "xpu", None)]
+)
 def test_torch_knows_a_device_by_its_own_name(
     name: str, kind: str, hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,15 +182,15 @@ def test_processes_that_see_one_device_each_may_not_see_the_same(
     mine = seen_by(monkeypatch, 1, uuid, "0")
     same = seen_by(monkeypatch, 1, uuid, "0")
     other = seen_by(monkeypatch, 1, uuid and "GPU-2", "1")
-    refuse_sharing(Alone(), mine)
-    refuse_sharing(Processes((node(), other)), mine)
-    refuse_sharing(Processes(("another machine", same)), mine)
+    refuse_sharing(Alone(), lambda: mine)
+    refuse_sharing(Processes((node(), other)), lambda: mine)
+    refuse_sharing(Processes(("another machine", same)), lambda: mine)
     with pytest.raises(BackendUnavailable, match="2 processes of this machine cannot share one device"):
-        refuse_sharing(Processes((node(), same)), mine)
+        refuse_sharing(Processes((node(), same)), lambda: mine)
 
 
 def test_processes_that_see_several_devices_have_chosen_by_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     from platform import node
 
     assert seen_by(monkeypatch, 2, "GPU-1", "0,1") is None
-    refuse_sharing(Processes((node(), None)), None)
+    refuse_sharing(Processes((node(), None)), lambda: None)

@@ -69,6 +69,15 @@ def test_memory_that_the_device_does_not_reach_is_copied() -> None:
         assert slot.data_ptr() != source.data_ptr() and bool((slot == 5).all())
 
 
+def test_where_torch_does_not_take_host_memory_it_is_locked_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("the pointer is not of this device")
+
+    monkeypatch.setattr("lema_accelerator.backend.relabelled", refuse)
+    with closing(SecondBackend(unified=True)) as backend:
+        assert not backend.memory().shared and backend.host_buffer(NBYTES).is_pinned()
+
+
 @pytest.mark.parametrize("name", MEMORY)
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_step_is_the_cpus_and_copies_no_weights(
@@ -108,4 +117,6 @@ def test_all_weights_train(checkpoint_of: CheckpointOf) -> None:
         ]
     assert torch.allclose(torch.stack(ends[0][0]).cpu(), torch.stack(ends[1][0]), rtol=1e-5)
     for name, weight in ends[1][1].items():
-        assert float(torch.linalg.vector_norm(ends[0][1][name].cpu() - weight) / torch.linalg.vector_norm(weight)) < 1e-5
+        assert (
+            float(torch.linalg.vector_norm(ends[0][1][name].cpu() - weight) / torch.linalg.vector_norm(weight)) < 1e-5
+        )

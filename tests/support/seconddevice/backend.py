@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import seconddevice
-
-from lema.backend import BackendOptions
 from lema_accelerator import AcceleratorBackend
+
+import seconddevice
+from lema.backend import BackendOptions
 
 
 class SecondBackend(AcceleratorBackend):
