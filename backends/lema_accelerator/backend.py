@@ -19,9 +19,8 @@ from lema.backend.hostmemory import relabelled
 from lema.backend.lockedmemory import HostMemory
 from lema.backend.queues import MappedSlots
 from lema.backend.replicas import QueuedReplicas
-from lema.backend.torchrun import carriers, join, refuse_sharing
+from lema.backend.torchrun import carriers, join
 from lema.backend.torchstreams import TorchCarrier, device_memory, has_streams, unified_memory
-from lema.errors import BackendUnavailable
 from lema_accelerator.device import choose_device, identity
 from lema_accelerator.driver import AllMemory, RuntimeDriver
 from lema_accelerator.kinds import PROVEN
@@ -64,12 +63,7 @@ class AcceleratorBackend:
         if self._unified and not self._maps():
             self._unified, self._host = False, HostMemory(driver, locked)
         self._parallel = SingleProcess()
-        replicas, self._leave = join(carriers(self._device.type))
-        try:
-            refuse_sharing(replicas, partial(identity, self._device))
-        except BackendUnavailable:
-            self._leave()
-            raise
+        replicas, self._leave = join(carriers(self._device.type), partial(identity, self._device))
         self._replicas = QueuedReplicas(replicas, self._carrier.copies.queues)
 
     @property

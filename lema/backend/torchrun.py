@@ -55,10 +55,17 @@ def carriers(kind: str) -> str:
     return f"cpu:gloo,{kind}:{known[kind]}" if kind in known else "gloo"
 
 
-def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
+def join(carrier: str, identity: Callable[[], str | None] | None = None) -> tuple[Replicas, Callable[[], None]]:
     """Join the processes that `torchrun` started, each with a whole copy; return them, and a function to leave them.
-    `carrier` and errors are as of `join_in_parts`."""
+    `carrier` and errors are as of `join_in_parts`. `identity` tells this process's device from others, where the
+    process sees no other: `BackendUnavailable` is raised, too, where two processes of one machine have the same."""
     joined = join_in_parts(carrier, 1)
+    try:
+        if identity is not None:
+            refuse_sharing(joined.replicas, identity)
+    except BackendUnavailable:
+        joined.leave()
+        raise
     return joined.replicas, joined.leave
 
 
