@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from platform import node
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lema.backend import BackendOptions, load
+from lema.backend import BackendOptions, load, torchrun
 from lema.backend.group import Alone
 from lema.backend.torchrun import refuse_sharing
 from lema.errors import BackendUnavailable, ConfigError
@@ -110,7 +111,9 @@ def test_layers_are_not_divided() -> None:
         AcceleratorBackend("xpu", BackendOptions(tensor_parallel_size=2))
 
 
-@pytest.mark.parametrize(("name", "kind", "hip"), [("rocm", "cuda", "7.0"), ("cuda", "cuda", None), ("xpu", "xpu", None)])
+@pytest.mark.parametrize(
+    ("name", "kind", "hip"), [("rocm", "cuda", "7.0"), ("cuda", "cuda", None), ("xpu", "xpu", None)]
+)
 def test_torch_knows_a_device_by_its_own_name(
     name: str, kind: str, hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,20 +178,40 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, count: int, uuid: str | None, visib
 def test_processes_that_see_one_device_each_may_not_see_the_same(
     uuid: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from platform import node
-
     mine = seen_by(monkeypatch, 1, uuid, "0")
     same = seen_by(monkeypatch, 1, uuid, "0")
     other = seen_by(monkeypatch, 1, uuid and "GPU-2", "1")
-    refuse_sharing(Alone(), mine)
-    refuse_sharing(Processes((node(), other)), mine)
-    refuse_sharing(Processes(("another machine", same)), mine)
+    refuse_sharing(Alone(), lambda: mine)
+    refuse_sharing(Processes((node(), other)), lambda: mine)
+    refuse_sharing(Processes(("another machine", same)), lambda: mine)
     with pytest.raises(BackendUnavailable, match="2 processes of this machine cannot share one device"):
-        refuse_sharing(Processes((node(), same)), mine)
+        refuse_sharing(Processes((node(), same)), lambda: mine)
 
 
 def test_processes_that_see_several_devices_have_chosen_by_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    from platform import node
-
     assert seen_by(monkeypatch, 2, "GPU-1", "0,1") is None
-    refuse_sharing(Processes((node(), None)), None)
+    refuse_sharing(Processes((node(), None)), lambda: None)
+
+
+def test_who_is_refused_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    joined = torchrun.Joined(Processes((node(), "GPU-1")), None, lambda: left.append("left"))
+    monkeypatch.setattr(torchrun, "join_in_parts", lambda carrier, parts: joined)
+    with pytest.raises(BackendUnavailable, match="cannot share one device"):
+        torchrun.join("gloo", lambda: "GPU-1")
+    assert left == ["left"]
+    torchrun.join("gloo", lambda: "GPU-2")
+    torchrun.join("gloo")
+    assert left == ["left"]
+
+
+def test_the_library_between_devices_is_the_one_that_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = torch.distributed.Backend.default_device_backend_map
+    monkeypatch.setattr(torch.distributed.Backend, "default_device_backend_map", known | {"npu": "hccl"})
+    libraries = {kind: torchrun.carriers(kind) for kind in ("cuda", "xpu", "npu", "second")}
+    assert libraries == {
+        "cuda": "cpu:gloo,cuda:nccl",
+        "xpu": "cpu:gloo,xpu:xccl",
+        "npu": "cpu:gloo,npu:hccl",
+        "second": "gloo",
+    }

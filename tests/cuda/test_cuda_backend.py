@@ -15,6 +15,7 @@ import torch
 
 import lema_accelerator.backend
 from lema.backend import Backend, BackendOptions
+from lema.backend.group import Alone
 from lema.errors import BackendUnavailable
 from lema.testing.copies import CopyPromises
 from lema_accelerator import driver
@@ -174,12 +175,15 @@ def test_every_member_is_there(runtime: Runtime) -> None:
 
 @pytest.mark.usefixtures("runtime")
 def test_a_device_older_than_every_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(lema_accelerator.backend, "join", lambda *_: (Alone(), lambda: left.append("left")))
     device_of(monkeypatch, (6, 1), ("sm_75", "sm_80", "sm_90", "compute_120"))
     with pytest.raises(
         BackendUnavailable, match=r"A Device has compute capability 6.1, and this torch .* has kernels from 7.5 on"
     ) as caught:
         CudaBackend()
     assert "an older CUDA" in caught.value.how
+    assert left == ["left"], "the other processes wait for one that has gone"
 
 
 @pytest.mark.usefixtures("runtime")

@@ -75,6 +75,15 @@ def test_memory_that_the_device_does_not_reach_is_copied() -> None:
         assert slot.data_ptr() != source.data_ptr() and bool((slot == 5).all())
 
 
+def test_where_torch_does_not_take_host_memory_it_is_locked_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("the pointer is not of this device")
+
+    monkeypatch.setattr("lema_accelerator.backend.relabelled", refuse)
+    with closing(SecondBackend(unified=True)) as backend:
+        assert not backend.memory().shared and backend.host_buffer(NBYTES).is_pinned()
+
+
 @pytest.mark.parametrize("name", MEMORY)
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_step_is_the_cpus_and_copies_no_weights(
