@@ -24,8 +24,9 @@ from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges, rows_of
 from lema.stream.lease import expand_into
-from lema.stream.placement import LayerBytes, place, views
+from lema.stream.placement import LayerBytes, in_slot, place, slot_layout, views
 from lema.stream.reader import LayerReader, StoredRows
+from lema.stream.slotlayout import upload_to, whole
 
 __all__ = [
     "ExpertParts",
@@ -166,8 +167,9 @@ class StoredTensors:
         if not placed.expansions and not has_addresses(self.backend.device):
             # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
             return {name: one.to(self.backend.device) for name, one in views(buffer, placed).items()}
-        on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
-        found = expanded_weights(on_device, placed)
+        layout = whole(0, placed.nbytes) if self.backend.memory().shared else slot_layout(placed)
+        on_device = upload_to(self.backend.device_slots(placed.nbytes, 1), buffer, layout).wait()
+        found = expanded_weights(on_device, in_slot(placed, layout))
         self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
         return found
 
