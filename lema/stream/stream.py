@@ -32,7 +32,7 @@ from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing, StreamCounters
 from lema.stream.schedule import forward_order, in_parts, training_order, with_parts
-from lema.stream.slotlayout import whole
+from lema.stream.slotlayout import VECTOR, whole
 from lema.stream.workers import Ticket
 
 __all__ = ["LayerStream"]
@@ -210,6 +210,7 @@ class LayerStream:
     def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
         """Hold the layer that lies in `slot`, with its quantised weights expanded."""
         stored = self._in_slots[layer]
+        assert not self._packed or slot.data_ptr() % VECTOR == 0, "a slot begins at an address that kernels refuse"
         buffers = self._expanded[layer >= self.num_visited]
         expanded = buffers.take() if stored.expansions else None
         try:

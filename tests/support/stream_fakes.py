@@ -17,7 +17,7 @@ from torch import Tensor
 from lema.backend import DeviceSlots, Download, MemoryStats, SlotLayout, Span
 from lema.errors import ReadError
 from lema.storage.header import TensorRecord
-from lema.stream.placement import LayerBytes, place
+from lema.stream.placement import LayerBytes, place, rank_share, slot_layout, slot_share
 from lema.stream.reader import LayerReader
 from lema.stream.workers import Ticket
 from lema_cpu import CpuBackend
@@ -64,6 +64,16 @@ def write_layers(directory: Path, num_layers: int = 6) -> Stored:
 def raw_bytes(tensor: Tensor) -> bytes:
     """Return a tensor's bytes as a file holds them."""
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def share_of(layer: LayerBytes, rank: int, size: int, *, packed: bool) -> tuple[LayerBytes, int]:
+    """Return one process's share of a layer, and the bytes of it that are copied to a slot, which on a device with
+    memory of its own is packed."""
+    if packed:
+        share, layout = slot_share(layer, slot_layout(layer), rank, size)
+        return share, layout.copied
+    share = rank_share(layer, rank, size)
+    return share, share.nbytes
 
 
 def same(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
