@@ -238,7 +238,8 @@ def settle_tensors(model: nn.Module, device: torch.device) -> None:
         return moved[id(tensor)][1]
 
     for module in model.modules():
-        for registered in (module._parameters, module._buffers):
+        both: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for registered in both:
             for name, tensor in registered.items():
                 if tensor is not None:
                     registered[name] = there(tensor)

@@ -4,12 +4,10 @@ The second device's streams are late, its memory is filled with NaN, and work th
 """
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import ClassVar
 
 import pytest
 import seconddevice
-import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from lema.backend import Backend, BackendOptions

@@ -108,4 +108,6 @@ def test_all_weights_train(checkpoint_of: CheckpointOf) -> None:
         ]
     assert torch.allclose(torch.stack(ends[0][0]).cpu(), torch.stack(ends[1][0]), rtol=1e-5)
     for name, weight in ends[1][1].items():
-        assert float(torch.linalg.vector_norm(ends[0][1][name].cpu() - weight) / torch.linalg.vector_norm(weight)) < 1e-5
+        assert (
+            float(torch.linalg.vector_norm(ends[0][1][name].cpu() - weight) / torch.linalg.vector_norm(weight)) < 1e-5
+        )

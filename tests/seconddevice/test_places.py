@@ -1,0 +1,69 @@
+"""Nothing of a model stays in host memory on a device with memory of its own, and the host waits for nothing in a step.
+
+A step of two micro-batches costs the host as many waits as one of six: those that the step itself needs, for what it
+reports.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from everytype import STREAMED, write_model
+from seconddevice import SecondDevice
+from seconddevice.steps import opened
+from tiny import Checkpoint, micro_batches
+from tinyconfig import tiny_config
+
+from lema.model.outer_weights import tensors_elsewhere
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of types that are announced as old
+
+CheckpointOf = Callable[..., Checkpoint]
+CHOSEN = ["codegen", "gpt_neo", "gptj", "falcon_h1", "gemma3", "llama", "bart", "deepseek_v3", "llava"]
+
+
+def left_behind(model_type: str, directory: Path) -> set[str]:
+    published = write_model(tiny_config(model_type), directory / "published")
+    with opened(published, "second", lora_target_parameters=[]) as model:
+        return set(tensors_elsewhere(model.lora_manager, model.backend.device))
+
+
+@pytest.mark.parametrize("model_type", CHOSEN)
+def test_no_tensor_of_a_model_stays_in_host_memory(model_type: str, tmp_path: Path) -> None:
+    assert not left_behind(model_type, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", [kind for kind in STREAMED if kind not in CHOSEN])
+def test_of_no_other_type_either(model_type: str, tmp_path: Path) -> None:
+    assert not left_behind(model_type, tmp_path)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "recomputed": {},
+    "boundaries in host memory": {"boundary_activations": "host"},
+    "embeddings in host memory": {"embeddings": "host"},
+    "embeddings on the disk": {"embeddings": "disk"},
+    "layers in host memory": {"strategy": "resident"},
+    "activations are kept": {"gradient_checkpointing": False},
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_waits_of_a_step_do_not_grow_with_its_micro_batches(
+    checkpoint_of: CheckpointOf, second: SecondDevice, architecture: str, name: str
+) -> None:
+    if architecture == "gpt2" and "embeddings" in name:
+        pytest.skip("its embeddings are its head's weight")
+    counts = []
+    with opened(checkpoint_of(architecture).streamed, "second", **SETTINGS[name]) as model:
+        for number in (2, 6):
+            batches = micro_batches(number, lengths=(12, 9, 14, 7, 12, 9))
+            for _ in range(3):  # the first learns the model's parts, the second takes the buffers that are used again
+                second.forget_waits()
+                model.adapter.loss(batches).backward()
+                counts.append(second.waits())
+                model.lora_manager.zero_grad(set_to_none=True)
+    assert sum(counts[5].values()) == sum(counts[2].values()), (counts[2], counts[5])
