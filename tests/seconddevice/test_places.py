@@ -15,6 +15,8 @@ from seconddevice.steps import opened
 from tiny import Checkpoint, micro_batches
 from tinyconfig import tiny_config
 
+from lema.engine.head.likelihood import likelihoods
+from lema.model.capture import values_unread
 from lema.model.outer_weights import tensors_elsewhere
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of types that are announced as old
@@ -63,7 +65,47 @@ def test_the_waits_of_a_step_do_not_grow_with_its_micro_batches(
             batches = micro_batches(number, lengths=(12, 9, 14, 7, 12, 9))
             for _ in range(3):  # the first learns the model's parts, the second takes the buffers that are used again
                 second.forget_waits()
-                model.adapter.loss(batches).backward()
+                with values_unread():  # transformers asks of every micro-batch whether its rows are packed
+                    model.adapter.loss(batches).backward()
                 counts.append(second.waits())
                 model.lora_manager.zero_grad(set_to_none=True)
     assert sum(counts[5].values()) == sum(counts[2].values()), (counts[2], counts[5])
+
+
+@pytest.mark.parametrize("lengths", [(12,) * 8, (5, 9, 14, 7, 12, 13, 6, 11)])
+def test_rows_of_embeddings_come_without_a_stop(
+    checkpoint_of: CheckpointOf, second: SecondDevice, lengths: tuple[int, ...]
+) -> None:
+    """No thread waits for a copy of the step, and no memory is locked anew, whatever the batches' lengths."""
+    settings = {"embeddings": "host", "strategy": "resident", "boundary_activations": "device"}
+    with opened(checkpoint_of("llama").streamed, "second", **settings) as model, values_unread():
+        batches = micro_batches(8, lengths=lengths)
+        buffers: list[int] = []
+        allocate = model.backend.host_buffer
+        model.backend.host_buffer = lambda nbytes: (buffers.append(nbytes), allocate(nbytes))[1]
+        counts = []
+        for order in (batches, batches, batches[::-1]):
+            model.backend.synchronize()
+            before, had = second.host_synchronizations, len(buffers)
+            model.adapter.loss(order).backward()
+            counts.append((second.host_synchronizations - before, len(buffers) - had))
+    assert [waits for waits, _ in counts[1:]] == [0, 0], counts
+    assert counts[1][1] <= 1 and counts[2][1] == 0, counts
+
+
+def test_hidden_states_come_and_go_in_buffers_of_the_backend(checkpoint_of: CheckpointOf, second: SecondDevice) -> None:
+    """They are the same as on the device, and the host waits as often, however many layers there are."""
+    batches = micro_batches(4)
+    model = checkpoint_of("llama").streamed
+    taken = []
+    with opened(model, "second") as streamed, values_unread():
+        buffers: list[int] = []
+        allocate = streamed.backend.host_buffer
+        streamed.backend.host_buffer = lambda nbytes: (buffers.append(nbytes), allocate(nbytes))[1]
+        for on_host in (False, False, True, True):
+            second.forget_waits()
+            found = likelihoods(streamed.adapter, batches, on_host=on_host)
+            taken.append((found, second.waits(), len(buffers)))
+    assert all(found == taken[0][0] for found, _, _ in taken)
+    assert taken[3][1] == taken[1][1]
+    assert taken[2][2] > taken[1][2] and taken[3][2] == taken[2][2]
