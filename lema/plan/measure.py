@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lema.activations.kept import BoundaryArena
 from lema.backend import Backend
 from lema.backend.hostmemory import memory_available
+from lema.backend.interrupt import autograd_in_this_thread
 from lema.config import LemaConfig
 from lema.engine.head.loss import CHUNK_TOKENS, LossChunks
 from lema.engine.optim import make_optimizer
@@ -66,6 +67,7 @@ def layer_seconds(
     with (
         closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index}, held=held)) as stream,
         closing(BoundaryArena(backend)) as arena,
+        autograd_in_this_thread(),
     ):
         engine = Engine(split, stream, backend)
         engine.trained = TrainedWeights({index: trained}, lambda *_: None)
@@ -307,7 +309,7 @@ def _ends(
         real = torch.empty(tensor.shape, dtype=tensor.dtype, device=backend.device)
         return nn.Parameter(made_up(real), requires_grad=False)
 
-    with replaced_tensors(model, with_memory):
+    with replaced_tensors(model, with_memory), autograd_in_this_thread():
         chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS, parallel=split.parallel)
         head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), backend, clock)
         prelude = median_seconds(lambda: split.prelude({"input_ids": tokens}, {}), backend, clock)

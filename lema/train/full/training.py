@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lema.backend import Download
 from lema.backend.group import sum_gradients
+from lema.backend.interrupt import autograd_in_this_thread
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.optim import make_optimizer, set_update
@@ -101,7 +102,7 @@ class FullTraining:
         self._hidden = HiddenGradients()
         self._passes.clear()
         try:
-            with self.model.seen_by(self._hidden.look):
+            with autograd_in_this_thread(), self.model.seen_by(self._hidden.look):
                 loss = self._pass(micro_batches, trained)
                 self._finish()
         except BaseException as error:
