@@ -86,6 +86,7 @@ class BackendOptions:
     # Processes that hold one copy of the model together; None: as the backend is made for.
     tensor_parallel_size: int | None = None
     sequence_parallel: bool = False  # between attention and MLP each of these holds its part of the sequence only
+    deterministic: bool = False  # have the device's libraries compute the same bits each time, before they are used
     # What only this backend has, by name (`lema.config.backendsettings`).
     settings: Mapping[str, Any] = field(default_factory=dict)
 

@@ -368,7 +368,8 @@ def _fitted(planner: Planner) -> Planner:
 def _fastest(planner: Planner) -> Planner:
     """Return the planner with fewer rows, or fewer logits, at once as long as a step is then faster, for what else
     memory goes to."""
-    if not planner.undecided:
+    # Not by seconds that differ from run to run, where sums must not: how many rows they are over groups additions.
+    if not planner.undecided or planner.config.deterministic:
         return planner
     best, least = planner, _seconds(planner)
     while found := [(taken, one) for one in best.faster() if (taken := _seconds(one)) < WORTH_IT * least]:
