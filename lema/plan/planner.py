@@ -82,7 +82,8 @@ class Planner:
             groups=self.blueprint.group_bytes,
         )
         rows = self.blueprint.tables.row_bytes * (shape or self.shape).tokens
-        known = replace(known, row_bytes=rows, expanded_bytes=self.blueprint.expanded_bytes)
+        overhead = self.site.machine.overhead
+        known = replace(known, row_bytes=rows, expanded_bytes=self.blueprint.expanded_bytes, overhead=overhead)
         parts = self.blueprint.parallel.size
         if self.backend is None:
             return replace(known, processes=self.processes * parts)
