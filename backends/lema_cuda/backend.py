@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,12 +41,12 @@ class CudaBackend(AcceleratorBackend):
     def __init__(self, device: str = "cuda", options: BackendOptions | None = None) -> None:
         # First, because cuBLAS looks at it once, when it is first used.
         self._restore_products = make_deterministic() if options is not None and options.deterministic else _nothing
-        try:
+        with ExitStack() as unusable:
+            unusable.callback(self._restore_products)
             super().__init__(device, options)
+            unusable.callback(super().close)
             _check_kernels(self.device)
-        except BaseException:
-            self._restore_products()
-            raise
+            unusable.pop_all()
         self._restore_attention = switch_off(self.device)
 
     def fuse(self, model: PreTrainedModel, layers: nn.ModuleList) -> str:
