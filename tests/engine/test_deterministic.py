@@ -90,7 +90,7 @@ class _PutInBackward(torch.autograd.Function):
         return state.clone()
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return _put(gradient)
 
 

@@ -28,7 +28,7 @@ class Gathered(torch.autograd.Function):
         return _added(state)
 
     @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(_: Any, gradient: Tensor) -> Tensor:
         return _added(gradient)
 
 

@@ -135,7 +135,7 @@ def test_a_trainer_with_the_mixin_is_interrupted_before_the_next_layer(
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     model = lema.streamed(checkpoint_of("llama").streamed, adapters, device="second")
     options: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 1, "report_to": []}
-    quiet = {"disable_tqdm": True, "save_strategy": "no", "gradient_accumulation_steps": accumulated}
+    quiet: dict[str, Any] = {"disable_tqdm": True, "save_strategy": "no", "gradient_accumulation_steps": accumulated}
     rows: Sequence[dict[str, Any]] = [{"input_ids": [*range(3, 9)], "labels": [*range(3, 9)]}] * 2
     arguments = Arguments(str(tmp_path), **options, **quiet)
     monkeypatch.setitem(PartialState._shared_state, "device", arguments.device)

@@ -73,7 +73,7 @@ def test_autograd_differentiates_a_trainers_batches_in_its_thread(
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     model = lema.streamed(checkpoint_of("llama").streamed, adapters, device="cpu", micro_batch_size=1)
     options: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 1, "report_to": [], "use_cpu": True}
-    quiet = {"disable_tqdm": True, "save_strategy": "no", "gradient_accumulation_steps": accumulated}
+    quiet: dict[str, Any] = {"disable_tqdm": True, "save_strategy": "no", "gradient_accumulation_steps": accumulated}
     rows: Sequence[dict[str, Tensor]] = [{"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}] * 2
     trainer = Streaming(model, args=TrainingArguments(str(tmp_path), **options, **quiet), train_dataset=rows)
     with watched(model.opened.split.layers[0]) as seen:
