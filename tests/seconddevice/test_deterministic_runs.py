@@ -1,4 +1,4 @@
-"""With `deterministic: true` runs on a device are equal bit for bit, also if operations add in an order of their own."""
+"""With `deterministic: true` runs on a device are bitwise equal, also if operations add in an order of their own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
