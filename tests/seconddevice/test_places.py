@@ -74,10 +74,10 @@ def test_the_waits_of_a_step_do_not_grow_with_its_micro_batches(
 
 
 @pytest.mark.parametrize("lengths", [(12,) * 8, (5, 9, 14, 7, 12, 13, 6, 11)])
-def test_rows_of_embeddings_come_without_a_stop(
+def test_rows_of_embeddings_lock_no_memory_anew(
     checkpoint_of: CheckpointOf, second: SecondDevice, lengths: tuple[int, ...]
 ) -> None:
-    """No thread waits for a copy of the step, and no memory is locked anew, whatever the batches' lengths."""
+    """Whatever the batches' lengths; nor does any thread wait for a copy."""
     settings = {"embeddings": "host", "strategy": "resident", "boundary_activations": "device"}
     with opened(checkpoint_of("llama").streamed, "second", **settings) as model, values_unread():
         batches = micro_batches(8, lengths=lengths)
