@@ -18,8 +18,18 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["BackendInfo", "available", "fused", "has_addresses", "kept_unasked", "load", "own_attention", "planned"]
-__all__ += ["taken_beside"]
+__all__ = [
+    "BackendInfo",
+    "available",
+    "fused",
+    "has_addresses",
+    "in_host_memory",
+    "kept_unasked",
+    "load",
+    "own_attention",
+    "planned",
+    "taken_beside",
+]
 
 GROUP = "lema.backends"
 AUTO = "auto"  # the device of a run that names none: the first backend that can run here
@@ -48,6 +58,12 @@ def has_addresses(device: torch.device) -> bool:
 
     one = torch.empty(1, dtype=torch.uint8, device=device)
     return one.is_meta or one.data_ptr() != 0
+
+
+def in_host_memory(backend: Backend) -> bool:
+    """Return whether a device that is not the host's processor computes in host memory: nothing is copied for it, but
+    its kernels ask for aligned addresses as those of other accelerators do."""
+    return backend.device.type != "cpu" and backend.memory().shared
 
 
 def kept_unasked(backend: Backend | str) -> float:
