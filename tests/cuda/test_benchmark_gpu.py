@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -132,6 +133,9 @@ class Slow:
 
     def ready(self, seconds: float) -> dict[str, Any]:
         return self.ask("ready", seconds)
+
+    def limit(self, cap: int | None) -> None:
+        self.job = replace(self.job, cap=cap)
 
     def prepare(self, micro_batches: int, seconds: float) -> dict[str, Any]:
         self.micro_batches = micro_batches
@@ -332,11 +336,33 @@ def test_a_missing_package_is_named_before_anything_begins(monkeypatch: pytest.M
     import gpu_software
 
     assert gpu_software.what_is_missing("cpu") == []
-    there = gpu_software.version
-    monkeypatch.setattr(gpu_software, "version", lambda name: "5.17.0" if name == "transformers" else there(name))
-    (line,) = gpu_software.what_is_missing("cpu")
+    there = gpu_software._version
+    monkeypatch.setattr(gpu_software, "_version", lambda name: None if name == "pydantic" else there(name))
+    line, how = gpu_software.what_is_missing("cpu")
+    assert line.startswith("pydantic is absent;")
+    assert "pip install 'pydantic>=" in line
+    assert "gpu_pack.py" in how
+
+
+def test_another_version_is_told_and_no_reason_to_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_software
+
+    assert gpu_software.untested_versions() == []
+    there = gpu_software._version
+    monkeypatch.setattr(gpu_software, "_version", lambda name: "5.17.0" if name == "transformers" else there(name))
+    assert gpu_software.what_is_missing("cpu") == []
+    (line,) = gpu_software.untested_versions()
     assert line.startswith("transformers 5.17.0;")
-    assert "pip install" in line
+
+
+def test_where_lema_cannot_be_imported_the_message_says_how_to_install_it() -> None:
+    """Of a Python that has the standard library alone, as the machine's own may be for all that is known."""
+    script = BENCHMARKS / "gpu.py"
+    done = subprocess.run([sys.executable, "-E", "-S", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "lema is not installed: pip install" in done.stderr
+    assert "benchmarks/gpu_pack.py" in done.stderr
 
 
 def test_a_device_that_is_not_there_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
