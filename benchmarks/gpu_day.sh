@@ -11,12 +11,13 @@
 # is known, so that a run that is cut off leaves everything up to there. Seconds that a phase does not use are the next
 # one's; the sum of the limits is the limit of everything. It ends with 0 if every phase did, else with 1.
 #
-#   OUT     a folder for the results: gpu-out
+#   OUT     a folder for the results: gpu-out; eight files, all of them text
 #   WHEELS  the folder that gpu_pack.py made: .gpu/wheels
 #   SITE    where they are installed; `none`: LEMA and what it needs are there already
 #   DEVICE  LEMA's name for the device: cuda
 #   CARD    the card's memory in GB, of which the caps follow: 80, or 24
 #   HOST_MEMORY  GB of host memory that there may be; the machine is asked otherwise
+#   TESTS   options and files for gpu_tests.py, if others than those marked `cuda` are to run
 #   PYTHON  python3
 set -u -o pipefail
 
@@ -31,7 +32,7 @@ PYTHON=${PYTHON:-python3}
 tiny=${TINY:+--tiny}
 spare=8 # seconds before its limit, at which a phase that keeps the time itself ends
 
-all=(machine=25 align=35 tests=75 prove=50 rows=180 oss=100 experts=75)
+all=(machine=30 align=35 tests=75 prove=45 rows=185 oss=95 experts=75)
 most=540
 
 case $CARD in
@@ -64,7 +65,6 @@ fi
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 begin=$SECONDS
-until=$begin
 failed=0
 
 # The text of everything, for a reader, and what became of each phase, for a program.
@@ -105,16 +105,17 @@ run() {
     inside=$((limit > 2 * spare ? limit - spare : (limit + 1) / 2))
     case $name in
         machine)
-            phase machine "$limit" "$PYTHON" "$here/gpu_card.py" --device "$DEVICE" $tiny --out "$OUT/machine.jsonl"
+            phase machine "$limit" "$PYTHON" "$here/gpu_card.py" --device "$DEVICE" $tiny --out "$OUT/card.jsonl"
             ;;
         align)
-            phase align "$limit" "$PYTHON" "$here/gpu_align.py" --device "$DEVICE" $tiny --out "$OUT/align.jsonl"
+            phase align "$limit" "$PYTHON" "$here/gpu_align.py" --device "$DEVICE" $tiny --out "$OUT/card.jsonl"
             ;;
         tests)
             phase tests "$limit" "$PYTHON" "$here/gpu_tests.py" --out "$OUT/tests.jsonl" ${TESTS:-}
             ;;
         prove)
-            phase prove "$limit" "$PYTHON" "$here/gpu_prove.py" --device "$DEVICE" $tiny --out "$OUT/prove.json"
+            phase prove "$limit" "$PYTHON" -m lema prove --device "$DEVICE" --output "$OUT/prove" \
+                ${TINY:+--steps 1 --micro-batches 1 --tokens 16}
             ;;
         rows)
             phase rows "$limit" "$PYTHON" "$here/gpu.py" --device "$DEVICE" $tiny --rows-only --models 8B \
@@ -123,7 +124,7 @@ run() {
             ;;
         oss)
             phase oss "$limit" "$PYTHON" "$here/gpu_experts.py" gpt-oss-120b:16 gpt-oss-120b:4 --device "$DEVICE" $tiny \
-                --cap $cap --seconds "$inside" --out "$OUT/oss.jsonl"
+                --cap $cap --seconds "$inside" --out "$OUT/experts.jsonl"
             ;;
         experts)
             phase experts "$limit" "$PYTHON" "$here/gpu_experts.py" Qwen3-30B-A3B:8 Qwen3-30B-A3B:1 --device "$DEVICE" \
@@ -132,6 +133,7 @@ run() {
     esac
 }
 
+until=$SECONDS
 for wanted in "${phases[@]}"; do
     until=$((until + ${wanted#*=}))
     left=$((until - SECONDS))

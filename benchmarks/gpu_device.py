@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Device", "announce"]
+__all__ = ["Device"]
 
 MODULE = "LEMA_DEVICE_MODULE"  # the environment variable with the module that makes torch know another device
 
 
-def announce() -> None:
-    """Make torch know a device of another package, if the environment names a module with `install` for it."""
+def _announce() -> None:
+    """Make torch know a device of another package, if the environment names a module with `install` for it.
+
+    LEMA's backend does so when it is opened; a rehearsal asks for the device before, and also without LEMA.
+    """
     if name := os.environ.get(MODULE):
         import_module(name).install()
 
@@ -28,7 +31,7 @@ class Device:
     """
 
     def __init__(self, name: str) -> None:
-        announce()
+        _announce()
         self.torch = torch.device(name)
         self.accelerated = self.torch.type != "cpu"
         self._module: Any = torch.get_device_module(self.torch) if self.accelerated else None
