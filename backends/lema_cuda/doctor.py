@@ -12,11 +12,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.version import Version
-
 from lema.backend import Fact, Finding, Level
 from lema.backend.findings import installed_version
 from lema.config.units import human_bytes
+from lema_cuda.attention import SOURCE, gives_nan
 from lema_cuda.installeddriver import SECTION, driver, driver_version, system_management
 
 __all__ = ["doctor"]
@@ -25,7 +24,6 @@ __all__ = ["doctor"]
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 DRIVERS = "https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"
 ARCHITECTURES = "https://github.com/pytorch/pytorch/issues/172352"
-ATTENTION = "https://github.com/pytorch/pytorch/issues/196678"
 FLASH = "https://github.com/Dao-AILab/flash-attention/issues/1644"
 OTHER_NUMBERS = 100  # drivers of embedded boards have lower numbers, of another kind
 
@@ -160,17 +158,17 @@ def _runs(built_for: str, capability: tuple[int, int]) -> bool:
 
 
 def attention(torch_version: str, capabilities: Sequence[tuple[int, int]]) -> Iterator[Finding]:
-    """Warn of an attention that may give gradients with NaN."""
-    if Version(torch_version) < Version("2.11") or (9, 0) not in capabilities:
+    """Tell that an attention is not used that may give gradients with NaN."""
+    if not any(gives_nan(torch_version, capability) for capability in capabilities):
         return
     yield Finding(
         SECTION,
         "attention",
-        Level.WARNING,
-        f"torch {torch_version} on compute capability 9.0: where rows are padded and 64 longer than a multiple of 128, "
-        "cuDNN's attention may give gradients with NaN (seen from torch 2.11 to 2.13).",
-        "if a run stops because of NaN, call torch.backends.cuda.enable_cudnn_sdp(False) before it",
-        ATTENTION,
+        Level.NOTE,
+        f"torch {torch_version} on compute capability 9.0: cuDNN's attention may give gradients with NaN where rows "
+        "are padded, so LEMA switches it off and torch takes another.",
+        "call torch.backends.cuda.enable_cudnn_sdp(False) in programs of your own",
+        SOURCE,
         {"torch": torch_version},
     )
 

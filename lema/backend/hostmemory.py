@@ -16,9 +16,19 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["anonymous", "groups", "mapped", "memory_available", "memory_left", "memory_limit", "read_only"]
+__all__ = [
+    "anonymous",
+    "groups",
+    "mapped",
+    "memory_available",
+    "memory_left",
+    "memory_limit",
+    "read_only",
+    "relabelled",
+]
 
 HUGE_PAGE = 2 << 20
 
@@ -51,6 +61,27 @@ def read_only(memory: Tensor) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), mmap.PROT_READ):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def relabelled(memory: Tensor, device: torch.device) -> Tensor:
+    """Return the same bytes as a tensor of a device that can compute in them; they stay until both tensors are dropped.
+
+    DLPack says of a tensor where it is: in a capsule, after the address (https://dmlc.github.io/dlpack/latest/c_api.html).
+    What torch says there of a tensor on the device is put in the place of what it says of `memory`. `RuntimeError`:
+    torch knows that the device cannot.
+    """
+    import torch
+    from torch.utils import dlpack
+
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    here = dlpack.to_dlpack(memory)  # type: ignore[attr-defined]
+    there = dlpack.to_dlpack(torch.empty(1, dtype=memory.dtype, device=device))  # type: ignore[attr-defined]
+    kind_and_index = ctypes.c_int32 * 2
+    address = ctypes.sizeof(ctypes.c_void_p)
+    source, target = (kind_and_index.from_address(pointer(one, b"dltensor") + address) for one in (there, here))
+    ctypes.memmove(target, source, ctypes.sizeof(target))
+    return dlpack.from_dlpack(here)
 
 
 ROOT = Path("/")

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Copies", "CopyDown", "Event", "Queue", "Queues", "Slots"]
+from lema.backend.protocols import DeviceSlots, Upload
+
+__all__ = ["Copies", "CopyDown", "Event", "MappedSlots", "Queue", "Queues", "Slots"]
 
 
 class Event(Protocol):
@@ -84,7 +87,7 @@ class Copies:
         that memory before has landed before it is read. Such copies have a queue of their own: they come in small
         pieces, soon needed, which shall not stand behind a whole layer of weights; and they wait for compute, as their
         download did, for which weights shall not wait."""
-        landing = self._landings.get(_place(source))
+        landing = self.landing(source)
         if landing is None:
             return self._uploads.copy(target, source, source, after)
         return self._returns.copy(target, source, source, (*after, landing))
@@ -94,6 +97,10 @@ class Copies:
         done = self._downloads.copy(target, source, target, [self.queues.compute.record()])
         self._landings[_place(target)] = done  # they end in order, so the last one is after all others
         return done
+
+    def landing(self, memory: Tensor) -> Event | None:
+        """Return when the last download to host memory is done; None: there was none."""
+        return self._landings.get(_place(memory))
 
     def forget_done(self) -> None:
         """Let go of the memory of copies that are done."""
@@ -186,6 +193,44 @@ class SlotUpload:
 
     def drained(self) -> None:
         self._filled.wait()
+
+
+class MappedSlots:
+    """`lema.backend.DeviceSlots` on a device that computes in host memory: a host buffer is the slot, and nothing is
+    copied. `seen` returns a source as the device has it; None: it is not where the device computes. Such a source is
+    copied, to a ring that `ring` makes when the first comes."""
+
+    def __init__(
+        self, copies: Copies, seen: Callable[[Tensor], Tensor | None], ring: Callable[[], DeviceSlots]
+    ) -> None:
+        self._copies, self._seen, self._ring = copies, seen, cache(ring)
+
+    def upload(self, source: Tensor) -> Upload:
+        """Have the device compute in `source`, uint8 `[n]`."""
+        memory = self._seen(source)
+        return self._ring().upload(source) if memory is None else _MappedUpload(self._copies, source, memory)
+
+
+class _MappedUpload:
+    """`lema.backend.Upload` of memory that is its own slot."""
+
+    def __init__(self, copies: Copies, source: Tensor, memory: Tensor) -> None:
+        self._queues, self._memory = copies.queues, memory
+        self._landing = copies.landing(source)
+        self._released: Event | None = None
+
+    def wait(self) -> Tensor:
+        if self._landing is not None:
+            self._queues.compute.wait(self._landing)
+        return self._memory
+
+    def release(self) -> None:
+        self._released = self._queues.compute.record()
+
+    def drained(self) -> None:
+        """Block until nothing computes with the source any more; it is overwritten after its release alone."""
+        if self._released is not None:
+            self._released.wait()
 
 
 def _let_go(compute: Queue, slots: Sequence[_Slot]) -> None:

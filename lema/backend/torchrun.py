@@ -7,6 +7,7 @@ host, past the devices, so that asking for it waits for no device.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,16 @@ from lema.backend.hostmemory import mapped
 from lema.backend.protocols import Gathering, Replicas, Upload
 from lema.errors import BackendUnavailable, ConfigError, LemaError
 
-__all__ = ["Joined", "ProcessGroup", "gather_objects", "join", "join_in_parts", "local_processes", "others_there"]
+__all__ = [
+    "Joined",
+    "ProcessGroup",
+    "gather_objects",
+    "join",
+    "join_in_parts",
+    "local_processes",
+    "others_there",
+    "refuse_sharing",
+]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that `torchrun` sets
 PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the others wait
@@ -95,6 +105,18 @@ def local_processes() -> int | None:
     """Return how many processes `torchrun` started on this machine; None: it started none."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdigit() else None
+
+
+def refuse_sharing(replicas: Replicas, device: str | None) -> None:
+    """Refuse that two processes of one machine use one device. All processes call this. `device` tells a device from
+    others; None: the process has chosen one of several by its place. `BackendUnavailable`: another process has it."""
+    if replicas.num_processes == 1:
+        return
+    mine = platform.node(), device
+    if replicas.everyone(mine).count(mine) > 1 and device is not None:
+        what = f"{replicas.local_size} processes of this machine cannot share one device"
+        how = "start one process for each device, and let each process see its own, or all of them"
+        raise BackendUnavailable(what, where=f"rank {replicas.rank}", how=how)
 
 
 def _divide(size: int, parts: int | None) -> int:

@@ -1,6 +1,6 @@
 """Copies are in order on any device with queues: no slot is read before it is filled, or refilled while in use.
 
-The order is that of `lema_cuda`'s own code, on queues that take any course which events allow. Take away one of its
+The order is that of the backends' own code, on queues that take any course which events allow. Take away one of its
 waits, and some course goes wrong.
 """
 
@@ -17,15 +17,15 @@ from queuefakes import FakeDevice, FakeEvent, FakeQueue
 from torch import Tensor
 
 import lema.backend.queues
-import lema_cuda.replicas
-from lema.backend.queues import Copies, CopyDown, Slots
-from lema_cuda.replicas import QueuedReplicas
+import lema.backend.replicas
+from lema.backend.queues import Copies, CopyDown, MappedSlots, Slots
+from lema.backend.replicas import QueuedReplicas
 
 MODULES = {
     "queues": lema.backend.queues,
-    "replicas": lema_cuda.replicas,
+    "replicas": lema.backend.replicas,
 }
-NAMES = ("Copies", "Slots", "CopyDown", "QueuedReplicas")
+NAMES = ("Copies", "Slots", "MappedSlots", "CopyDown", "QueuedReplicas")
 COURSES = 1500
 
 
@@ -53,7 +53,55 @@ def test_every_byte_is_read_when_it_is_there_and_overwritten_when_it_is_not_need
     Scenario(CODE, seed).run()
 
 
+def mapped_course(code: SimpleNamespace, seed: int) -> None:
+    """Compute in host memory that a download brought; overwrite it when that is allowed, and compute there again."""
+    device = FakeDevice(Random(seed))
+    copies = code.Copies(device)
+    slots = code.MappedSlots(copies, lambda source: source, lambda: None)
+    host, outcome = bytes_of(0), [bytes_of(0) for _ in range(3)]
+    download = code.CopyDown(copies, bytes_of(5), host)
+    upload = slots.upload(host)
+    device.compute.copy(outcome[0], upload.wait())
+    upload.release()
+    device.compute.copy(outcome[1], upload.wait())  # leased again
+    upload.release()
+    upload.drained()
+    host.fill_(7)
+    again = slots.upload(host)
+    device.compute.copy(outcome[2], again.wait())
+    device.run_all()
+    assert [int(one[0]) for one in outcome] == [5, 5, 7]
+    assert all(bool((one == one[0]).all()) for one in outcome)
+    del download
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_device_computes_in_host_memory_when_the_bytes_are_there_and_until_they_are_overwritten(seed: int) -> None:
+    mapped_course(CODE, seed)
+
+
+def test_what_the_device_does_not_reach_is_copied() -> None:
+    device = idle_device()
+    copies = Copies(device)
+    slots = MappedSlots(copies, lambda source: None, lambda: Slots(copies, [bytes_of(0)]))
+    source = bytes_of(3)
+    memory = slots.upload(source).wait()
+    device.run_all()
+    assert memory.data_ptr() != source.data_ptr() and bool((memory == 3).all())
+
+
 MUTANTS = {
+    "mapped memory is computed with before it landed": (
+        "queues",
+        "self._queues.compute.wait(self._landing)",
+        "pass",
+    ),
+    "mapped memory is free while it is computed with": ("queues", "self._released.wait()", "pass"),
+    "a release of mapped memory on the wrong queue": (
+        "queues",
+        "self._released = self._queues.compute.record()",
+        "self._released = self._queues.uploads.record()",
+    ),
     "a slot is refilled while it is in use": ("queues", "else [slot.free, slot.filled]", "else [slot.filled]"),
     "new memory is filled while its last owner uses it": ("queues", "before = [slot.free] if", "before = [] if"),
     "two queues fill one slot at once": ("queues", "else [slot.free, slot.filled]", "else [slot.free]"),
@@ -107,6 +155,7 @@ def test_without_any_one_of_its_waits_some_course_goes_wrong(mutant: str) -> Non
     code = code_under_test(*MUTANTS[mutant])
     with pytest.raises((AssertionError, ValueError)):
         for seed in range(COURSES):
+            mapped_course(code, seed)
             Scenario(code, seed).run()
 
 

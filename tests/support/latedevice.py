@@ -16,10 +16,10 @@ from queuefakes import FakeDevice, FakeEvent
 from torch import Tensor
 
 from lema.backend import DeviceSlots, Download, MemoryStats, Replicas
+from lema.backend.lockedmemory import HostMemory
 from lema.backend.queues import Copies, CopyDown, Slots
+from lema.backend.replicas import QueuedReplicas
 from lema_cpu import CpuBackend
-from lema_cuda.hostmemory import HostMemory
-from lema_cuda.replicas import QueuedReplicas
 
 
 class AtOnce:

@@ -132,9 +132,13 @@ void raise_violation() {
   TORCH_CHECK(text.empty(), "second device: ", text);
 }
 
+void give_back(void* context);
+
 Block* block_of(const Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != KIND || !tensor.has_storage()) return nullptr;
-  return static_cast<Block*>(tensor.storage().data_ptr().get_context());
+  const at::DataPtr& memory = tensor.storage().data_ptr();
+  // Host memory that was made a tensor of this device, as where both share it, is not of its allocator.
+  return memory.get_deleter() == &give_back ? static_cast<Block*>(memory.get_context()) : nullptr;
 }
 
 void check_order(const Block* block, bool writes, int stream, const std::string& name) {

@@ -1,7 +1,7 @@
-"""Page-locked host memory for copies from and to the device, exactly as large as requested.
+"""Host memory that the device copies from and to, or computes in.
 
-`pin_memory()` takes blocks of the next power of two, up to twice the bytes that are needed. Here memory is mapped as
-everywhere in LEMA and then registered with the driver, until the last tensor in it is dropped.
+torch's allocator of page-locked memory takes blocks of the next power of two, up to twice the bytes that are needed. So
+where a driver can, memory is mapped as everywhere in LEMA and then registered, until the last tensor in it is dropped.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lema.backend.hostmemory import anonymous
+from lema.backend.torchstreams import pinned
 from lema.errors import MemoryLimitError
 
 __all__ = ["Driver", "HostMemory"]
@@ -42,14 +43,15 @@ class HostMemory:
     buffer of its own, at a fraction of the speed, and the thread that queues the copy may have to wait.
 
     Args:
-        driver: locks memory.
+        driver: locks memory; None: torch's allocator does, and memory that is given stays as it is.
         page_locked: True: memory that cannot be locked is an error. None: it stays pageable, with one warning.
             False: no memory is locked.
     """
 
-    def __init__(self, driver: Driver, page_locked: bool | None = None) -> None:
+    def __init__(self, driver: Driver | None, page_locked: bool | None = None) -> None:
         self._driver, self._page_locked = driver, page_locked
         self._warned = False
+        self._locked = set[int]()  # addresses of what the driver has locked
 
     def buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
         """Return uint8 `[nbytes]` at a page boundary; `memory`: as in `lema.backend.Backend.host_buffer`.
@@ -57,9 +59,11 @@ class HostMemory:
         Raises:
             MemoryLimitError: it must be locked, and that is not possible.
         """
+        if self._driver is None and self._page_locked is not False and nbytes:
+            return self._from_allocator(nbytes, memory)
         memory = anonymous(nbytes) if memory is None else memory
         assert memory.dtype == torch.uint8 and memory.shape == (nbytes,), "memory of another size was given"
-        if nbytes == 0 or self._page_locked is False:
+        if nbytes == 0 or self._page_locked is False or self._driver is None:
             return memory
         # This object is a link between tensors and memory: it is freed after the last tensor, before the memory.
         link = memory.numpy()
@@ -67,8 +71,24 @@ class HostMemory:
         if (refusal := self._driver.lock(address, nbytes)) is not None:
             self._refused(nbytes, refusal)
             return memory
-        weakref.finalize(link, self._driver.unlock, address).atexit = False
+        self._locked.add(address)
+        weakref.finalize(link, _unlock, self._driver, self._locked, address).atexit = False
         return torch.from_numpy(link)
+
+    def reached(self, memory: Tensor) -> bool:
+        """Return whether memory is in a buffer that the driver has locked."""
+        return memory.untyped_storage().data_ptr() in self._locked
+
+    def _from_allocator(self, nbytes: int, memory: Tensor | None) -> Tensor:
+        if memory is not None:
+            if self._page_locked:
+                self._refused(nbytes, "torch locks only memory that it allocates itself")
+            return memory
+        try:
+            return pinned(nbytes)
+        except RuntimeError as error:
+            self._refused(nbytes, str(error).partition("\n")[0])
+            return anonymous(nbytes)
 
     def _refused(self, nbytes: int, refusal: str) -> None:
         what = f"{nbytes:,} bytes of host memory cannot be page-locked: {refusal}; this process may lock {_limit()}"
@@ -77,6 +97,11 @@ class HostMemory:
         if not self._warned:
             self._warned = True
             warnings.warn(f"{what}; copies to and from the device will be slower; to fix it, {HOW}", stacklevel=4)
+
+
+def _unlock(driver: Driver, locked: set[int], address: int) -> None:
+    locked.discard(address)
+    driver.unlock(address)
 
 
 def _limit() -> str:
