@@ -23,10 +23,12 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 from pathlib import Path
 
 from gpu_software import untested_versions, what_is_missing  # the rest is imported once nothing is missing
 
+BEGAN = time.monotonic()  # before what takes long to import, so that --seconds is the time of everything
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("8B", "32B")
 
@@ -46,7 +48,7 @@ def main() -> None:
         print("\n".join(f"{run.name:20} {run.strategy or '':10} micro-batches {run.micro_batches}" for run in PLAN))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is cleared away
-    call = Call(arguments)
+    call = Call(arguments, BEGAN)
     try:
         call.run()
     finally:

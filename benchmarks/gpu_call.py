@@ -34,13 +34,15 @@ class Call:
 
     Args:
         arguments: of the command line.
+        began: the moment from which its time is counted; None: now.
 
     Attributes:
         results: as they are written.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self._began = arguments, time.monotonic()
+    def __init__(self, arguments: argparse.Namespace, began: float | None = None) -> None:
+        self.arguments = arguments
+        self._began = time.monotonic() if began is None else began
         self._scratch = Path(tempfile.mkdtemp(prefix="lema-gpu-", dir=arguments.directory))
         self._written: dict[str, Written] = {}
         self._references: dict[str, Child | None] = {}

@@ -22,12 +22,14 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpu_software import untested_versions, what_is_missing  # the rest is imported once nothing is missing
 
+BEGAN = time.monotonic()  # before what takes long to import, so that --seconds is the time of everything
 GB = 10**9
 SHARED_MEMORY = Path("/dev/shm")
 ROOM = 6 * GB  # for one layer and what is outside the layers; more than any of these has
@@ -42,7 +44,8 @@ def main() -> None:
     from gpu_lines import Lines
 
     lines = Lines(options.out)
-    until = time.monotonic() + options.seconds
+    until = BEGAN + options.seconds
+    failed = False
     with tempfile.TemporaryDirectory(dir=_directory(options.directory)) as scratch:
         for row in options.rows:
             name, _, count = row.partition(":")
@@ -54,8 +57,12 @@ def main() -> None:
                 measured = _row(name, int(count or 1), options, Path(scratch), until)
             except Exception as error:  # noqa: BLE001 - it is the row
                 measured = {"status": "failed", "why": f"{type(error).__name__}: {error}"[:1000]}
+                traceback.print_exc()
+                failed = True
             lines.write(**about, **measured)
             gc.collect()
+    if failed:
+        raise SystemExit(1)
 
 
 def _options() -> argparse.Namespace:
@@ -63,13 +70,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("rows", nargs="+", metavar="MODEL:MICRO-BATCHES")
     parser.add_argument("--device", default="cuda", help="LEMA's name for it")
     parser.add_argument("--cap", type=float, default=24, help="of device memory, in GB, which the allocator enforces")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a micro-batch")
+    parser.add_argument("--tokens", type=int, help="of a micro-batch; 1024, or 32 of the tiny models")
     parser.add_argument("--rounds", type=int, default=3, help="steps of a row, at most")
     parser.add_argument("--seconds", type=float, default=150, help="for everything; a step that has begun ends")
     parser.add_argument("--tiny", action="store_true", help="small models, and no cap, to see that everything runs")
     parser.add_argument("--directory", type=Path, help="where the first layer goes; shared memory, if it has room")
     parser.add_argument("--out", type=Path, help="a file for the lines")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.tokens = options.tokens or (32 if options.tiny else 1024)
+    return options
 
 
 def _directory(said: Path | None) -> Path | None:
