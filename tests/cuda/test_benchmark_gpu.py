@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -127,8 +127,12 @@ class Slow:
     """A child that takes so long for each thing; it is left when what it was given is over, as the real one is."""
 
     seconds, clock = 0.0, Clock()
+    device_memory = 80 * 10**9
+    started: ClassVar[list[Any]] = []  # the job of each
+    busy: ClassVar[list[str]] = []  # the arm that took each step
 
     def __init__(self, job: Any) -> None:
+        self.started.append(job)
         self.job, self.ended, self.micro_batches, self.host_peak = job, False, None, 0
 
     def ready(self, seconds: float) -> dict[str, Any]:
@@ -148,6 +152,10 @@ class Slow:
         if self.seconds > seconds:
             self.ended = True
             raise gpu_process.Failed(f"no answer in {seconds:.0f} s")
+        if what == "link":
+            return {"device_memory": self.device_memory, "shared": False}
+        if what == "step":
+            self.busy.append(self.job.arm)
         step = {"seconds": 1.0, "loss": 1.0, "host": {}, "allocated": 1, "reserved": 1}
         return {"capped": True, "flops_per_second": 1e12, **(step if what == "step" else {})}
 
@@ -165,6 +173,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def measure(seconds: float) -> tuple[dict[str, Any], float]:
         clock = Slow.clock = Clock()
         Slow.seconds = seconds
+        Slow.started.clear()
+        Slow.busy.clear()
         monkeypatch.setattr(gpu_call, "time", clock)
         monkeypatch.setattr(gpu_rounds, "time", clock)
         monkeypatch.setattr(gpu_call, "Child", Slow)
@@ -211,6 +221,30 @@ def test_what_comes_first_is_the_first_table(measured: Any) -> None:
     done = [(one["model"], one["arm"], one["micro_batches"]) for one in results["rows"] if one["status"] == "measured"]
     assert ("8B", "lema", 16) in done and ("8B", "peft", 16) in done
     assert any(one["status"] == "not reached" for one in results["rows"])
+
+
+def test_lema_has_one_process_for_all_caps_of_a_model(measured: Any) -> None:
+    """It reads and locks the weights once. Another model ends it."""
+    results, _ = measured(1.0)
+    models = [(job.arm, Path(job.model).name) for job in Slow.started]
+    before = models[: models.index(("lema", "32B"))]
+    assert before.count(("lema", "8B")) == 1
+    lema = [row for row in results["rows"] if (row["model"], row["arm"], row["strategy"]) == ("8B", "lema", "resident")]
+    assert {row["cap_gib"] for row in lema if row["status"] == "measured"} == {4, 8, 24}
+
+
+def test_where_the_device_holds_not_both_peft_is_measured_first_and_alone(
+    measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "device_memory", 20 * 10**9)  # less than the largest cap
+    results, _ = measured(1.0)
+    rows = {(row["model"], row["arm"], row["cap_gib"], row["micro_batches"]): row for row in results["rows"]}
+    ours = rows["8B", "lema", 4, 16]
+    assert (ours["status"], ours["in_turn"], ours["ratio"]) == ("measured", False, 1.0)
+    first = Slow.busy.index("lema")
+    assert Slow.busy[:first] and set(Slow.busy[:first]) == {"peft"}
+    later = Slow.busy[first : first + Slow.busy[first:].index("peft")] if "peft" in Slow.busy[first:] else Slow.busy
+    assert later.count("lema") >= 3, "they took turns"
 
 
 # The verdict
