@@ -84,7 +84,6 @@ if [ "$SITE" != none ]; then
     say "installed $(find "$WHEELS" -name '*.whl' | wc -l) wheels"
 fi
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
 # Runs a command within the limit of a phase, in a process group of its own that ends with it.
 phase() {

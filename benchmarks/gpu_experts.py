@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import shutil
 import statistics
 import sys
@@ -29,6 +30,8 @@ from typing import Any
 
 from gpu_software import untested_versions, what_is_missing  # the rest is imported once nothing is missing
 
+# One that can grow what it has reserved, as in gpu_process.py: else fragments decide what fits under a cap.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 BEGAN = time.monotonic()  # before what takes long to import, so that --seconds is the time of everything
 GB = 10**9
 SHARED_MEMORY = Path("/dev/shm")
@@ -123,7 +126,8 @@ def _row(name: str, count: int, options: argparse.Namespace, scratch: Path, unti
         arm.close()
     seconds = statistics.median(step["seconds"] for step in steps)
     tokens = count * options.tokens
-    planned = about.pop("planned", {})
+    planned = about.pop("planned")
+    allocated, predicted = max(step["allocated"] for step in steps), about["predicted_seconds"]
     last = steps[-1]
     return {
         "status": "measured",
@@ -141,7 +145,9 @@ def _row(name: str, count: int, options: argparse.Namespace, scratch: Path, unti
         "write_seconds": model["seconds"],
         "planned_bytes": sum(planned.values()),
         "planned": planned,
-        "allocated": max(step["allocated"] for step in steps),
+        "allocated": allocated,
+        "off": allocated / sum(planned.values()) - 1,
+        "seconds_off": None if predicted is None else seconds / predicted - 1,
         "reserved": max(step["reserved"] for step in steps),
         **{name: last[name] for name in ("bytes_uploaded", "bytes_read", "refused", "host") if name in last},
         **about,
