@@ -46,6 +46,7 @@ SPARE = 4 * GB  # of a disk, left free
 PROCESSES = 28 * GB  # of host memory for interpreters, libraries and what the arms need beside the weights
 WRITING = 60.0  # seconds that a disk may take
 PROBE = 256 << 20  # bytes that tell how fast it is
+ALIGNMENT = 256  # of the data of a file
 VALUES = 8_388_593  # in the block; a prime
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -206,7 +207,7 @@ def _write(file: Path, sizes: dict[str, tuple[int, int]], block: memoryview, sta
         parts.append((ones if rows == 1 else block, nbytes))
         end += nbytes
     raw = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    raw += b" " * (-(8 + len(raw)) % 256)  # so that the first tensor, and with it all, begin where kernels are fastest
+    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)  # so that the first tensor, and those behind it, are aligned
     file.parent.mkdir(parents=True, exist_ok=True)
     place = start * width % len(block)
     with file.open("wb", buffering=0) as out:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from lema.backend import BackendOptions, DeviceSlots, Download, MemoryStats, Parallel, Replicas, SingleProcess
 from lema.backend.hostmemory import relabelled
-from lema.backend.lockedmemory import Driver, HostMemory
+from lema.backend.lockedmemory import HostMemory
 from lema.backend.queues import MappedSlots
 from lema.backend.replicas import QueuedReplicas
-from lema.backend.torchrun import join, refuse_sharing
+from lema.backend.torchrun import carriers, join
 from lema.backend.torchstreams import TorchCarrier, device_memory, has_streams, unified_memory
-from lema.errors import BackendUnavailable
 from lema_accelerator.device import choose_device, identity
 from lema_accelerator.driver import AllMemory, RuntimeDriver
 from lema_accelerator.kinds import PROVEN
@@ -54,21 +53,17 @@ class AcceleratorBackend:
         self._module: Any = torch.get_device_module(self._device)
         torch.accelerator.set_device_index(self._device.index)
         self._carrier = TorchCarrier(self._device, at_once=not has_streams(self._device))
-        driver: Driver | None = RuntimeDriver(self._device) if hasattr(self._module, "cudart") else None
-        self._unified = not self._carrier.at_once and (self._integrated() if unified is None else unified)
-        if self._unified and (not isinstance(driver, RuntimeDriver) or driver.reaches_all()):
-            driver = AllMemory(self._device)
+        driver = RuntimeDriver(self._device) if hasattr(self._module, "cudart") else None
         # Without streams nothing copies beside the compute, for which memory would have to be locked.
         locked = False if self._carrier.at_once else options.page_locked
-        self._host = HostMemory(driver, None if isinstance(driver, AllMemory) else locked)
-        self._unified = self._unified and self._maps()
+        self._host = HostMemory(driver, locked)
+        self._unified = not self._carrier.at_once and (self._integrated() if unified is None else unified)
+        if self._unified and (driver is None or driver.reaches_all()):
+            self._host = HostMemory(AllMemory(self._device))
+        if self._unified and not self._maps():
+            self._unified, self._host = False, HostMemory(driver, locked)
         self._parallel = SingleProcess()
-        replicas, self._leave = join(_carriers(self._device.type))
-        try:
-            refuse_sharing(replicas, identity(self._device))
-        except BackendUnavailable:
-            self._leave()
-            raise
+        replicas, self._leave = join(carriers(self._device.type), partial(identity, self._device))
         self._replicas = QueuedReplicas(replicas, self._carrier.copies.queues)
 
     @property
@@ -141,7 +136,8 @@ class AcceleratorBackend:
     def _integrated(self) -> bool:
         """Return whether torch says that the device has no memory of its own."""
         asked = getattr(self._module, "get_device_properties", None)
-        return asked is not None and bool(getattr(asked(self._device), "is_integrated", False))
+        properties = None if asked is None else asked(self._device)
+        return any(getattr(properties, name, False) for name in ("is_integrated", "integrated"))
 
     def _seen(self, memory: Tensor) -> Tensor | None:
         """Return host memory as the device has it; None: the device does not reach it."""
@@ -153,9 +149,3 @@ class AcceleratorBackend:
             return self._seen(self._host.buffer(mmap.PAGESIZE)) is not None
         except RuntimeError:
             return False
-
-
-def _carriers(kind: str) -> str:
-    """Return the libraries that carry tensors between hosts, and between devices, as torch calls them."""
-    known: dict[str, str] = torch.distributed.Backend.default_device_backend_map
-    return f"cpu:gloo,{kind}:{known[kind]}" if kind in known else "gloo"

@@ -12,7 +12,7 @@ import torch
 from lema.errors import BackendUnavailable
 from lema_accelerator.kinds import Kind, kind_of
 
-__all__ = ["choose_device", "identity"]
+__all__ = ["choose_device", "identity", "starting_error"]
 
 VISIBLE = re.compile(r"VISIBLE_DEVICES$|^ZE_AFFINITY_MASK$")  # the variables that launchers set
 
@@ -64,22 +64,21 @@ def _check_usable(device: str, kind: Kind) -> None:
         warnings.simplefilter("always")
         usable = torch.accelerator.is_available()
     if not usable:
-        reason = _reason(kind, [str(warning.message) for warning in caught])
+        reason = str(caught[0].message) if caught else starting_error(torch.get_device_module(kind.type))
         raise BackendUnavailable(
-            f"no {kind.words} device can be used: {reason}",
+            f"no {kind.words} device can be used: {' '.join(reason.split())}",
             where=f"device: {device}",
             how=f"{kind.look}; or write device: cpu",
         )
 
 
-def _reason(kind: Kind, warned: list[str]) -> str:
-    """Return the text of torch's warning, or else of the error that torch raises when it starts."""
-    module: Any = torch.get_device_module(kind.type)
+def starting_error(module: Any) -> str:
+    """Return the error that torch's module of a device raises when it starts."""
     try:
         getattr(module, "init", lambda: None)()
     except (RuntimeError, AssertionError) as error:
-        warned = [*warned, str(error)]
-    return " ".join(warned[0].split()) if warned else "torch finds none"
+        return str(error)
+    return "torch finds none"
 
 
 def _number(device: str, number: str | None, count: int) -> int:

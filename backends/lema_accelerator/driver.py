@@ -30,7 +30,7 @@ class RuntimeDriver:
     def lock(self, address: int, nbytes: int) -> str | None:
         """Register memory; return why it was refused, if it was."""
         with torch.accelerator.device_index(self._device.index):
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = torch.get_device_module(self._device).cudart()
             result = runtime.cudaHostRegister(address, nbytes, PORTABLE)
             if int(result) == 0:
                 return None
@@ -40,7 +40,7 @@ class RuntimeDriver:
     def unlock(self, address: int) -> None:
         """Unregister memory, from any thread; that waits for the device."""
         with torch.accelerator.device_index(self._device.index):
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = torch.get_device_module(self._device).cudart()
             if (result := int(runtime.cudaHostUnregister(address))) != 0:
                 _forget_error(runtime, result)
 
@@ -87,5 +87,5 @@ def _forget_error(runtime: Any, result: int) -> None:
 @cache
 def _library() -> ctypes.CDLL | None:
     """Return the runtime library that torch has loaded; None: it is part of another one."""
-    loaded = re.search(r"\S*/lib(?:cudart|amdhip64)[^/\s]*\.so\S*", MAPS.read_text())
+    loaded = re.search(r"/.*/lib(?:cudart|amdhip64)[^/]*\.so\S*", MAPS.read_text())
     return None if loaded is None else ctypes.CDLL(loaded[0])

@@ -9,10 +9,10 @@ __all__ = ["KINDS", "PROVEN", "Kind", "kind_of"]
 SITE = "https://pytorch.org/get-started/locally has the command"
 
 # What `lema backends` and docs/devices.md say of each: on which hardware LEMA ran, and when.
-ON_SECOND = "its class ran on the tests' second device, and on no hardware yet"
+ON_SECOND = "on no hardware yet; the class of all accelerators on the tests' second device"
 PROVEN = {
-    "cuda": f"{ON_SECOND}; what only CUDA has ran with stand-ins",
-    "mps": "nowhere yet: neither on hardware nor on the tests' second device",
+    "cuda": f"{ON_SECOND}, what only CUDA has with stand-ins",
+    "mps": "on no hardware yet, and its copies without streams on no second device either",
     "npu": ON_SECOND,
     "rocm": ON_SECOND,
     "xpu": ON_SECOND,

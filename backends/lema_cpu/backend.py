@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -24,6 +24,8 @@ from lema.backend import (
     Parallel,
     Replicas,
     SingleProcess,
+    SlotLayout,
+    Span,
     Upload,
 )
 from lema.backend.hostmemory import anonymous
@@ -55,7 +57,8 @@ class _Alias:
 class _AliasSlots:
     """Slots that are the host buffers themselves."""
 
-    def upload(self, source: Tensor) -> Upload:
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
+        assert layout is None, "a host buffer that is the slot has the layout that it was read in"
         return _Alias(source)
 
 
@@ -95,13 +98,15 @@ class _PoisonedSlots:
         self._nbytes, self.free = nbytes, count
         self.uploads = 0
 
-    def upload(self, source: Tensor) -> Upload:
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
         assert self.free, "more uploads are held than there are slots"
+        layout = layout or SlotLayout(source.numel(), (Span(0, source.numel(), 0),))
         clean = torch.full((self._nbytes,), NAN_BYTE, dtype=torch.uint8)
-        clean[: source.numel()].copy_(source)
+        for span in layout.spans:
+            clean[span.slot : span.slot + span.nbytes].copy_(source[span.start : span.start + span.nbytes])
         self.free -= 1
         self.uploads += 1
-        return _PoisonedUpload(self, clean, source.numel())
+        return _PoisonedUpload(self, clean, layout.nbytes)
 
 
 class CpuBackend:
@@ -119,6 +124,7 @@ class CpuBackend:
 
     name = "cpu"
     last_resort = True  # of `device: auto`
+    proven: ClassVar = {"cpu": "x86-64, where all tests run"}
 
     def __init__(
         self,

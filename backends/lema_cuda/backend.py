@@ -32,7 +32,11 @@ class CudaBackend(AcceleratorBackend):
 
     def __init__(self, device: str = "cuda", options: BackendOptions | None = None) -> None:
         super().__init__(device, options)
-        _check_kernels(self.device)
+        try:
+            _check_kernels(self.device)
+        except BackendUnavailable:
+            super().close()
+            raise
         self._restore_attention = switch_off(self.device)
 
     def fuse(self, model: PreTrainedModel, layers: nn.ModuleList) -> str:

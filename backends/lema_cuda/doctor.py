@@ -15,6 +15,7 @@ from pathlib import Path
 from lema.backend import Fact, Finding, Level
 from lema.backend.findings import installed_version
 from lema.config.units import human_bytes
+from lema_accelerator.device import starting_error
 from lema_cuda.attention import SOURCE, gives_nan
 from lema_cuda.installeddriver import SECTION, driver, driver_version, system_management
 
@@ -58,11 +59,12 @@ def _torch(driver: str | None) -> Iterator[Finding]:
     yield from _quantizer(built)
     if not torch.cuda.is_available():
         if driver is not None:
+            reason = starting_error(torch.cuda).partition("\n")[0]
             yield Finding(
                 SECTION,
                 "torch sees",
                 Level.WARNING,
-                f"torch cannot use the driver: {_reason()}.",
+                f"torch cannot use the driver: {reason}.",
                 "check CUDA_VISIBLE_DEVICES, that /dev/nvidia* may be opened, and that the driver is new enough",
             )
         return
@@ -216,17 +218,6 @@ def fused_kernels(found: str | None) -> Finding:
         'for arithmetic: fast, pip install "lema[kernels]"',
     )
     return Finding(SECTION, "liger-kernel", Level.NOTE, what, how, facts=facts)
-
-
-def _reason() -> str:
-    """Return the error that torch raises when it starts CUDA."""
-    import torch
-
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition("\n")[0]
-    return "no device is visible"
 
 
 def environment(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ processes, and how layers are divided over it.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class NeuronBackend:
         options: the runtime, and how many processes hold one copy of the model (default: all of them).
 
     Attributes:
+        proven: where it has run, by name.
         runtime: its name.
         keeps: the part of the device's memory that layers may fill if the settings set no limit. The rest is for
             compiled graphs, because the memory that they need in addition to their tensors is not known beforehand.
@@ -44,6 +45,7 @@ class NeuronBackend:
 
     name = "neuron"
     keeps = 0.75
+    proven: ClassVar = {"neuron": "on no hardware yet; with processes on the CPU in the place of cores"}
 
     def __init__(self, device: str = "neuron", options: BackendOptions | None = None) -> None:
         if device != self.name:

@@ -16,6 +16,8 @@ from lema.backend.protocols import (
     MemoryStats,
     Parallel,
     Replicas,
+    SlotLayout,
+    Span,
     Upload,
 )
 from lema.backend.registry import BackendInfo, available, load
@@ -38,6 +40,8 @@ __all__ = [
     "Parallel",
     "Replicas",
     "SingleProcess",
+    "SlotLayout",
+    "Span",
     "Upload",
     "available",
     "load",

@@ -115,6 +115,28 @@ class MemoryStats:
     free: int | None = None
 
 
+@dataclass(frozen=True)
+class Span:
+    """Bytes of an upload's source, and where in the slot they go."""
+
+    start: int  # in the source
+    nbytes: int
+    slot: int  # in the slot
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Which bytes of a source go where in a slot. What of the slot is in no span is undefined."""
+
+    nbytes: int  # of the slot, from its start, that the upload is
+    spans: tuple[Span, ...]  # none overlap, in the source or in the slot
+
+    @property
+    def copied(self) -> int:
+        """Bytes that are copied."""
+        return sum(span.nbytes for span in self.spans)
+
+
 class Upload(Protocol):
     """One layer's bytes on their way into a device slot."""
 
@@ -134,9 +156,11 @@ class Upload(Protocol):
 class DeviceSlots(Protocol):
     """A ring of equal slots on the device. The core asks for rings of one slot each, and so chooses which to refill."""
 
-    def upload(self, source: Tensor) -> Upload:
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
         """Start copying `source`, uint8 `[n]` with n at most the slot's size, into the next free slot. It may be
-        dropped meanwhile. Slots are released in any order, uploads also without a wait."""
+        dropped meanwhile. Slots are released in any order, uploads also without a wait. With a `layout` only the bytes
+        in its spans are copied, each span to its place, and the slot is `[layout.nbytes]`; `n` may then be more. Only a
+        device that has memory of its own, and addresses, is given one."""
 
 
 class Download(Protocol):

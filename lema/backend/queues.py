@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lema.backend.protocols import DeviceSlots, Upload
+from lema.backend.protocols import DeviceSlots, SlotLayout, Span, Upload
 
 __all__ = ["Copies", "CopyDown", "Event", "MappedSlots", "Queue", "Queues", "Slots"]
 
@@ -157,14 +157,21 @@ class Slots:
         # The allocator gives the memory to what is next on its own queue, because it knows of no others.
         weakref.finalize(self, _let_go, compute, slots).atexit = False
 
-    def upload(self, source: Tensor) -> SlotUpload:
-        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into the slot that was free first."""
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> SlotUpload:
+        """Start copying `source`, uint8 `[n]` with n at most the slot's size, into the slot that was free first; with a
+        `layout`, its spans."""
         assert self.free, "more uploads are held than there are slots"
+        layout = layout or SlotLayout(len(source), (Span(0, len(source), 0),))
         slot = self.free.popleft()
         before = [slot.free] if slot.filled is None else [slot.free, slot.filled]  # the last upload may still run
-        slot.filled = self._copies.upload(slot.memory[: len(source)], source, before)
+        # One queue copies all spans, in this order, so the slot is filled when the last is there.
+        for span in layout.spans or (Span(0, 0, 0),):
+            target = slot.memory[span.slot : span.slot + span.nbytes]
+            slot.filled = self._copies.upload(target, source[span.start : span.start + span.nbytes], before)
+            before = []
+        assert slot.filled is not None
         slot.uploads += 1
-        return SlotUpload(self, slot, slot.filled, len(source))
+        return SlotUpload(self, slot, slot.filled, layout.nbytes)
 
 
 class SlotUpload:
@@ -205,8 +212,9 @@ class MappedSlots:
     ) -> None:
         self._copies, self._seen, self._ring = copies, seen, cache(ring)
 
-    def upload(self, source: Tensor) -> Upload:
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
         """Have the device compute in `source`, uint8 `[n]`."""
+        assert layout is None, "a host buffer that is the slot has the layout that it was read in"
         memory = self._seen(source)
         return self._ring().upload(source) if memory is None else _MappedUpload(self._copies, source, memory)
 

@@ -26,11 +26,14 @@ AUTO = "auto"  # the device of a run that names none: the first backend that can
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One installed backend: its name, the package it comes from, and why it cannot run here (None: it can)."""
+    """One installed backend: its name, the package it comes from, and why it cannot run here (None: it can). `proven`
+    says where LEMA has run with it, in words; empty: it does not say. A backend that does has an attribute `proven`:
+    these words by the name of an entry point."""
 
     name: str
     source: str
     reason: str | None
+    proven: str = ""
 
     @property
     def ok(self) -> bool:
@@ -82,12 +85,13 @@ def available() -> list[BackendInfo]:
     """Open every installed backend once and say which can run here."""
     found = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        reason = None
+        reason, proven = None, ""
         try:
+            proven = getattr(_factory(point), "proven", {}).get(point.name, "")
             _open(point, point.name).close()
         except BackendUnavailable as error:
             reason = error.what
-        found.append(BackendInfo(point.name, point.value, reason))
+        found.append(BackendInfo(point.name, point.value, reason, proven))
     return found
 
 

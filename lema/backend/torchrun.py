@@ -25,6 +25,7 @@ from lema.errors import BackendUnavailable, ConfigError, LemaError
 __all__ = [
     "Joined",
     "ProcessGroup",
+    "carriers",
     "gather_objects",
     "join",
     "join_in_parts",
@@ -47,10 +48,24 @@ class Joined:
     leave: Callable[[], None]  # leaves them all again
 
 
-def join(carrier: str) -> tuple[Replicas, Callable[[], None]]:
+def carriers(kind: str) -> str:
+    """Return the libraries that carry tensors between hosts and between devices of a kind, as `join` takes them: what
+    torch has for such devices."""
+    known: dict[str, str] = torch.distributed.Backend.default_device_backend_map
+    return f"cpu:gloo,{kind}:{known[kind]}" if kind in known else "gloo"
+
+
+def join(carrier: str, identity: Callable[[], str | None] | None = None) -> tuple[Replicas, Callable[[], None]]:
     """Join the processes that `torchrun` started, each with a whole copy; return them, and a function to leave them.
-    `carrier` and errors are as of `join_in_parts`."""
+    `carrier` and errors are as of `join_in_parts`. `identity` tells this process's device from others, where the
+    process sees no other: `BackendUnavailable` is raised, too, where two processes of one machine have the same."""
     joined = join_in_parts(carrier, 1)
+    try:
+        if identity is not None:
+            refuse_sharing(joined.replicas, identity)
+    except BackendUnavailable:
+        joined.leave()
+        raise
     return joined.replicas, joined.leave
 
 
@@ -107,13 +122,13 @@ def local_processes() -> int | None:
     return int(given) if given.isdigit() else None
 
 
-def refuse_sharing(replicas: Replicas, device: str | None) -> None:
-    """Refuse that two processes of one machine use one device. All processes call this. `device` tells a device from
+def refuse_sharing(replicas: Replicas, identity: Callable[[], str | None]) -> None:
+    """Refuse that two processes of one machine use one device. All processes call this. `identity` tells a device from
     others; None: the process has chosen one of several by its place. `BackendUnavailable`: another process has it."""
     if replicas.num_processes == 1:
         return
-    mine = platform.node(), device
-    if replicas.everyone(mine).count(mine) > 1 and device is not None:
+    mine = platform.node(), identity()
+    if replicas.everyone(mine).count(mine) > 1 and mine[1] is not None:
         what = f"{replicas.local_size} processes of this machine cannot share one device"
         how = "start one process for each device, and let each process see its own, or all of them"
         raise BackendUnavailable(what, where=f"rank {replicas.rank}", how=how)

@@ -15,7 +15,7 @@ __all__ = ["backends", "import_file", "schema", "show"]
 
 
 def backends() -> None:
-    """List the devices that LEMA supports, and say why one cannot run here."""
+    """List the devices that LEMA supports, say why one cannot run here, and where LEMA has run on it."""
     from lema.backend import available
 
     known = list(available())
@@ -23,6 +23,8 @@ def backends() -> None:
         raise BackendUnavailable("no backend is installed", how="pip install lema brings one for the CPU")
     for backend in known:
         typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
+        if backend.proven:
+            typer.echo(f"  proven: {backend.proven}")
 
 
 def show(config: ConfigFile, phase: PhaseNamed = None, settings: Settings = None) -> None:

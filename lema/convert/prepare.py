@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from lema.storage.diskspace import disk_errors
 from lema.storage.header import TensorRecord
 from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, origin_of
-from lema.storage.tensorfile import tensor_file
+from lema.storage.tensorfile import TensorSpec, ends_apart, tensor_file
 
 __all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors", "visit_order"]
 
@@ -95,7 +96,7 @@ def write_weights(
     order, state = visit_order(model), model.state_dict()
     quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
     specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
-    specs = specs if quantizer is None else quantizer.specs(specs)
+    specs = _aligned(specs, find_layers(model)[0]) if quantizer is None else quantizer.specs(specs)
     metadata = METADATA if quantizer is None else quantizer.metadata(order)
     with tensor_file(file, specs, metadata | origin, progress) as out:
         for name in order:
@@ -122,6 +123,18 @@ def write_weights(
     expanded = names is not None and bool(names.quantized)
     changes = {"quantization_config": None, "dtype": main_dtype(model)} if expanded else {}
     return Prepared(file, file, names, changes=changes)
+
+
+def _aligned(specs: list[TensorSpec], layers_name: str) -> list[TensorSpec]:
+    """Return what is written in an order in which those of each layer that are whole vectors long come before others,
+    so that they begin at whole vectors: a file has no padding between tensors."""
+    prefix = f"{layers_name}."
+
+    def layer(spec: TensorSpec) -> str:
+        inside = spec[0].startswith(prefix)
+        return spec[0].removeprefix(prefix).partition(".")[0] if inside else ""
+
+    return [spec for _, group in groupby(specs, layer) for spec in sorted(group, key=ends_apart)]
 
 
 def _dtypes_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:

@@ -21,7 +21,7 @@ from lema.storage.header import DTYPE_BITS
 from lema.storage.index import MARKED, PREPARED_MARK
 from lema.storage.quantized.formats import KINDS, LIBRARIES, expand
 from lema.storage.quantized.records import PartSpecs, pieces
-from lema.storage.tensorfile import TensorSpec
+from lema.storage.tensorfile import TensorSpec, ends_apart
 
 __all__ = ["Precision", "Quantizer", "check_kind", "show"]
 
@@ -93,8 +93,9 @@ class Quantizer:
         return cls(kind, dtypes[next(iter(chosen))], chosen, unchanged, refused, layers_name)
 
     def specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-        """Return what is written instead of `specs`: parts for what is quantised; wide dtypes first in each layer. So
-        every tensor lies at a multiple of its dtype's size, and is used where it is read to."""
+        """Return what is written instead of `specs`: parts for what is quantised; in each layer those of whole
+        vectors first, then wide dtypes. So every tensor lies at a multiple of its dtype's size at least, and is used
+        where it is read to."""
         library = LIBRARIES[KINDS[self.kind]]
         groups: dict[str, list[TensorSpec]] = {}
         for spec in specs:
@@ -109,7 +110,7 @@ class Quantizer:
                 groups[group].append(spec)
         for group in groups:
             if group.startswith(f"{self._layers_name}."):
-                groups[group].sort(key=lambda spec: -DTYPE_BITS[spec[1]])
+                groups[group].sort(key=lambda spec: (ends_apart(spec), -DTYPE_BITS[spec[1]]))
         return [spec for group in groups.values() for spec in group]
 
     def metadata(self, names: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.activations.boundaries import TierName
+from lema.activations.hoststates import HostStates
 from lema.activations.kept import BoundaryArena, KeptGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
@@ -41,7 +42,6 @@ from lema.stream import LayerStream, Lease, StreamCounters
 __all__ = ["StreamedModel"]
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
-Wait = torch.device | str | None
 
 
 class StreamedModel:
@@ -104,6 +104,7 @@ class StreamedModel:
         self.retry = self.engine.retry
         self.retry.recomputes = recompute
         self.inputs = Inputs(backend)
+        self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
         self.objective: Objective | None = None
@@ -296,31 +297,36 @@ class StreamedModel:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens
 
-    def hidden_states(self, micro_batches: MicroBatches, wait: Wait = None) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph. Between
-        layers they `wait` on this device; None: on the model's."""
-        return self._forward(self.inputs.place(list(map(self.padding.of, self.retry.cut(micro_batches)))), wait=wait)
+    def hidden_states(self, micro_batches: MicroBatches, *, on_host: bool = False) -> Iterator[tuple[Any, ...]]:
+        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph. If
+        `on_host` they wait in host memory between layers, as `lema.activations.hoststates` has them."""
+        away = self._away if on_host and not self.backend.memory().shared else None
+        batches = list(map(self.padding.of, self.retry.cut(micro_batches)))
+        return self._forward(self.inputs.place(batches), away=away)
 
     def _forward(
         self,
         micro_batches: MicroBatches,
         join: Callable[[list[list[LayerCall]], Lease | None], Beside | None] = lambda *_: None,
         joined: list[Beside] | None = None,
-        wait: Wait = None,
-    ) -> Iterator[tuple[Tensor, ...]]:
+        away: HostStates | None = None,
+    ) -> Iterator[tuple[Any, ...]]:
         """Yield the hidden states before the first layer and after each; rows from `join` are added to `joined`."""
         self.stream.cancel()
         self.stream.announce(self.stream.forward_order())
         with self._first_lease(micro_batches) as first:
-            hidden, calls = self.prelude(micro_batches, first, wait=wait)
+            hidden, calls = self.prelude(micro_batches, first, away=away)
             if (beside := join(calls, first)) is not None and joined is not None:
                 joined.append(beside)
             yield hidden
-            hidden = visit_frozen(self.engine, 0, calls[0], self.split.enter(hidden), beside, wait)
+            entered = self.split.enter(hidden) if away is None else hidden
+            hidden = visit_frozen(self.engine, 0, calls[0], entered, beside, away)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = visit_frozen(self.engine, layer, calls[layer], hidden, beside, wait)
+            hidden = visit_frozen(self.engine, layer, calls[layer], hidden, beside, away)
             yield hidden
+        if away is not None:
+            away.turn()
 
     def _placed(
         self, micro_batches: MicroBatches, **options: Any
@@ -345,16 +351,25 @@ class StreamedModel:
         return nullcontext() if known else self.stream.lease(0)
 
     def prelude(
-        self, micro_batches: MicroBatches, first: Lease | None, *, differentiate: bool = False, wait: Wait = None
-    ) -> tuple[tuple[Tensor, ...], list[list[LayerCall]]]:
-        """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch."""
+        self,
+        micro_batches: MicroBatches,
+        first: Lease | None,
+        *,
+        differentiate: bool = False,
+        away: HostStates | None = None,
+    ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
+        """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch. States
+        that go `away` do so as each is made, as the first layer is given them."""
+        hidden: list[Any] = []
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
         with self.retry.at("before the layers"), nullcontext() if self.head is None else self.head.standing_in():
-            for batch in micro_batches:
+            for number, batch in enumerate(micro_batches):
                 prelude = self.split.prelude(model_inputs(batch), weights, differentiate=differentiate)
-                preludes.append(prelude if wait is None else replace(prelude, hidden=prelude.hidden.to(wait)))
-        calls = [[prelude.calls[layer] for prelude in preludes] for layer in range(self.split.num_layers)]
-        return tuple(prelude.hidden for prelude in preludes), calls
+                state = prelude.hidden
+                hidden.append(state if away is None else away.keep(number, *self.split.enter([state])))
+                preludes.append(prelude.calls)
+        calls = [[own[layer] for own in preludes] for layer in range(self.split.num_layers)]
+        return tuple(hidden), calls
 
     def waiting_places(
         self, hidden: Sequence[Tensor], lowest: int, end: int

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lema.activations.hoststates import HostState, HostStates, on_device
 from lema.activations.kept import StepBoundaries, StepGraphs
 from lema.backend import Backend
 from lema.backend.interrupt import NEVER
@@ -134,26 +135,25 @@ def visit_frozen(
     engine: Engine,
     layer: int,
     calls: Sequence[LayerCall],
-    hidden: Sequence[Tensor],
+    hidden: Sequence[Any],
     beside: Beside | None = None,
-    wait: torch.device | str | None = None,
-) -> tuple[Tensor, ...]:
+    away: HostStates | None = None,
+) -> tuple[Any, ...]:
     """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s. Hidden states come from
-    where they wait and go to the device `wait`; None: they are on the right one."""
-    outputs, place = [], f"in the forward of layer {layer}"
+    host memory, and go `away` there; None: they are on the device."""
+    outputs, place = list[Any](), f"in the forward of layer {layer}"
     with engine.leased(layer, "forward") as lease:
 
-        def run(call: LayerCall, state: Tensor) -> Tensor:
-            made = engine.split.run_layer(layer, lease.weights, call, state.to(engine.backend.device))
-            return made if wait is None else made.to(wait, non_blocking=True)
+        def run(index: int) -> Tensor | HostState:
+            made = engine.split.run_layer(layer, lease.weights, calls[index], on_device(hidden, index))
+            return made if away is None else away.keep(index, made)
 
         if layer in engine.split.groups:
-            states = (state.to(engine.backend.device) for state in hidden)
-            made = through_groups(engine, lease, calls, states)
-            return tuple(one if wait is None else one.to(wait, non_blocking=True) for one in made)
-        for call, state in zip(calls, hidden, strict=True):
+            made = through_groups(engine, lease, calls, (on_device(hidden, index) for index in range(len(hidden))))
+            return tuple(made) if away is None else tuple(away.keep(*one) for one in enumerate(made))
+        for index in range(len(calls)):
             engine.stop.poll()
-            outputs.append(engine.retry.run_forward(place, partial(run, call, state), engine.generator_state()))
+            outputs.append(engine.retry.run_forward(place, partial(run, index), engine.generator_state()))
         if beside is not None:
             beside.through(layer, lease, hidden)
     return tuple(outputs)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.errors import ModelError
-from lema.model.outer_weights import put
+from lema.model.outer_weights import put, settle_tensors
 
 __all__ = ["Read", "check_attached", "check_saved_modules", "make_real", "take_off"]
 
@@ -127,6 +127,7 @@ def make_real(
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.untyped_storage().nbytes() > parameter.nbytes:
             parameter.data = parameter.data.clone()  # outside the layers, all frozen tensors lie in one allocation
+    settle_tensors(model, device)
 
 
 def _as_drawn(model: nn.Module) -> Iterator[LoraLayer]:

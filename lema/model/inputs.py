@@ -23,8 +23,9 @@ __all__ = ["Inputs", "add_noise", "model_inputs"]
 
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
 TARGETS = "targets"
-ALIGNMENT = 64  # of a tensor in memory: torch's own
+ALIGNMENT = 256  # of a tensor in memory: a multiple of torch's own
 NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
+LEAST_BYTES = 4096  # of a buffer
 MicroBatch = Mapping[str, Tensor]
 
 
@@ -46,12 +47,19 @@ def add_noise(model: PreTrainedModel, alpha: float) -> None:
 
 
 class Inputs:
-    """Puts the tensors of micro-batches on the device."""
+    """Puts the tensors of micro-batches on the device, through page-locked buffers that are used in turn: the next is
+    the one whose copy began longest ago. It is waited for, so there are as many as copies of one step (`expect`)."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._shared = backend.memory().shared
         self._buffers: deque[tuple[Tensor, Upload]] = deque()
+        self._num_buffers = NUM_BUFFERS
+        self._largest = LEAST_BYTES
+
+    def expect(self, num_copies: int) -> None:
+        """Have as many buffers as a step makes copies, so that each is used again in the next step, and not before."""
+        self._num_buffers = max(self._num_buffers, num_copies)
 
     def place(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
         """Return the same micro-batches on the device: views of memory that nothing else uses."""
@@ -73,6 +81,7 @@ class Inputs:
         placed = self.place([{**model_inputs(batch), TARGETS: target} for batch, target in pairs])
         there = [batch.pop(TARGETS) for batch in placed]
         if tables is not None:
+            tables.expect(len(micro_batches))
             for batch, original in zip(placed, micro_batches, strict=True):
                 tables.remember(batch["input_ids"], original["input_ids"])
         return placed, there
@@ -91,12 +100,15 @@ class Inputs:
         return [_view(slot, start, tensor) for tensor, start in zip(tensors, starts, strict=True)]
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """Return a host buffer that no copy reads any more; that of the step before last has long been copied."""
-        if len(self._buffers) < NUM_BUFFERS:
-            return self._backend.host_buffer(nbytes)
+        """Return a host buffer that no copy reads any more: that of the step before has long been copied."""
+        # Twice as large, and all that are new alike, because locking memory takes long, and batches change in length.
+        while self._largest < nbytes:
+            self._largest *= 2
+        if len(self._buffers) < self._num_buffers:
+            return self._backend.host_buffer(self._largest)
         buffer, upload = self._buffers.popleft()
         upload.drained()
-        return buffer if len(buffer) >= nbytes else self._backend.host_buffer(nbytes)
+        return buffer if len(buffer) >= nbytes else self._backend.host_buffer(self._largest)
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:

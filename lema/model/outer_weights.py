@@ -5,7 +5,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -24,12 +24,14 @@ from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges, rows_of
 from lema.stream.lease import expand_into
-from lema.stream.placement import LayerBytes, place, views
+from lema.stream.placement import LayerBytes, in_slot, place, slot_layout, views
 from lema.stream.reader import LayerReader, StoredRows
+from lema.stream.slotlayout import upload_to, whole
 
 __all__ = [
     "ExpertParts",
     "StoredTensors",
+    "buffer_bytes",
     "draw_head",
     "expanded_weights",
     "expert_parts",
@@ -37,7 +39,11 @@ __all__ = [
     "load_outside",
     "place_outside",
     "put",
+    "settle_tensors",
+    "tensors_elsewhere",
 ]
+
+OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has: hooks, and what it registers
 
 
 def layer_bytes(
@@ -166,8 +172,9 @@ class StoredTensors:
         if not placed.expansions and not has_addresses(self.backend.device):
             # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
             return {name: one.to(self.backend.device) for name, one in views(buffer, placed).items()}
-        on_device = self.backend.device_slots(placed.nbytes, 1).upload(buffer).wait()
-        found = expanded_weights(on_device, placed)
+        layout = whole(0, placed.nbytes) if self.backend.memory().shared else slot_layout(placed)
+        on_device = upload_to(self.backend.device_slots(placed.nbytes, 1), buffer, layout).wait()
+        found = expanded_weights(on_device, in_slot(placed, layout))
         self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
         return found
 
@@ -191,7 +198,8 @@ def load_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> int:
     """Make every stored tensor that text reaches outside the decoder layers real, on the device; return their bytes.
-    Tensors that are tied stay one tensor; those `left_out` stay as they are."""
+    Tensors that are tied stay one tensor; those `left_out` stay as they are. What no checkpoint has, as rotary tables,
+    is on the device afterwards as well."""
     outside, placed = place_outside(model, stored, layers_name, left_out)
     tied = _same_object(model)
     real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
@@ -205,7 +213,90 @@ def load_outside(
             if parameter.is_meta and not is_in(first, [layers_name, *left_out]):
                 zero = torch.zeros((), dtype=parameter.dtype, device=stored.backend.device)
                 put(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
+    settle_tensors(model, stored.backend.device)
     return placed.nbytes + placed.expanded_bytes
+
+
+def settle_tensors(model: nn.Module, device: torch.device) -> None:
+    """Move to the device every tensor of a model that is neither there nor without values: parameters, buffers, those
+    of the layers among them, and tensors in other attributes of modules, in lists, tuples and dicts too. A model's code
+    expects to find them where its weights are; where it moves them itself, in each forward, the host would wait.
+
+    What is elsewhere on purpose is in no attribute of a module: a table in host memory is its function's, and what is
+    leased has no values until then. Tensors that are one stay one.
+    """
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # by `id`, with the tensor, so that no other one gets its number
+
+    def there(tensor: Tensor) -> Tensor:
+        if not _elsewhere(tensor, device):
+            return tensor
+        if id(tensor) not in moved:
+            copy = tensor.detach().to(device)
+            if isinstance(tensor, nn.Parameter):
+                copy = nn.Parameter(copy, requires_grad=tensor.requires_grad)
+            moved[id(tensor)] = tensor, copy
+        return moved[id(tensor)][1]
+
+    for module in model.modules():
+        both: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for registered in both:
+            for name, tensor in registered.items():
+                if tensor is not None:
+                    registered[name] = there(tensor)
+        for name, value in _plain(module):
+            vars(module)[name] = _mapped(value, there)
+
+
+def tensors_elsewhere(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors that `settle_tensors` would move, by name; of several in one attribute each with a number."""
+    return {name: tensor for name, tensor in _tensors(model) if _elsewhere(tensor, device)}
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """Return the bytes that a model's buffers, and tensors in other attributes, take of a device with memory of its
+    own. Those that were stored are not counted: they lie with the weights outside the layers, in one allocation."""
+    found = {id(one): one for _, one in _tensors(model) if not isinstance(one, nn.Parameter) and not one.is_meta}
+    return sum(one.nbytes for one in found.values() if one.untyped_storage().nbytes() <= one.nbytes)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that modules have in any attribute, with their names."""
+    for path, module in model.named_modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items(), *_plain(module)]:
+            inside: list[Tensor] = []
+
+            def note(tensor: Tensor, inside: list[Tensor] = inside) -> Tensor:
+                inside.append(tensor)
+                return tensor
+
+            _mapped(value, note)
+            for number, tensor in enumerate(inside):
+                part = f"[{number}]" if len(inside) > 1 else ""
+                yield f"{path}.{name}{part}".removeprefix("."), tensor
+
+
+def _elsewhere(tensor: Tensor, device: torch.device) -> bool:
+    return not tensor.is_meta and tensor.device != device
+
+
+def _plain(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the attributes of a module that are not torch's own."""
+    return [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a value with its tensors changed: those in lists and dicts in place, so that who shares them sees it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | dict):
+        for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if (new := _mapped(one, change)) is not one:
+                value[key] = new
+    elif isinstance(value, tuple):
+        items = [_mapped(one, change) for one in value]
+        if any(new is not one for new, one in zip(items, value, strict=True)):
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
 
 
 def place_outside(

@@ -135,6 +135,10 @@ class RowTables:
         """Return the embedding with this weight, be it looked up row by row or, by now, whole."""
         return self._embeddings[name]
 
+    def expect(self, num_micro_batches: int) -> None:
+        """Know how many micro-batches the step has, each of which looks its ids up in every table."""
+        self._inputs.expect(num_micro_batches * len(self._tables))
+
     def remember(self, ids: Tensor, same: Tensor) -> None:
         """Note what ids on the device are, for as long as they are there, so that the device need not be asked."""
         self._known = [(ref, one) for ref, one in self._known if ref() is not None]

@@ -332,15 +332,16 @@ class Split:
             logits = self._followed(tape, partial(self._logits, few), capture.as_leaf)
         if len(tape.calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
-        enough = partial(self._is_enough, few=few, shape=logits.shape)
+        enough = partial(self._is_enough, few=few, shape=logits.shape, top=tape.calls[-1].returns[0])
         try:
             self._cut[self.model.training] = find_cut(tape, logits, enough)
         except CannotCut as error:
             raise self._refusal(str(error)) from error
 
-    def _is_enough(self, cut: int, given: Tensor, few: Mapping[str, Tensor], shape: torch.Size) -> bool:
-        """Whether the head gives logits of this shape for what is `given` alone, token by token."""
-        if given.dim() != 3 or given.shape[:2] != shape[:2] or given.shape == shape:
+    def _is_enough(self, cut: int, given: Tensor, few: Mapping[str, Tensor], shape: torch.Size, top: int) -> bool:
+        """Whether the head gives logits of this shape for what is `given` alone, token by token. What has their shape
+        and comes after `top`, the last layer's output, may be logits already, before they are capped or scaled."""
+        if given.dim() != 3 or given.shape[:2] != shape[:2] or (given.shape == shape and cut != top):
             return False
         try:
             with torch.no_grad(), capture.without_dropout(self.model):

@@ -109,6 +109,7 @@ class Demand:
     layers: tuple[LayerCost, ...]  # from the lowest up; the last may be pieces of the head
     lowest: int = 0  # the lowest layer that gradients reach
     outside_bytes: int = 0  # embeddings, final norm, head
+    buffer_bytes: int = 0  # of tensors that no checkpoint has, as rotary tables; on a shared device none are copied
     adapter_bytes: int = 0  # what trains, with gradients and optimizer state
     working_bytes: int = 0  # one micro-batch in one layer, or in the head, where that is more
     flight_bytes: int = 0  # hidden states between two layers, and the layers' other arguments
@@ -162,7 +163,7 @@ class Demand:
     def fixed_bytes(self) -> int:
         """Device memory that no allocation changes."""
         beside = self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
-        return self.outside_bytes + self.adapter_bytes + self.gradient_bytes + beside
+        return self.outside_bytes + self.buffer_bytes + self.adapter_bytes + self.gradient_bytes + beside
 
     @property
     def gradient_bytes(self) -> int:
@@ -212,7 +213,7 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     return {
         "slots": _ring(demand, allocation, in_place=demand.shared),
         "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
-        "outside": demand.outside_bytes,
+        "outside": demand.outside_bytes + demand.buffer_bytes,
         "adapters": demand.adapter_bytes,
         "gradients": demand.gradient_bytes,
         "working": demand.working_bytes,

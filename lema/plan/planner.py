@@ -19,6 +19,7 @@ from lema.config import LemaConfig
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.optim import moments_elsewhere
 from lema.errors import MemoryLimitError, ModelError
+from lema.model.outer_weights import buffer_bytes
 from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
 from lema.plan.allocate import allocated, ample, layers_stay, of_one_process, untimed, whether_recomputed
@@ -82,6 +83,8 @@ class Planner:
             groups=self.blueprint.group_bytes,
         )
         rows = self.blueprint.tables.row_bytes * (shape or self.shape).tokens
+        if not known.shared:
+            known = replace(known, buffer_bytes=buffer_bytes(self.blueprint.model))
         known = replace(known, row_bytes=rows, expanded_bytes=self.blueprint.expanded_bytes)
         parts = self.blueprint.parallel.size
         if self.backend is None:

@@ -187,7 +187,8 @@ def demand_of(
         spent = LayerSeconds() if timings is None else timings.layers[kind].times(times)
         saved = 0 if workload is None else round(times * workload.works[kind].saved_bytes)
         parts = (groups or {}).get(index, (layer.nbytes,))
-        sizes = (sum(parts), layer.read_bytes, sum(parts), saved)
+        uploaded = sum(parts) if shared or len(parts) > 1 else layer.upload_bytes
+        sizes = (sum(parts), layer.read_bytes, uploaded, saved)
         forward = spent.forward * (1 if shape is None else 1 + shape.micro_batch.beside)
         seconds = (spent.expand, forward, spent.recompute, spent.backward)
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
@@ -198,7 +199,8 @@ def demand_of(
     for piece in pieces:
         part = product * piece.nbytes / sum(one.nbytes for one in pieces)
         seconds = (0.0, part, part, part)
-        costs.append(LayerCost(piece.nbytes, piece.read_bytes, piece.nbytes, 0, *seconds))
+        uploaded = piece.nbytes if shared else piece.upload_bytes
+        costs.append(LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, *seconds))
     known = Demand(
         tuple(costs),
         lowest=lowest,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lema.backend import Alone, MemoryStats
+from lema.backend import Alone, MemoryStats, SlotLayout
 from lema.plan.cost import Speeds
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
@@ -156,16 +156,18 @@ class _Slot:
     device: VirtualDevice
     memory: Tensor | None
 
-    def upload(self, source: Tensor) -> _Upload:
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> _Upload:
+        """Queue the copy of a source, or of what a layout says of it."""
         device, known = self.device, self.device.memory_of(source)
         if known.content is None or known.filled > device.clock.now:
             raise ScheduleError("a buffer was uploaded before it was filled")
         if self.memory is None:
             return _Upload(device, source, known, known.filled, known.filled)
         target = device.memory_of(self.memory)
+        nbytes = source.numel() if layout is None else layout.copied
         if target.leased:
             raise ScheduleError("more layers are held than there are slots")
-        _, done = device.link.do(source.numel(), max(device.clock.now, target.in_use))
+        _, done = device.link.do(nbytes, max(device.clock.now, target.in_use))
         known.in_use = max(known.in_use, done)
         target.content, target.filled, target.in_use, target.leased = known.content, done, done, True
         return _Upload(device, self.memory, target, known.filled, done)

@@ -18,11 +18,18 @@ from lema.storage.directio import BlockFile
 from lema.storage.diskspace import disk_errors
 from lema.storage.header import DTYPE_BITS, TensorRecord
 
-__all__ = ["ALIGNMENT", "TensorFile", "TensorSpec", "read_into", "read_pieces", "tensor_file"]
+__all__ = ["ALIGNMENT", "TensorFile", "TensorSpec", "ends_apart", "read_into", "read_pieces", "tensor_file"]
 
 ALIGNMENT = 4096  # of the data section: a reader past the page cache needs whole pages
+VECTOR = 16  # bytes that kernels load at once
 PIECE_BYTES = 1 << 20  # a multiple of every dtype's size; small enough that its memory is used again, not mapped again
 TensorSpec = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
+
+
+def ends_apart(spec: TensorSpec) -> bool:
+    """Return whether a tensor's bytes are no whole number of vectors, so that what follows it begins within one."""
+    _, dtype, shape = spec
+    return bool(prod(shape) * DTYPE_BITS[dtype] // 8 % VECTOR)
 
 
 @contextmanager

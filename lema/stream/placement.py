@@ -8,6 +8,7 @@ buffer, which it is expanded into. With `shard_weights` a layer is cut into equa
 them, one after the other, are the slot, with some padding at the end.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -17,17 +18,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lema.backend import SlotLayout
 from lema.errors import ConfigError
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import CUT, QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, Move, Piece
+from lema.stream.slotlayout import SLOT_ALIGNMENT, VECTOR, Packed, lay_out, part_of, whole
 
 __all__ = ["DTYPES", "PAGE", "ByteRun", "LayerBytes", "part_bytes", "place"]
 
 T = TypeVar("T")
 PAGE = 4096
-VECTOR = 16  # bytes that kernels load at once
-CACHE_LINE = 64  # what memory for a tensor of its own begins at, and kernels are fastest at
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -105,7 +106,7 @@ class LayerBytes:
     tensors: tuple[Placed, ...]  # the parameters that are used where they lie in the slot
     runs: tuple[ByteRun, ...]  # what is read straight into the slot
     casts: tuple[Cast, ...]  # what is read aside, then cast into its place
-    nbytes: int  # of the slot
+    nbytes: int  # of the slot, and of the host buffer
     expansions: tuple[Expansion, ...] = ()  # the parameters that lie in the slot quantised
     name: str = ""  # by which messages name a part of a layer; empty: it is a layer, and has its number
 
@@ -126,10 +127,50 @@ class LayerBytes:
         return max((_round_up(prod(shape) * dtype.itemsize) for shape, dtype in cut), default=0)
 
     @property
+    def upload_bytes(self) -> int:
+        """Bytes that are copied to the slot of a device with memory of its own."""
+        return slot_layout(self).copied
+
+    @property
     def read_bytes(self) -> int:
         """Bytes that are read from disk for one lease of this layer."""
         aside = sum(nbytes for cast in self.casts for _, nbytes in cast.ranges()[0])
         return sum(run.nbytes for run in self.runs) + aside
+
+
+def slot_layout(layer: LayerBytes) -> SlotLayout:
+    """Return where a layer's bytes go in a slot of a device with memory of its own: weights begin at multiples of
+    `SLOT_ALIGNMENT`, parts of quantised ones at multiples of `VECTOR`. Of a layer without tensors, all as it is."""
+    packed = [Packed(tensor.offset, tensor.nbytes) for tensor in layer.tensors]
+    packed += [Packed(part.offset, part.nbytes, VECTOR) for one in layer.expansions for part in one.parts.values()]
+    return lay_out(packed) if packed else whole(0, layer.nbytes)
+
+
+def in_slot(layer: LayerBytes, layout: SlotLayout) -> LayerBytes:
+    """Return a layer whose tensors lie in their slot where a layout puts them; what is read, and to where, stays."""
+    starts = [span.start for span in layout.spans]
+
+    def laid(tensor: Placed) -> Placed:
+        # The last span that begins there or before: one that is empty may begin where another does.
+        span = layout.spans[bisect_right(starts, tensor.offset) - 1]
+        return replace(tensor, offset=span.slot + tensor.offset - span.start)
+
+    return replace(
+        layer,
+        tensors=tuple(map(laid, layer.tensors)),
+        expansions=tuple(
+            replace(one, parts={name: laid(part) for name, part in one.parts.items()}) for one in layer.expansions
+        ),
+    )
+
+
+def misaligned(layer: LayerBytes) -> str | None:
+    """Name a weight that a kernel of a device with memory of its own could refuse where it lies in the slot, or in the
+    buffer of expanded weights; None: there is none."""
+    places = [(tensor, SLOT_ALIGNMENT) for tensor in layer.tensors]
+    places += [(one.placed, SLOT_ALIGNMENT) for one in layer.expansions]
+    places += [(part, VECTOR) for one in layer.expansions for part in one.parts.values()]
+    return next((tensor.name for tensor, alignment in places if tensor.offset % alignment), None)
 
 
 def place(tensors: Mapping[str, tuple[Stored, torch.dtype]]) -> LayerBytes:
@@ -151,10 +192,13 @@ def place(tensors: Mapping[str, tuple[Stored, torch.dtype]]) -> LayerBytes:
     expansions, size = [], 0
     for name, (record, dtype) in quantized.items():
         places = {part: placed[f"{name}: {part}"] for part in record.parts}
-        expanded = Placed(name, _round_up(size, CACHE_LINE), dtype, torch.Size(record.shape))
+        expanded = Placed(name, _round_up(size, SLOT_ALIGNMENT), dtype, torch.Size(record.shape))
         expansions.append(Expansion(record.library, places, record.about, expanded))
         size = expanded.offset + expanded.nbytes
-    return LayerBytes(tuple(placed[name] for name in plain), runs, casts, end, tuple(expansions))
+    layer = LayerBytes(tuple(placed[name] for name in plain), runs, casts, end, tuple(expansions))
+    # One number of bytes for host buffer and slot: in the slot, pages are not kept, but many small tensors may have
+    # more padding between them.
+    return replace(layer, nbytes=max(end, _round_up(slot_layout(layer).nbytes)))
 
 
 def _place_plain(
@@ -238,18 +282,6 @@ def extent(layer: LayerBytes) -> tuple[int, int]:
     return min((tensor.offset for tensor in placed), default=0), max(ends, default=0)
 
 
-def moved(layer: LayerBytes, by: int) -> LayerBytes:
-    """Return a layer whose tensors lie `by` bytes further down in their slot; what is read, and to where, stays."""
-    return replace(
-        layer,
-        tensors=tuple(replace(tensor, offset=tensor.offset - by) for tensor in layer.tensors),
-        expansions=tuple(
-            replace(one, parts={name: replace(part, offset=part.offset - by) for name, part in one.parts.items()})
-            for one in layer.expansions
-        ),
-    )
-
-
 def views(slot: Tensor, layer: LayerBytes, expanded: Tensor | None = None) -> dict[str, Tensor]:
     """Return the layer's tensors as views of `slot`, uint8 `[at least layer.nbytes]`; expanded ones, of `expanded`."""
     placed = {tensor.name: view(slot, tensor) for tensor in layer.tensors}
@@ -286,22 +318,40 @@ def rank_share(layer: LayerBytes, rank: int, size: int) -> LayerBytes:
     """Return the share of a layer that process `rank` of `size` reads, as bytes in a slot of their own. It has no
     tensors, because there are none before all shares are together. Bytes beyond the layer's end are not read."""
     nbytes = part_bytes(layer.nbytes, size)
-    begin, end = rank * nbytes, (rank + 1) * nbytes
+    return _share(layer, rank * nbytes, (rank + 1) * nbytes, nbytes)
+
+
+def slot_share(layer: LayerBytes, layout: SlotLayout, rank: int, size: int) -> tuple[LayerBytes, SlotLayout]:
+    """Return the same where slots have a layout of their own: the parts of all processes, one after the other, are the
+    slot as that lays it out. Returns the layout of this process's part, from its host buffer, too."""
+    nbytes = part_bytes(layer.nbytes, size)
+    begin, end, part = part_of(layout, rank * nbytes, (rank + 1) * nbytes)
+    origin = begin // PAGE * PAGE
+    share = _share(layer, begin, end, max(nbytes, _round_up(end - origin)))
+    spans = tuple(replace(span, start=span.start - origin) for span in part.spans)
+    return share, replace(part, spans=spans)
+
+
+def _share(layer: LayerBytes, begin: int, end: int, nbytes: int) -> LayerBytes:
+    """Return what is read of a layer's slot from byte `begin` to `end`, into a buffer that begins with their page."""
     return LayerBytes((), tuple(_runs(layer, begin, end)), tuple(_casts(layer, begin, end)), nbytes, name=layer.name)
 
 
 def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[ByteRun]:
+    origin = begin // PAGE * PAGE
     for run in layer.runs:
         first, last = max(run.slot_offset, begin), min(run.slot_offset + run.nbytes, end)
         if first < last:
             yield replace(
-                run, offset=run.offset + first - run.slot_offset, nbytes=last - first, slot_offset=first - begin
+                run, offset=run.offset + first - run.slot_offset, nbytes=last - first, slot_offset=first - origin
             )
 
 
 def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
-    """Cut tensors that are cast between elements: they begin at a page, and a page holds whole elements. `ConfigError`:
-    a tensor is put together from pieces that change their order or their type."""
+    """Cut tensors that are cast between elements: they begin at a multiple of `SLOT_ALIGNMENT` in the slot, which holds
+    whole elements, and so does a page. `ConfigError`: a tensor is put together from pieces that change their order or
+    their type."""
+    origin = begin // PAGE * PAGE
     for cast in layer.casts:
         record, placed = cast.record, cast.placed
         if cast.move is not None:
@@ -314,4 +364,4 @@ def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
         skipped, count = (first - placed.offset) // placed.dtype.itemsize, (last - first) // placed.dtype.itemsize
         width = record.nbytes // placed.shape.numel()  # of one element on disk
         stored = replace(record, offset=record.offset + skipped * width, nbytes=count * width, shape=(count,))
-        yield Cast(stored, replace(placed, offset=first - begin, shape=torch.Size((count,))))
+        yield Cast(stored, replace(placed, offset=first - origin, shape=torch.Size((count,))))

@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from torch import Tensor
 
-from lema.backend import Backend, Replicas, Upload
+from lema.backend import Backend, Replicas, SlotLayout, Upload
 from lema.backend.hostmemory import read_only
 from lema.errors import NonFiniteError, ReadError
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
+from lema.stream.slotlayout import upload_to
 from lema.stream.workers import Ticket
 
 __all__ = ["fill"]
@@ -30,11 +31,11 @@ def fill(
     reader: LayerReader,
     *,
     shared: bool,
-    spans: Sequence[slice],
+    layouts: Sequence[SlotLayout],
     held: Mapping[int, Tensor] = {},
 ) -> tuple[dict[int, Upload], dict[int, Tensor]]:
     """Read the layers that stay; return the uploads of those on the device, and the others' host memory by layer. All
-    processes call this, with the same layers. `spans` are the bytes of each layer's buffer that are uploaded. If
+    processes call this, with the same layers. `layouts` say where the bytes of each layer's buffer go in a slot. If
     `shared`, all processes keep the same bytes, so that those of a machine need them once; else what is `held` already
     is not read. `ReadError`: reading failed, here or in another process; `NonFiniteError`: a weight is NaN or infinite,
     here or in another process."""
@@ -55,7 +56,7 @@ def fill(
     try:
         temporary = _arrived(sorted(residents), layers, reader, lambda one: backend.host_buffer(layers[one].nbytes))
         for layer, buffer in temporary:
-            uploads[layer] = backend.device_slots(buffer.numel(), 1).upload(buffer[spans[layer]])
+            uploads[layer] = upload_to(backend.device_slots(buffer.numel(), 1), buffer, layouts[layer])
             uploads[layer].wait()
             backend.synchronize()  # because the buffer goes here, and the copy may still be reading it
             del buffer  # because the next one is made before this name is given to it

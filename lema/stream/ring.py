@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lema.backend import Backend, DeviceSlots, Upload
+from lema.backend import Backend, DeviceSlots, SlotLayout, Upload
 from lema.backend.trace import NoTrace
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import Order, place_to_refill
+from lema.stream.slotlayout import upload_to
 from lema.stream.workers import Ticket
 
 __all__ = ["DeviceSlot", "HostBuffer", "LayerRing", "StreamCounters"]
@@ -89,10 +90,10 @@ class DeviceSlot:
     upload: Upload | None = None
     _released: bool = True
 
-    def fill(self, layer: int, source: Tensor) -> Upload:
+    def fill(self, layer: int, source: Tensor, layout: SlotLayout) -> Upload:
         """Start copying a layer into the slot, which is not on lease."""
         self.empty()
-        self.upload = self.ring.upload(source)
+        self.upload = upload_to(self.ring, source, layout)
         self.layer, self._released = layer, False
         return self.upload
 
@@ -117,7 +118,7 @@ class DeviceSlot:
 
 class LayerRing:
     """Host buffers and device slots, `num_slots` of each at most, that the layers `passing` through them are leased
-    from. `host` is the memory of those that stay in host memory, `spans` are the bytes of each layer that are uploaded,
+    from. `host` is the memory of those that stay in host memory, `layouts` say where the bytes of each go in a slot,
     and `in_use` returns the layers that may not be overwritten now."""
 
     def __init__(
@@ -128,7 +129,7 @@ class LayerRing:
         backend: Backend,
         *,
         num_slots: int,
-        spans: Sequence[slice],
+        layouts: Sequence[SlotLayout],
         reader: LayerReader,
         in_use: Callable[[], Collection[int]],
         counters: StreamCounters,
@@ -136,7 +137,7 @@ class LayerRing:
         clock: Callable[[], float],
     ) -> None:
         self._layers, self._host, self._backend, self._reader = layers, host, backend, reader
-        self._spans = spans
+        self._layouts = layouts
         self._in_use, self._counters, self._trace, self._clock = in_use, counters, trace, clock
         self._order = Order()
         self._full_since: float | None = None  # the time from which on a read has been waiting for a buffer
@@ -308,16 +309,15 @@ class LayerRing:
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
-        buffer, place, span = self._buffer_of(layer), self.slots[number], self._spans[layer]
+        buffer, place, layout = self._buffer_of(layer), self.slots[number], self._layouts[layer]
         if buffer is not None:
             buffer.arrive()
         source = self._host[layer] if buffer is None else buffer.memory
-        nbytes = span.stop - span.start
-        with self._trace.span("upload", self._name_of(layer), nbytes=nbytes):
-            upload = place.fill(layer, source[span])
+        with self._trace.span("upload", self._name_of(layer), nbytes=layout.copied):
+            upload = place.fill(layer, source, layout)
         if buffer is not None:
             buffer.uploads[id(place)] = upload
-        self._counters.bytes_uploaded += nbytes
+        self._counters.bytes_uploaded += layout.copied
         return place
 
     def _name_of(self, layer: int | None) -> str:

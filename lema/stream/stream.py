@@ -13,16 +13,26 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lema.backend import Backend, Upload
+from lema.backend import Backend, SlotLayout, Upload
 from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.stream.gather import GatheredBuffers
 from lema.stream.lease import ExpandedBuffers, Lease, expand_into
-from lema.stream.placement import LayerBytes, extent, moved, rank_share, views
+from lema.stream.placement import (
+    LayerBytes,
+    extent,
+    in_slot,
+    misaligned,
+    rank_share,
+    slot_layout,
+    slot_share,
+    views,
+)
 from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing, StreamCounters
 from lema.stream.schedule import forward_order, in_parts, training_order, with_parts
+from lema.stream.slotlayout import VECTOR, whole
 from lema.stream.workers import Ticket
 
 __all__ = ["LayerStream"]
@@ -74,18 +84,24 @@ class LayerStream:
         both = self.layers[: self.num_visited], self.layers[self.num_visited :]
         self._expanded = tuple(ExpandedBuffers(some, backend) for some in both)
         self._gathered: GatheredBuffers | None = None
-        replicas, stored = backend.replicas, self.layers
-        if sharded and replicas.size > 1:
-            stored = tuple(rank_share(layer, replicas.rank, replicas.size) for layer in self.layers)
-            shares = [share.nbytes for share in stored]
-            self._gathered = GatheredBuffers(shares, backend, self._part, self._counters, trace=trace, clock=clock)
+        replicas = backend.replicas
         self._lazy = not has_addresses(backend.device)
-        spans = self._uploaded(stored)
-        self._in_slots = tuple(moved(layer, span.start) for layer, span in zip(self.layers, spans, strict=True))
+        self._sharded = sharded and replicas.size > 1
+        # Only a device with memory of its own has weights elsewhere than where they were read to.
+        self._packed = not self._lazy and not backend.memory().shared
+        stored, layouts = self.layers, [self._layout(layer) for layer in self.layers]
+        self._in_slots = tuple(map(in_slot, self.layers, layouts))
+        if self._packed:
+            wrong = next(filter(None, map(misaligned, self._in_slots)), None)
+            assert wrong is None, f"{wrong} would begin at an address that kernels refuse"
+        if self._sharded:
+            stored, layouts = self._divided(layouts)
+            parts_of = [layout.nbytes for layout in layouts]
+            self._gathered = GatheredBuffers(parts_of, backend, self._part, self._counters, trace=trace, clock=clock)
         late = replicas.size == 1 and backend.memory().shared and not self._lazy
         self._arriving = self._begun(sorted(self.residents)) if late else {}
         whole, wanted = self._gathered is None, (self.residents - self._arriving.keys(), self.host_cached)
-        uploads, self._host = fill(*wanted, stored, backend, self._reader, shared=whole, spans=spans, held=held)
+        uploads, self._host = fill(*wanted, stored, backend, self._reader, shared=whole, layouts=layouts, held=held)
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
         # A lazy device waits for and releases residents as other layers, because its graphs end there.
         self._uploads = uploads if self._gathered is not None or self._lazy else {}
@@ -97,7 +113,7 @@ class LayerStream:
             self._host,
             backend,
             num_slots=self.num_slots,
-            spans=spans,
+            layouts=layouts,
             reader=self._reader,
             in_use=self._in_use,
             counters=self._counters,
@@ -107,13 +123,22 @@ class LayerStream:
         self.slot_bytes = self._ring.slot_bytes  # of one slot: the largest streamed layer; sharded, its part
         self.sharded = self._gathered is not None  # whether this process has but a part of every layer
 
-    def _uploaded(self, stored: Sequence[LayerBytes]) -> list[slice]:
-        """Return which bytes of each layer are uploaded: all; to a lazy device those from the first tensor to the last,
-        because a tensor's place in its slot is part of a graph that layers share, and layers begin anywhere in a page.
-        """
-        if self._gathered is None and self._lazy:
-            return [slice(*extent(layer)) for layer in stored]
-        return [slice(0, layer.nbytes) for layer in stored]
+    def _layout(self, layer: LayerBytes) -> SlotLayout:
+        """Return where a layer's bytes go in its slot: with memory of the device's own, to aligned places; to a lazy
+        device those from the first tensor to the last, because a tensor's place in its slot is part of a graph that
+        layers share, and layers begin anywhere in a page. Otherwise, and where they are gathered there, as they are."""
+        if self._packed:
+            return slot_layout(layer)
+        return whole(*extent(layer)) if self._lazy and not self._sharded else whole(0, layer.nbytes)
+
+    def _divided(self, layouts: Sequence[SlotLayout]) -> tuple[tuple[LayerBytes, ...], list[SlotLayout]]:
+        """Return this process's part of each layer, and where it goes in a slot."""
+        rank, size = self._backend.replicas.rank, self._backend.replicas.size
+        if self._packed:
+            pairs = [slot_share(*pair, rank, size) for pair in zip(self.layers, layouts, strict=True)]
+            return tuple(share for share, _ in pairs), [layout for _, layout in pairs]
+        shares = tuple(rank_share(layer, rank, size) for layer in self.layers)
+        return shares, [whole(0, share.nbytes) for share in shares]
 
     @property
     def counters(self) -> StreamCounters:
@@ -185,6 +210,7 @@ class LayerStream:
     def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
         """Hold the layer that lies in `slot`, with its quantised weights expanded."""
         stored = self._in_slots[layer]
+        assert not self._packed or slot.data_ptr() % VECTOR == 0, "a slot begins at an address that kernels refuse"
         buffers = self._expanded[layer >= self.num_visited]
         expanded = buffers.take() if stored.expansions else None
         try:

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lema.backend import Backend, Upload
+from lema.backend import Backend, SlotLayout, Span, Upload
 from lema.backend.hostmemory import anonymous
+from lema.backend.registry import has_addresses
 from lema.stream.placement import PAGE
 
 __all__ = ["SLOT", "CopyPromises", "read", "source_of"]
@@ -60,6 +61,23 @@ class CopyPromises:
                 for dtype in (torch.float64, torch.float32, torch.bfloat16):
                     viewed = slot[:size].view(dtype)
                     assert torch.equal((viewed + 0).cpu(), source.view(dtype)), f"the bytes differ, read as {dtype}"
+                _give_back(upload)
+
+    def test_spans_of_a_source_go_where_a_layout_says(self) -> None:
+        """A device that has memory of its own, and addresses, puts bytes of a source to other places of the slot."""
+        with closing(self.backend()) as backend:
+            if backend.memory().shared or not has_addresses(backend.device):
+                return
+            slots = backend.device_slots(SLOT, 1)
+            for number in range(3):
+                source = source_of(backend, number, SLOT + PAGE)
+                spans = (Span(8, 1000, 0), Span(1012, 16, 1024), Span(SLOT, PAGE, 2 * PAGE))
+                upload = slots.upload(source, SlotLayout(3 * PAGE + 256, spans))
+                slot = read(upload.wait())
+                assert slot.shape == (3 * PAGE + 256,), "the slot is not as long as the layout"
+                for span in spans:
+                    here = slot[span.slot : span.slot + span.nbytes]
+                    assert torch.equal(here, source[span.start : span.start + span.nbytes]), f"{span}"
                 _give_back(upload)
 
     def test_there_may_be_many_more_uploads_than_slots(self) -> None:

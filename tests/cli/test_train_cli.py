@@ -226,7 +226,7 @@ def test_the_resolved_settings_are_what_the_run_uses(
 
 def test_backends_that_run_here_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     assert lema("backends") == 0
-    assert "cpu  ok\n" in capfd.readouterr().out
+    assert "cpu  ok\n  proven: x86-64, where all tests run\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("coefficient", "said"), [(0.001, True), (0.0, False)])

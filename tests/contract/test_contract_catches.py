@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 
-from lema.backend import Alone, Backend, MemoryStats
+from lema.backend import Alone, Backend, MemoryStats, SlotLayout
 from lema.testing import BackendContract
 from lema_cpu import CpuBackend
 
@@ -22,7 +22,12 @@ class Slots:
     def __init__(self, nbytes: int, count: int) -> None:
         self.free = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]
 
-    def upload(self, source: Tensor) -> Any:
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Any:
+        if layout is not None:
+            laid = torch.zeros(layout.nbytes, dtype=torch.uint8)
+            for span in layout.spans:
+                laid[span.slot : span.slot + span.nbytes] = source[span.start : span.start + span.nbytes]
+            source = laid
         return Upload(self, source)
 
     def take(self) -> Tensor:
@@ -119,6 +124,13 @@ class Short(Slots):
                 self.slot[: len(self.source) - 1] = self.source[:-1]
 
         return Cut(self, source)
+
+
+class Unlaid(Slots):
+    """Takes a layout, and puts the bytes where they are in the source."""
+
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Any:
+        return Upload(self, source if layout is None else source[: layout.nbytes])
 
 
 class Odd(Slots):
@@ -274,6 +286,7 @@ BREACHES: dict[str, tuple[Callable[[], Backend], str]] = {
     "never given back": (with_slots(NeverGivenBack), "there_may_be_many_more_uploads"),
     "cleared by another's release": (with_slots(ReleaseClearsAll), "a_refill_does_not_disturb"),
     "cut short": (with_slots(Short), "compute_queued_after_wait"),
+    "no layout": (with_slots(Unlaid), "spans_of_a_source"),
     "odd addresses": (with_slots(Odd), "compute_queued_after_wait"),
     "generator not set": (broken(set_rng_state=lambda self, state: None), "a_generator_state"),
     "generator seeded anew": (

@@ -1,15 +1,13 @@
-"""The class of all accelerators keeps the contract on a device that is not the CPU, with own memory and with the host's.
+"""The class of all accelerators keeps the contract on a device that is not the CPU, in both forms of memory.
 
 The second device's streams are late, its memory is filled with NaN, and work that lacks a wait is an error there.
 """
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import ClassVar
 
 import pytest
 import seconddevice
-import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from lema.backend import Backend, BackendOptions

@@ -402,7 +402,7 @@ def test_where_lema_cannot_be_imported_the_message_says_how_to_install_it() -> N
 def test_a_device_that_is_not_there_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     import gpu_software
 
-    from lema_cuda import backend
+    from lema_accelerator import backend
 
     def absent(_: str) -> torch.device:
         raise BackendUnavailable("there is no such device", where="device: cuda", how="put one in")

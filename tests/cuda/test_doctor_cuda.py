@@ -123,7 +123,7 @@ def test_memory_that_others_use_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "capabilities", "warned"),
+    ("version", "capabilities", "told"),
     [
         ("2.13.0+cu130", [(9, 0)], True),
         ("2.11.0", [(8, 0), (9, 0)], True),
@@ -132,15 +132,26 @@ def test_memory_that_others_use_is_noted() -> None:
         ("2.13.0", [], False),
     ],
 )
-def test_attention_that_gives_no_numbers_is_warned_of(
-    version: str, capabilities: list[tuple[int, int]], warned: bool
+def test_attention_that_gives_no_numbers_is_told_to_be_off(
+    version: str, capabilities: list[tuple[int, int]], told: bool
 ) -> None:
     found = list(attention(version, capabilities))
-    assert bool(found) is warned
-    assert all(finding.level is Level.WARNING and finding.source for finding in found)
+    assert bool(found) is told
+    assert all(finding.level is Level.NOTE and "switches it off" in finding.what for finding in found)
+    assert all(finding.source for finding in found)
 
 
-def test_the_quantiser_needs_a_library_for_this_cuda() -> None:
+def quantizer(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Let a package be installed that has libraries for CUDA 12 and 13."""
+    for version in ("121", "126", "130"):
+        (directory / f"libbitsandbytes_cuda{version}.so").touch()
+    package = SimpleNamespace(submodule_search_locations=[str(directory)])
+    monkeypatch.setattr("lema_cuda.doctor.find_spec", lambda name: package)
+    monkeypatch.setattr("lema_cuda.doctor.installed_version", lambda name: "0.50.0")
+
+
+def test_the_quantiser_needs_a_library_for_this_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    quantizer(monkeypatch, tmp_path)
     (good,) = _quantizer("12.9")  # it takes one of an earlier minor version
     (bad,) = _quantizer("99.0")
     assert (good.level, bad.level) == (Level.OK, Level.WARNING)
@@ -241,8 +252,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
         monkeypatch.setattr(torch.cuda, name, said)
 
 
-def test_every_device_that_torch_sees_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_device_that_torch_sees_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pretend(monkeypatch, available=True)
+    quantizer(monkeypatch, tmp_path)
     found = {finding.name: finding for finding in doctor()}
     assert {"runtime", "bitsandbytes", "memory 0", "kernels 0", "memory 1", "kernels 1", "attention"} <= set(found)
     assert "liger-kernel" in found

@@ -222,6 +222,18 @@ def test_layer_by_layer_gives_the_models_own_logits(walk: Walk) -> None:
         assert torch.equal(streamed(split, tokens(length)), model(tokens(length)).logits)
 
 
+@pytest.mark.parametrize("capped", [False, True])
+def test_a_vocabulary_as_large_as_the_hidden_state_is_no_obstacle(capped: bool) -> None:
+    """The last layer's output has the shape of logits, and so have the products before they are capped."""
+    torch.manual_seed(0)
+    model = Toy(plain)
+    head = nn.Linear(WIDTH, WIDTH)
+    model.lm_head = nn.Sequential(nn.LayerNorm(WIDTH), head, *[nn.Tanh()] * capped)
+    split = Split(model, CpuBackend())
+    ids = tokens() % WIDTH
+    assert torch.equal(streamed(split, ids), model(ids).logits)
+
+
 REFUSED = {
     a_list_to_write: "layer 1 passes something to later layers in a list",
     every_layer_twice: "does not run its layers once each",

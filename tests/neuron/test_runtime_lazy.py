@@ -21,7 +21,8 @@ from lema import LemaModel
 from lema.backend import Backend, BackendOptions
 from lema.backend.torchrun import Joined
 from lema.errors import BackendUnavailable, ConfigError
-from lema.stream.placement import PAGE, ByteRun, LayerBytes, Placed, extent, moved, views
+from lema.stream.placement import PAGE, ByteRun, LayerBytes, Placed, extent, in_slot, views
+from lema.stream.slotlayout import whole
 from lema.testing import BackendContract
 from lema_neuron.compiles import Compiles
 from lema_neuron.probe import Found, choose_runtime
@@ -219,10 +220,11 @@ def test_layers_that_begin_anywhere_in_a_page_look_the_same_once_moved() -> None
     slot = torch.arange(PAGE // 4, dtype=torch.float32).view(torch.uint8)
     first, second = layer(128), layer(512)
     assert extent(first) == (128, 192) and extent(second) == (512, 576)
-    assert moved(first, 128).tensors == moved(second, 512).tensors
+    from_first, from_second = (in_slot(one, whole(*extent(one))) for one in (first, second))
+    assert from_first.tensors == from_second.tensors
     for one in (first, second):
         begin, end = extent(one)
-        found, expected = views(slot[begin:end], moved(one, begin)), views(slot, one)
+        found, expected = views(slot[begin:end], in_slot(one, whole(begin, end))), views(slot, one)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -13,7 +13,7 @@ import torch
 from neurondoubles import RecordedXm
 from torch import Tensor
 
-from lema.backend import Upload
+from lema.backend import SlotLayout, Upload
 from lema_neuron.runtimes import lazybits, lazydevice
 
 SEED = 101  # that the runtime begins with, whatever torch was seeded with
@@ -59,9 +59,9 @@ class FakeXla:
         monkeypatch.setattr(lazybits, "register", lambda: self.log.append("bits"))
         upload = lazydevice.LazySlots.upload
 
-        def logged(slots: lazydevice.LazySlots, source: Tensor) -> Upload:
+        def logged(slots: lazydevice.LazySlots, source: Tensor, layout: SlotLayout | None = None) -> Upload:
             self.log.append("upload")
-            return upload(slots, source)
+            return upload(slots, source, layout)
 
         monkeypatch.setattr(lazydevice.LazySlots, "upload", logged)
 

@@ -8,7 +8,7 @@ import torch
 from seconddevice import SecondDevice
 from torch import Tensor, nn
 
-DEVICE = torch.device("second", 0)
+DEVICE = "second"
 
 
 def copied_late(source: Tensor) -> tuple[Tensor, torch.Event]:
@@ -39,7 +39,7 @@ def test_memory_is_freed_for_real_and_counted(second: SecondDevice) -> None:
 
 
 def test_beyond_its_limit_it_raises_torchs_own_error(second: SecondDevice) -> None:
-    with second.limited(second.used + 1000), pytest.raises(torch.OutOfMemoryError, match="40,?000"):
+    with second.limited(second.used + 1000), pytest.raises(torch.OutOfMemoryError, match="40000 bytes"):
         torch.empty(10_000, device=DEVICE)
 
 
@@ -67,7 +67,8 @@ def test_products_by_groups_ask_for_sixteen_bytes(offset: int) -> None:
 
 def test_what_is_not_waited_for_is_not_there(second: SecondDevice) -> None:
     with second.course(order_checked=False):
-        target, done = copied_late(pinned(1, 2, 3))
+        source = pinned(1, 2, 3)
+        target, done = copied_late(source)
         assert float(target.sum()) == 0.0
         torch.accelerator.current_stream().wait_event(done)
         assert float(target.sum()) == 6.0
@@ -84,8 +85,9 @@ def test_a_copy_reads_its_source_when_it_runs(second: SecondDevice) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_reading_without_a_wait_is_refused_whenever_streams_run(second: SecondDevice, seed: int) -> None:
+    source = pinned(1, 2, 3)
     with second.course(seed):
-        target, done = copied_late(pinned(1, 2, 3))
+        target, done = copied_late(source)
         with pytest.raises(RuntimeError, match="a wait is missing"):
             target.sum()
         torch.accelerator.current_stream().wait_event(done)
@@ -102,13 +104,14 @@ def test_writing_what_another_stream_still_reads_is_refused() -> None:
 
 
 def test_memory_that_is_freed_under_a_copy_is_told() -> None:
-    target, done = copied_late(pinned(1, 2, 3))
+    source = pinned(1, 2, 3)
+    target, done = copied_late(source)
     del target
     with pytest.raises(RuntimeError, match="freed while"):
         torch.ones(1, device=DEVICE)
         torch.accelerator.synchronize()
     torch.accelerator.synchronize()
-    target, done = copied_late(pinned(1, 2, 3))
+    target, done = copied_late(source)
     torch.accelerator.current_stream().wait_event(done)
     del target
     torch.accelerator.synchronize()

@@ -9,7 +9,7 @@ import pytest
 from stream_fakes import RecordingReader, SteppedReader, Stored, same, write_layers
 from torch import Tensor
 
-from lema.backend import DeviceSlots, MemoryStats, Upload
+from lema.backend import DeviceSlots, MemoryStats, SlotLayout, Upload
 from lema.errors import ReadError
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
@@ -196,8 +196,8 @@ class LostSlots:
     def __init__(self, slots: DeviceSlots) -> None:
         self.slots = slots
 
-    def upload(self, source: Tensor) -> Upload:
-        return LostUpload(self.slots.upload(source))
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
+        return LostUpload(self.slots.upload(source, layout))
 
 
 class LostUpload:

@@ -86,9 +86,9 @@ def test_a_step_costs_what_the_formula_says(
             assert read + kept == leases
             if lowest == 0:
                 uploaded = fetched_per_step(num_layers, depth + 1, residents)
-                assert after.bytes_uploaded - before.bytes_uploaded == sum(
-                    stored.layers[layer].nbytes for layer in uploaded
-                )
+                layers = [stored.layers[layer] for layer in uploaded]
+                moved = sum(layer.upload_bytes if poison else layer.nbytes for layer in layers)
+                assert after.bytes_uploaded - before.bytes_uploaded == moved
         before = after
     stream.close()
 
@@ -113,7 +113,8 @@ def test_uploads_from_host_memory_cost_what_a_step_fetches(
         host_cached=range(num_layers),
     )
     order = training_order(num_layers, lowest)
-    per_step = stored.layers[0].nbytes * len(fetched_per_step(num_layers, depth + 1, residents, lowest))
+    nbytes = stored.layers[0].upload_bytes if poison else stored.layers[0].nbytes
+    per_step = nbytes * len(fetched_per_step(num_layers, depth + 1, residents, lowest))
     stream.announce(order * 5)
     uploaded = []
     for _ in range(3):

@@ -413,7 +413,7 @@ def test_layers_in_host_memory_are_read_once_and_uploaded_where_their_slot_was_r
         counters = stream.counters
         assert (counters.layers_read, counters.bytes_read) == (0, every)
         uploaded = fetched(order * passes, stream.num_slots, {1})
-        assert counters.bytes_uploaded == sum(stored.layers[layer].nbytes for layer in uploaded)
+        assert counters.bytes_uploaded == sum(stored.layers[layer].upload_bytes for layer in uploaded)
         assert counters.layers_kept == 0
     stream.close()
 

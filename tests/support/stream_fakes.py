@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.backend import DeviceSlots, Download
+from lema.backend import DeviceSlots, Download, MemoryStats, SlotLayout, Span
 from lema.errors import ReadError
 from lema.storage.header import TensorRecord
-from lema.stream.placement import LayerBytes, place
+from lema.stream.placement import LayerBytes, place, rank_share, slot_layout, slot_share
 from lema.stream.reader import LayerReader
 from lema.stream.workers import Ticket
 from lema_cpu import CpuBackend
@@ -64,6 +64,16 @@ def write_layers(directory: Path, num_layers: int = 6) -> Stored:
 def raw_bytes(tensor: Tensor) -> bytes:
     """Return a tensor's bytes as a file holds them."""
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def share_of(layer: LayerBytes, rank: int, size: int, *, packed: bool) -> tuple[LayerBytes, int]:
+    """Return one process's share of a layer, and the bytes of it that are copied to a slot, which on a device with
+    memory of its own is packed."""
+    if packed:
+        share, layout = slot_share(layer, slot_layout(layer), rank, size)
+        return share, layout.copied
+    share = rank_share(layer, rank, size)
+    return share, share.nbytes
 
 
 def same(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
@@ -184,6 +194,9 @@ class LateBackend(CpuBackend):
     def synchronize(self) -> None:
         self.run_through(None)
 
+    def memory(self) -> MemoryStats:
+        return replace(super().memory(), shared=False)
+
     def run_through(self, last: object) -> None:
         """Do what is queued, up to the piece of work given (None: all)."""
         with self._lock:
@@ -199,8 +212,9 @@ class _LateSlots:
     def __init__(self, backend: LateBackend, nbytes: int, count: int) -> None:
         self.backend, self.free = backend, {i: torch.zeros(nbytes, dtype=torch.uint8) for i in range(count)}
 
-    def upload(self, source: Tensor) -> _LateUpload:
-        return _LateUpload(self, *self.free.popitem(), source)
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> _LateUpload:
+        layout = layout or SlotLayout(len(source), (Span(0, len(source), 0),))
+        return _LateUpload(self, *self.free.popitem(), source, layout)
 
 
 class _LateDownload:
@@ -216,13 +230,19 @@ class _LateDownload:
 
 
 class _LateUpload:
-    def __init__(self, slots: _LateSlots, number: int, slot: Tensor, source: Tensor) -> None:
-        self.slots, self.number, self.slot, self.source = slots, number, slot, source
-        slots.backend._enqueue(self, lambda: slot[: len(source)].copy_(source))
+    def __init__(self, slots: _LateSlots, number: int, slot: Tensor, source: Tensor, layout: SlotLayout) -> None:
+        self.slots, self.number, self.slot, self.nbytes = slots, number, slot, layout.nbytes
+
+        def copy() -> None:
+            for span in layout.spans:
+                piece = source[span.start : span.start + span.nbytes]
+                slot[span.slot : span.slot + span.nbytes].copy_(piece)
+
+        slots.backend._enqueue(self, copy)
 
     def wait(self) -> Tensor:
         self.slots.free.pop(self.number, None)  # it may have been released before
-        return self.slot[: len(self.source)]
+        return self.slot[: self.nbytes]
 
     def release(self) -> None:
         self.slots.free[self.number] = self.slot  # what is copied into it comes behind the work queued so far

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import Outcome, assert_same, draw_b, streamed_model, streamed_step
+from stream_fakes import share_of
 from tiny import ARCHITECTURES, Checkpoint, micro_batches
 from torch import Tensor
 
 from lema import LemaModel
 from lema.errors import ReadError
 from lema.plan.cost import Speeds
-from lema.stream.placement import part_bytes, rank_share
+from lema.stream.placement import part_bytes
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import fetched, training_order
 
@@ -102,10 +103,11 @@ def _bytes_are_those_of_a_part(model: LemaModel) -> None:
     read = fetched(fetched(order * 2, 2), stream.num_slots, on_disk)
     read = read[len(fetched(fetched(order, 2), stream.num_slots, on_disk)) :]
     sizes = [part_bytes(layer.nbytes, replicas.size) for layer in stream.layers]
-    parts = [rank_share(layer, replicas.rank, replicas.size) for layer in stream.layers]
+    packed = not model.backend.memory().shared
+    shares = [share_of(layer, replicas.rank, replicas.size, packed=packed) for layer in stream.layers]
     assert after.bytes_gathered - before.bytes_gathered == sum((replicas.size - 1) * sizes[one] for one in gathered)
-    assert after.bytes_uploaded - before.bytes_uploaded == sum(sizes[one] for one in uploaded)
-    assert after.bytes_read - before.bytes_read == sum(parts[one].read_bytes for one in read)
+    assert after.bytes_uploaded - before.bytes_uploaded == sum(shares[one][1] for one in uploaded)
+    assert after.bytes_read - before.bytes_read == sum(shares[one][0].read_bytes for one in read)
 
 
 def _host_memory_is_shared(model: LemaModel) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lema.backend import Download, Downloaded, MemoryStats, Upload
+from lema.backend import Download, Downloaded, MemoryStats, SlotLayout, Upload
 from lema.backend.hostmemory import anonymous
 from lema.errors import ConfigError
 from lema_neuron.compiles import Compiles
@@ -134,8 +134,14 @@ class LazySlots:
         self.device, self.free, self.cut = device, count, cut
         self.uploads = 0
 
-    def upload(self, source: Tensor) -> Upload:
-        """Start one transfer of all of `source`."""
+    def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
+        """Start one transfer of all of `source`, or of what a layout says of it. The core gives none to a device whose
+        tensors have no addresses; a device with them, in this one's place, gets the bytes put together by the host."""
+        if layout is not None:
+            packed = torch.empty(layout.nbytes, dtype=torch.uint8)
+            for span in layout.spans:
+                packed[span.slot : span.slot + span.nbytes] = source[span.start : span.start + span.nbytes]
+            source = packed
         assert self.free, "more uploads are held than there are slots"
         self.free -= 1
         self.uploads += 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lema.activations.hoststates import on_device
 from lema.engine.head.loss import IGNORED
 from lema.errors import ConfigError
 
@@ -42,9 +43,10 @@ def likelihoods(
 
     def run(parts: Sequence[Mapping[str, Tensor]]) -> list[Likelihood]:
         known = [model.padding.of(batch)["labels"] for batch in parts]
-        *_, hidden = model.hidden_states(parts, torch.device("cpu") if on_host else model.backend.device)
+        *_, hidden = model.hidden_states(parts, on_host=on_host)
         with model.retry.at("in the head"):
-            return [one for state, of in zip(hidden, known, strict=True) for one in _of_rows(model, state, of)]
+            pairs = ((on_device(hidden, index), of) for index, of in enumerate(known))
+            return [one for state, of in pairs for one in _of_rows(model, state, of)]
 
     return model.retry.run_pass(run, micro_batches, purpose="evaluation")
 
@@ -54,7 +56,7 @@ def _of_rows(model: StreamedModel, hidden: Tensor, known: Tensor) -> list[Likeli
     are the targets in host memory, where they can be looked at without waiting for the device: the token after each
     position, int64 `[batch, sequence]`; -100 where nothing is asked."""
     rows, columns = torch.nonzero(known != IGNORED, as_tuple=True)
-    hidden, targets, chunk = hidden.to(model.backend.device), known.to(model.backend.device), model.loss_chunk_tokens
+    targets, chunk = known.to(model.backend.device), model.loss_chunk_tokens
     sums, greedy = [0.0] * len(known), [True] * len(known)
     for first in range(0, len(rows), chunk):
         of_row = rows[first : first + chunk]

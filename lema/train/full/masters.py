@@ -47,6 +47,7 @@ class Masters:
     def __init__(self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]) -> None:
         self._model, self._clipped = model, config.max_grad_norm is not None
         self._shared = model.backend.memory().shared
+        self._in_host = self._shared and model.backend.device.type == "cpu"  # what is on the device is the host's, too
         prefix = f"{model.split.layers_name}."
         self._own: dict[str, tuple[int, str]] = {}  # of layers' weights: the layer, and the name in it
         order: list[str] = []
@@ -115,7 +116,7 @@ class Masters:
 
     def _master(self, name: str) -> nn.Parameter:
         weight, inside = self.weights[name], name in self._own
-        if weight.dtype == torch.float32 and (inside or self._shared):  # in host memory: it is its own master
+        if weight.dtype == torch.float32 and (inside or self._in_host):  # in host memory: it is its own master
             return nn.Parameter(weight) if inside else self._model.split.model.get_parameter(name)
         return nn.Parameter(self._taken(name, torch.float32).copy_(weight))
 
@@ -131,14 +132,14 @@ class Masters:
         streamed = sum(stream.layers[layer].nbytes for layer in stream.host_cached)
         if self._shared:  # what lies outside the layers, too
             streamed += sum(one.nbytes for one in self._model.split.model.parameters() if not one.is_meta)
-        there = streamed + unmovable_bytes(self._layer_bytes.values(), self._outside_bytes, shared=self._shared)
+        there = streamed + unmovable_bytes(self._layer_bytes.values(), self._outside_bytes, shared=self._in_host)
         if config.host_memory is not None:
             return there, parse_memory(config.host_memory, host.total)
         left = memory_left()
         return there, streamed + (host.available if left is None else min(host.available, left))
 
     def _make_rooms(self, directory: Path) -> None:
-        outside = outside_bytes(self._outside_bytes, shared=self._shared)
+        outside = outside_bytes(self._outside_bytes, shared=self._in_host)
         sizes: dict[int | None, int] = {None: outside}
         sizes.update(self._movable().items())
         if self.mapped:
@@ -244,7 +245,8 @@ class GradientOffload:
 
     def __init__(self, model: StreamedModel, places: Masters) -> None:
         self._backend, self._places = model.backend, places
-        self._in_host = model.backend.memory().shared  # a gradient is, where it is formed
+        # A gradient is, where it is formed.
+        self._in_host = model.backend.memory().shared and model.backend.device.type == "cpu"
         self._passing: Tensor | None = None
         self._downloads: list[Download] = []  # under way
 

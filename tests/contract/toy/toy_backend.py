@@ -7,17 +7,21 @@ from contextlib import nullcontext
 
 import torch
 
-from lema.backend import Alone, Downloaded, MemoryStats, SingleProcess
+from lema.backend import Alone, Downloaded, MemoryStats, SingleProcess, SlotLayout, Span
 
 
 class ToySlots:
     def __init__(self, nbytes, count):
         self.slots, self.free = torch.empty(count, nbytes, dtype=torch.uint8), set(range(count))
 
-    def upload(self, source):
+    def upload(self, source, layout=None):
         slot = self.free.pop()
-        self.slots[slot, : len(source)] = source
-        return ToyUpload(self, slot, len(source))
+        if layout is None:
+            layout = SlotLayout(len(source), (Span(0, len(source), 0),))
+        for span in layout.spans:
+            piece = source[span.start : span.start + span.nbytes]
+            self.slots[slot, span.slot : span.slot + span.nbytes] = piece
+        return ToyUpload(self, slot, layout.nbytes)
 
 
 class ToyUpload:

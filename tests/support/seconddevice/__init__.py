@@ -131,6 +131,14 @@ class SecondDevice:
         """How many matrices of products began at an address that 16 does not divide."""
         return int(self._library.second_unaligned_products())
 
+    def register(self, address: int, nbytes: int) -> None:
+        """Lock host memory, so that copies from and to it are late."""
+        self._library.second_register(ctypes.c_size_t(address), ctypes.c_size_t(nbytes))
+
+    def unregister(self, address: int) -> None:
+        """Unlock it. A copy that is still under way with it is told as an error by the next kernel."""
+        self._library.second_unregister(ctypes.c_size_t(address))
+
     def waits(self) -> dict[str, int]:
         """Return how often the host waited, by what for."""
         text = self._library.second_waits().decode()
@@ -167,6 +175,21 @@ class SecondDevice:
             self._library.second_check_order(True)
 
 
+class _Runtime:
+    """What a driver of locked memory calls of CUDA's runtime library, by its names."""
+
+    def __init__(self, second: SecondDevice) -> None:
+        self._second = second
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self._second.register(address, nbytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self._second.unregister(address)
+        return 0
+
+
 def _module(second: SecondDevice) -> ModuleType:
     """Return what torch looks for in `torch.second`."""
     import torch
@@ -185,6 +208,7 @@ def _module(second: SecondDevice) -> ModuleType:
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
+    module.cudart = lambda: _Runtime(second)
     module.Stream, module.Event = torch.Stream, torch.Event
     module.memory_allocated = lambda device=None: second.used
     module.max_memory_allocated = lambda device=None: second.peak

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import seconddevice
-
 from lema.backend import BackendOptions
 from lema_accelerator import AcceleratorBackend
 

@@ -15,6 +15,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -66,6 +67,7 @@ struct Work {
   std::function<void()> run;
   std::shared_ptr<Happening> after;  // it only waits
   Block *source = nullptr, *target = nullptr;
+  uintptr_t host = 0;  // memory of the host that it reads or writes
 };
 
 struct Lane {  // a stream
@@ -124,6 +126,7 @@ void count_wait(const std::string& name) {
 void host_waits_for(int stream) {
   run_all(stream);
   join(host, lanes[stream].clock);
+  ++lanes[stream].clock[stream];  // what is queued from now on is not waited for
 }
 
 void raise_violation() {
@@ -607,8 +610,9 @@ Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
     c10::impl::ExcludeDispatchKeyGuard no_modes(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     target_view.copy_(source_view);
   };
-  queue(stream, {run, nullptr, block_of(self), block_of(target)});
   const Tensor& host_tensor = up ? self : target;
+  const auto host_address = up || down ? reinterpret_cast<uintptr_t>(host_tensor.const_data_ptr()) : 0;
+  queue(stream, {run, nullptr, block_of(self), block_of(target), host_address});
   const bool pageable = (up || down) && host_tensor.numel() && !is_pinned(host_tensor.const_data_ptr());
   const bool scalar = up && host_tensor.dim() == 0;  // travels with the launch of a kernel
   if ((up || down) && (!non_blocking || pageable)) {
@@ -728,6 +732,23 @@ void second_set_course(long seed) {  // negative: as late as can be
   chance = seed < 0 ? nullptr : std::make_unique<std::mt19937>(static_cast<unsigned>(seed));
 }
 void second_check_order(bool checked) { Lock lock(mutex); order_checked = checked; }
+void second_register(uintptr_t address, size_t nbytes) { Lock lock(mutex); pinned[address] = nbytes; }
+void second_unregister(uintptr_t address) {
+  Lock lock(mutex);
+  auto place = pinned.find(address);
+  if (place == pinned.end()) return;
+  const uintptr_t end = address + place->second;
+  pinned.erase(place);
+  for (int stream = 0; stream < num_lanes; ++stream) {
+    const auto& pending = lanes[stream].queue;
+    const bool used = std::any_of(pending.begin(), pending.end(), [&](const Work& work) {
+      return work.host >= address && work.host < end;
+    });
+    if (!used) continue;
+    violation = "host memory was unlocked while a copy on stream " + std::to_string(stream) + " was under way with it";
+    run_all(stream);
+  }
+}
 size_t second_used() { Lock lock(mutex); return used; }
 size_t second_peak() { Lock lock(mutex); return peak; }
 size_t second_limit() { Lock lock(mutex); return limit; }
