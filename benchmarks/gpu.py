@@ -23,26 +23,32 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 from pathlib import Path
 
-from common import RESULTS
-from gpu_call import Call
-from gpu_model import MODELS
-from gpu_plan import PLAN
-from gpu_software import what_is_missing
-from gpu_table import show
-from rich.console import Console
+from gpu_software import untested_versions, what_is_missing  # the rest is imported once nothing is missing
+
+BEGAN = time.monotonic()  # before what takes long to import, so that --seconds is the time of everything
+RESULTS = Path(__file__).parent / "results"
+MODELS = ("8B", "32B")
 
 
 def main() -> None:
     arguments = _arguments()
+    if missing := what_is_missing(arguments.device):
+        raise SystemExit("\n".join(missing))
+    for line in untested_versions():
+        print(line, file=sys.stderr)
+    from gpu_call import Call
+    from gpu_plan import PLAN
+    from gpu_table import show
+    from rich.console import Console
+
     if arguments.list:
         print("\n".join(f"{run.name:20} {run.strategy or '':10} micro-batches {run.micro_batches}" for run in PLAN))
         return
-    if missing := what_is_missing(arguments.device):
-        raise SystemExit("\n".join(missing))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is cleared away
-    call = Call(arguments)
+    call = Call(arguments, BEGAN)
     try:
         call.run()
     finally:
@@ -58,8 +64,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
     parser.add_argument("--rounds", type=int, default=3, help="of a row, at most")
     parser.add_argument("--row-seconds", type=float, default=40, help="of the rounds of a row, about")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--only", nargs="+", help="of the plan, such as '8B/lema@4' or '*/fsdp2@*'; --list shows all")
+    parser.add_argument("--rows-only", action="store_true", help="without parity, and without `lema prove`")
+    parser.add_argument("--host-memory", type=float, metavar="GB", help="there may be, where it grows on demand")
     parser.add_argument("--list", action="store_true", help="show the plan, and measure nothing")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[16, 4, 1], help="of those that are planned")
     parser.add_argument("--tokens", type=int, help="of a micro-batch; 1024, or 16 of the tiny models")

@@ -5,7 +5,8 @@ computes under the same autocast and steps AdamW with the same settings. The lea
 an arm's loss stays that of PEFT, however many steps either has taken. What each does with the weights:
 
 - `lema`: in page-locked host memory (`resident`) or on the disk (`streaming`); layers cross the link once per pass for
-  all micro-batches. What does not fit with the default settings is tried with less memory for slots and logits.
+  all micro-batches. What does not fit with the default settings is tried with less memory for slots and logits. Weights
+  in host memory stay there for the next row (gpu_host.py), so that another plan or another cap costs no second load.
 - `peft`: on the device, all of them; non-reentrant checkpointing. It has no cap: it is what the others are compared to.
 - `fsdp2`: in page-locked host memory, gathered layer by layer for each micro-batch (`CPUOffloadPolicy`), two layers
   ahead; the adapters stay on the device.
@@ -22,16 +23,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from common import Shape
-from gpu_predicted import predicted_parts
+from gpu_device import Device
+from gpu_host import keep_host_weights
+from gpu_predicted import predicted_parts, predicted_seconds
+from gpu_repeated import repeat_layers
 from peers_arms import deepspeed_engine, deepspeed_settings, deepspeed_step, shard_with_fsdp2, world_of_one
 from plainloop import ALPHA, SEED, adamw, peft_model, plain_step
 from torch import Tensor
 
+from lema.backend import Backend, load
 from lema.engine.head.loss import split_batch
 
 __all__ = ["ARMS", "FRUGAL", "RATE", "Job", "Prepared", "installed"]
@@ -40,7 +46,7 @@ PACKAGES = {"deepspeed": "deepspeed", "roundpipe": "roundpipe"}
 AHEAD = 2  # layers that the peers fetch before their turn, as LEMA does
 PERSISTENT = 1_000_000  # elements
 RATE = 0.0  # of learning
-PLANNED = (1.0, 0.93)  # of the cap, for LEMA's plan: the second where the first ran out of memory
+PLANNED = (1.0, 0.96, 0.92)  # of the cap, for LEMA's plan: the next where one ran out of memory
 # What LEMA is asked for, until its plan fits the cap: fewer bytes of logits, then one slot less.
 FRUGAL = (
     {"embeddings": "host"},
@@ -63,6 +69,8 @@ class Job:
         rank: of the adapters.
         scratch: a directory for what an arm writes.
         strategy: of LEMA.
+        repeated: whether all layers are the bytes of the first (gpu_repeated.py).
+        changes: of LEMA's settings, beside those that every job has.
     """
 
     arm: str
@@ -74,6 +82,8 @@ class Job:
     rank: int
     scratch: str
     strategy: str = "resident"
+    repeated: bool = False
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,10 +113,22 @@ def installed(arm: str) -> bool:
     return arm not in PACKAGES or find_spec(PACKAGES[arm]) is not None
 
 
+@cache
+def _backend(device: str) -> Backend:
+    """Return the backend of all models of this process, whose host memory outlives them."""
+    return load(device)
+
+
 def _lema(job: Job) -> Prepare:
     from lema import LemaConfig, LemaModel
     from lema.config import MemoryStrategy
     from lema.errors import MemoryLimitError
+
+    if job.repeated:
+        repeat_layers()
+    device = Device(job.device)
+    backend = _backend(job.device)
+    keep_host_weights(backend)
 
     def opened(ids: Tensor, part: float) -> LemaModel:
         """Open the model with the first settings whose plan fits."""
@@ -126,15 +148,15 @@ def _lema(job: Job) -> Prepare:
                 seed=SEED,
                 save_steps=0,
                 output_dir=job.scratch,
-                **changes,
+                **{**changes, **job.changes},
             )
-            model = LemaModel(config)
+            model = LemaModel(config, backend=backend)
             try:
                 model.initialize_lora()
                 assert model.allocation  # made here, where it may be refused
                 return model
             except MemoryLimitError:
-                model.close()
+                model.close(keep_backend=True)
                 if number == len(FRUGAL) - 1:
                     raise
         raise AssertionError
@@ -152,20 +174,21 @@ def _lema(job: Job) -> Prepare:
             step()  # makes the optimizer's state, so that a plan that is too bold is found out here
             model.backend.synchronize()
         except BaseException:
-            model.close()
+            model.close(keep_backend=True)
             raise
         names = ("device_memory", "loss_chunk_tokens", "prefetch_depth")
         about = {
             "settings": {name: getattr(model.config, name) for name in names},
             "allocation": model.allocation.summary(),
             "planned": parts,
+            "predicted_seconds": predicted_seconds(model),
         }
 
         def counters() -> dict[str, int]:
             found = model.memory.counters
             return {"bytes_uploaded": found.bytes_uploaded, "bytes_read": found.bytes_read}
 
-        return Prepared(step, about, counters, warm_up=1, close=model.close)
+        return Prepared(step, about, counters, warm_up=1, close=lambda: model.close(keep_backend=True))
 
     def prepare(ids: Tensor) -> Prepared:
         for part in PLANNED[:-1]:
@@ -174,8 +197,7 @@ def _lema(job: Job) -> Prepare:
             except torch.OutOfMemoryError:
                 pass
             gc.collect()  # what the failed attempt held goes with its traceback, which ends here
-            if job.device != "cpu":
-                torch.cuda.empty_cache()
+            device.empty_cache()
         return attempt(ids, PLANNED[-1])
 
     return prepare

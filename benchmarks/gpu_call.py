@@ -17,7 +17,7 @@ from typing import Any
 from common import Shape, machine
 from gpu_arms import Job, installed
 from gpu_model import MODELS, TINY, Written, available_memory, places_for, remove, write_random
-from gpu_plan import CAPS, PLAN, TINY_CAPS, Run, host_bytes, operations
+from gpu_plan import CAPS, CONTEXT, PLAN, TINY_CAPS, Run, host_bytes, operations, peft_bytes
 from gpu_process import Child, Failed, Refused
 from gpu_rounds import Measured, measure
 from gpu_software import versions
@@ -34,16 +34,20 @@ class Call:
 
     Args:
         arguments: of the command line.
+        began: the moment from which its time is counted; None: now.
 
     Attributes:
         results: as they are written.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self._began = arguments, time.monotonic()
+    def __init__(self, arguments: argparse.Namespace, began: float | None = None) -> None:
+        self.arguments = arguments
+        self._began = time.monotonic() if began is None else began
         self._scratch = Path(tempfile.mkdtemp(prefix="lema-gpu-", dir=arguments.directory))
         self._written: dict[str, Written] = {}
         self._references: dict[str, Child | None] = {}
+        self._arm: Child | None = None  # of LEMA, kept for the next row
+        self._arm_about: dict[str, Any] = {}
         self.tokens = arguments.tokens or (16 if arguments.tiny else 1024)
         self.results: dict[str, Any] = {"rows": [], "flops_per_second": {}, "models": {}}
         if arguments.resume and arguments.out.exists():
@@ -71,14 +75,15 @@ class Call:
     def run(self) -> None:
         """Measure everything, or as much as there is time for."""
         self._measure_machine()
-        self._prove()
+        if not self.arguments.rows_only:
+            self._prove()
         for planned in self._planned():
             self._measure(planned)
             self.save()
 
     def close(self) -> None:
         """End every process, delete the models, write what there is."""
-        for child in self._references.values():
+        for child in (self._arm, *self._references.values()):
             if child is not None:
                 child.close()
         remove(self._scratch)
@@ -117,7 +122,7 @@ class Call:
                     rate = child.ask("matmul", self._patience(60), shape=shape, tokens=self.tokens)
                     self.results["flops_per_second"][name] = rate["flops_per_second"]
             self.save()
-            if "parity" not in self.results:
+            if "parity" not in self.results and not self.arguments.rows_only:
                 size = (
                     {"layers": 8, "hidden": 64, "tokens": 16} if tiny else {"layers": 12, "hidden": 512, "tokens": 64}
                 )
@@ -164,18 +169,42 @@ class Call:
             child = None
             try:
                 job = self._job(run)
-                reference = self._reference(run.model)
-                child = Child(job)
-                about = child.ready(self._patience())
+                reference = self._reference(run, remaining)
+                child, about = self._child(run, job)
                 while remaining and self.left > 0 and not child.ended:
                     self._measure_with(child, reference, run, remaining.pop(0), about)
             except Failed as error:  # of building it: nothing is to be had with fewer micro-batches either
                 self._tell(run, remaining, "failed", str(error))
                 return None
             finally:
-                if child is not None:
+                if child is not None and child is not self._arm:
                     child.close()
         return self._tell(run, remaining, "not reached")
+
+    def _child(self, run: Run, job: Job) -> tuple[Child, dict[str, Any]]:
+        """Return the process of an arm, and what it says of itself.
+
+        LEMA's goes on from one cap to the next: starting one, and reading the weights, takes as long as a row does.
+
+        Raises:
+            Failed: the arm could not be built.
+        """
+        kept = self._arm
+        if kept is not None and not kept.ended and replace(kept.job, cap=job.cap) == job:
+            kept.limit(job.cap)
+            return kept, self._arm_about
+        if kept is not None:
+            kept.close()
+            self._arm = None
+        child = Child(job)
+        try:
+            about = child.ready(self._patience())
+        except Failed:
+            child.close()
+            raise
+        if run.arm == "lema":
+            self._arm, self._arm_about = child, about
+        return child, about
 
     def _measure_with(self, child: Child, reference: Child | None, run: Run, count: int, about: dict[str, Any]) -> None:
         """Measure one row. A child that failed ends with it."""
@@ -210,9 +239,10 @@ class Call:
         except OSError as error:
             raise Failed(f"the weights cannot be written: {error}") from error
         options = self.arguments
-        needed, free = host_bytes(run, written.shape), available_memory()
-        if needed > free:
-            raise Failed(f"about {needed / 1e9:.0f} GB of host memory are needed, {free / 1e9:.0f} are free")
+        needed, free = host_bytes(run, written.shape), self._host_memory
+        if needed > free and not self._holds(run):
+            why = f"about {needed / 1e9:.0f} GB of host memory are needed, {free / 1e9:.0f} are free"
+            raise Failed(f"{why}; where memory grows on demand, say with --host-memory how many GB there may be")
         return Job(
             arm=run.arm,
             model=str(written.directory),
@@ -230,11 +260,11 @@ class Call:
         key = f"{name}-disk" if on_disk else name
         if key not in self._written:
             began, shape = time.monotonic(), self._shapes[name]
-            places = places_for(shape, self._scratch, disk_only=on_disk)
+            places = places_for(shape, self._scratch, self._host_memory, disk_only=on_disk)
             if sum(place.room for place in places) < shape.weight_bytes:
                 for other in list(self._written):
                     remove(self._scratch, self._written.pop(other))
-                places = places_for(shape, self._scratch, disk_only=on_disk)
+                places = places_for(shape, self._scratch, self._host_memory, disk_only=on_disk)
             self._written[key] = written = write_random(self._scratch / key, shape, places)
             self.results["models"][key] = {
                 "shape": asdict(written.shape),
@@ -244,19 +274,75 @@ class Call:
             }
         return self._written[key]
 
-    def _reference(self, model: str) -> Child | None:
-        """Return PEFT with a model on the device; None: it could not be had."""
-        if model not in self._references:
-            self._references[model] = None
-            run = Run(model, "peft", None, ())
+    @property
+    def _host_memory(self) -> int:
+        """Bytes of host memory that can still be taken, or what the caller says."""
+        said = self.arguments.host_memory
+        return available_memory() if said is None else int(said * 1e9)
+
+    def _holds(self, run: Run) -> bool:
+        """Whether LEMA's process has the weights of a run's model in host memory already."""
+        arm = self._arm
+        if arm is None or arm.ended or run.arm != "lema":
+            return False
+        return arm.job.model == str(self._written[run.model].directory) and arm.job.strategy == run.strategy
+
+    def _reference(self, run: Run, counts: Sequence[int]) -> Child | None:
+        """Return PEFT with a run's model on the device, to take turns with; None: it could not be had.
+
+        Where the device has no room for two such models and another arm's cap, the other model goes. Where it has none
+        for this model and the cap, PEFT's rows are measured first, by PEFT alone.
+        """
+        if run.model in self._references:
+            return self._references[run.model]
+        held = [model for model, child in self._references.items() if child is not None]
+        if not self._has_room(run, held):
+            for model in held:
+                self._end_reference(model)
+        beside = self._has_room(run)
+        peft = Run(run.model, "peft", None, ())
+        known = all(self._has(peft, count) for count in counts)
+        child = None if known and not beside else self._started_reference(run.model, counts)
+        self._references[run.model] = child
+        if child is not None and not beside:
+            self._measure_reference(run.model, child, counts)
+            child.close()
+            self._references[run.model] = None
+        return self._references[run.model]
+
+    def _end_reference(self, model: str) -> None:
+        if (child := self._references.pop(model)) is not None:
+            child.close()
+
+    def _has_room(self, run: Run, others: Sequence[str] = ()) -> bool:
+        """Whether the device holds PEFT with a run's model and with others, and beside them the largest cap planned."""
+        link = self.results.get("link", {})
+        if link.get("device_memory") is None or link.get("shared"):
+            return True
+        caps = [planned.cap_gib or 0 for planned in self._planned() if planned.model == run.model]
+        needed = sum(peft_bytes(self._shapes[model], self.tokens) for model in (run.model, *others))
+        room: bool = needed + (max(caps, default=0) << 30) + CONTEXT < link["device_memory"]
+        return room
+
+    def _started_reference(self, model: str, counts: Sequence[int]) -> Child | None:
+        run = Run(model, "peft", None, ())
+        child = None
+        try:
             child = Child(self._job(run))
-            try:
-                child.ready(self._patience())
-                self._references[model] = child
-            except Failed as error:
+            child.ready(self._patience())
+            return child
+        except Failed as error:
+            if child is not None:
                 child.close()
-                self._tell(run, self.arguments.micro_batches, "failed", str(error))
-        return self._references[model]
+            self._tell(run, counts, "failed", str(error))
+            return None
+
+    def _measure_reference(self, model: str, child: Child, counts: Sequence[int]) -> None:
+        """Measure PEFT's rows where it does not take turns with anything."""
+        run = Run(model, "peft", None, ())
+        for count in counts:
+            if self.left > 0 and not child.ended and not self._has(run, count):
+                self._measure_with(child, None, run, count, {"capped": False})
 
     def _row(self, run: Run, count: int, found: Measured, about: dict[str, Any]) -> None:
         """Add the row of an arm, and PEFT's where it is not there yet."""
@@ -266,6 +352,9 @@ class Call:
         tokens = count * self.tokens
         work = tokens * operations(shape, self.tokens)
         row = found.row(tokens, work, rate, link)
+        if found.reference is None and (alone := self._measured(Run(run.model, "peft", None, ()), count)) is not None:
+            row |= {"ratio": alone["seconds"] / row["seconds"], "in_turn": False}
+            row["loss_off"] = abs(row["losses"][-1] / alone["losses"][-1] - 1)
         self._add(run, count, {"status": "measured", "capped": about["capped"], "layers": shape.layers, **row})
         peft = Run(run.model, "peft", None, ())
         if found.reference is not None and not self._has(peft, count):
@@ -273,9 +362,17 @@ class Call:
             self._add(peft, count, {"status": "measured", "capped": False, "layers": shape.layers, **row})
 
     def _has(self, run: Run, count: int) -> bool:
+        return self._row_of(run, count) is not None
+
+    def _measured(self, run: Run, count: int) -> dict[str, Any] | None:
+        row = self._row_of(run, count)
+        return row if row is not None and row["status"] == "measured" else None
+
+    def _row_of(self, run: Run, count: int) -> dict[str, Any] | None:
+        """Return the row of a run and a number of micro-batches; None: there is none yet."""
         wanted = (run.model, run.arm, run.cap_gib, run.strategy, count)
         names = ("model", "arm", "cap_gib", "strategy", "micro_batches")
-        return any(tuple(row[name] for name in names) == wanted for row in self.results["rows"])
+        return next((row for row in self.results["rows"] if tuple(row[name] for name in names) == wanted), None)
 
     def _tell(self, run: Run, counts: Sequence[int], status: str, why: str = "") -> None:
         for count in counts:

@@ -4,7 +4,8 @@
 
 It prints a line of JSON when it is ready, and one for each line of JSON it is given:
 
-- `{"do": "prepare", "micro_batches": 4}`: what the arm says of itself, after warm-up steps, or that it does not fit.
+- `{"do": "prepare", "micro_batches": 4, "cap": null}`: what the arm says of itself, after warm-up steps, or that it
+  does not fit; the cap may be another than before.
 - `{"do": "step"}`: the step's seconds, its loss, bytes moved, and memory: the most on the device since `prepare`, what
   is in host memory now, by kind.
 - `{"do": "link"}`, `{"do": "matmul", ...}`, `{"do": "parity", ...}`: see gpu_machine.py and gpu_parity.py.
@@ -18,64 +19,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from common import Shape, memory_kinds
 from gpu_arms import ARMS, Job, Prepared
+from gpu_device import Device
 from gpu_machine import link, matmul
 from gpu_parity import parity
 
 from lema.errors import MemoryLimitError
 
-__all__ = ["Device", "job_of"]
-
-
-class Device:
-    """The device's memory as torch's allocator counts it; on a device without one of its own, the process's.
-
-    Args:
-        name: LEMA's name for it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.accelerated = torch.device(name).type == "cuda"
-        self._before = memory_kinds()["anonymous"]
-
-    def cap(self, nbytes: int | None) -> bool:
-        """Have the allocator refuse more than `nbytes`; return whether it will."""
-        if not self.accelerated:
-            return False
-        total = torch.cuda.get_device_properties(0).total_memory
-        if nbytes is not None:
-            torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total))
-        return nbytes is not None
-
-    def synchronize(self) -> None:
-        """Wait for all queued work."""
-        if self.accelerated:
-            torch.cuda.synchronize()
-
-    def forget_peak(self) -> None:
-        """Count the most memory from here on."""
-        if self.accelerated:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> dict[str, int]:
-        """Return the most bytes allocated, and reserved, since `forget_peak`, and how often the allocator refused.
-
-        Without an allocator of its own, what the process has more than before stands for both, and no plan is for it.
-        """
-        if self.accelerated:
-            stats = torch.cuda.memory_stats()
-            return {
-                "allocated": torch.cuda.max_memory_allocated(),
-                "reserved": torch.cuda.max_memory_reserved(),
-                "refused": stats.get("num_ooms", 0),
-            }
-        now = memory_kinds()["anonymous"] - self._before
-        return {"allocated": now, "reserved": now}
+__all__ = ["Arm", "job_of"]
 
 
 def job_of(said: dict[str, Any]) -> Job:
@@ -86,7 +42,7 @@ def job_of(said: dict[str, Any]) -> Job:
 def _answers(job: Job, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     device = Device(job.device)
     machine: dict[str, Callable[..., dict[str, Any]]] = {"link": link, "matmul": matmul, "parity": parity}
-    arm = _Arm(job, device) if job.arm in ARMS else None
+    arm = Arm(job, device) if job.arm in ARMS else None
     yield {"ready": True, "capped": arm is not None and arm.capped}
     for line in lines:
         order = json.loads(line)
@@ -98,8 +54,16 @@ def _answers(job: Job, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield arm.prepare(**order) if what == "prepare" else arm.step()
 
 
-class _Arm:
-    """The arm of a job, built, and prepared for some number of micro-batches."""
+class Arm:
+    """The arm of a job, built, and prepared for some number of micro-batches.
+
+    Args:
+        job: of the arm.
+        device: that it computes on.
+
+    Attributes:
+        capped: whether the allocator refuses more than the cap.
+    """
 
     def __init__(self, job: Job, device: Device) -> None:
         self._job, self._device = job, device
@@ -107,10 +71,13 @@ class _Arm:
         self._prepare = ARMS[job.arm](job)
         self._prepared: Prepared | None = None
 
-    def prepare(self, micro_batches: int) -> dict[str, Any]:
-        if self._prepared is not None:
-            self._prepared.close()
-            self._prepared = None
+    def prepare(self, micro_batches: int, cap: int | None) -> dict[str, Any]:
+        """Prepare for steps of so many micro-batches; return what the arm says of itself, or that it does not fit."""
+        self.close()
+        if cap != self._job.cap:
+            self._job = replace(self._job, cap=cap)
+            self.capped = self._device.cap(cap)
+            self._prepare = ARMS[self._job.arm](self._job)
         self._device.forget_peak()
         shape, tokens = self._job.shape, self._job.tokens
         ids = torch.randint(0, shape.vocabulary, (micro_batches, tokens), generator=torch.Generator().manual_seed(0))
@@ -124,7 +91,14 @@ class _Arm:
         self._device.synchronize()
         return {**self._prepared.about, "prepare_seconds": time.perf_counter() - began}
 
+    def close(self) -> None:
+        """Give back what was prepared."""
+        if self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
+
     def step(self) -> dict[str, Any]:
+        """Take a step; return its seconds, its loss, bytes moved, and memory."""
         assert self._prepared is not None, "prepare it first"
         before = self._prepared.counters()
         began = time.perf_counter()

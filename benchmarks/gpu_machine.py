@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from common import Shape
+from gpu_device import Device
 
 from lema.backend import Backend, BackendOptions, load
 from lema.errors import LemaError
@@ -39,7 +40,7 @@ def link(device: str, nbytes: int) -> dict[str, Any]:
         finally:
             backend.close()
     stats = load(device).memory()
-    return found | {"device": _device_name(device), "device_memory": stats.total, "shared": stats.shared}
+    return found | {"device": Device(device).name, "device_memory": stats.total, "shared": stats.shared}
 
 
 def _both_ways(backend: Backend, nbytes: int) -> dict[str, float]:
@@ -92,7 +93,7 @@ def matmul(device: str, shape: dict[str, Any], tokens: int) -> dict[str, Any]:
             for states, weight in pairs:
                 states @ weight.t()  # what comes of it is dropped
 
-    synchronize = torch.cuda.synchronize if where.type == "cuda" else lambda: None
+    synchronize = Device(device).synchronize
     found = []
     for _ in range(REPEATS + 1):
         synchronize()
@@ -101,7 +102,3 @@ def matmul(device: str, shape: dict[str, Any], tokens: int) -> dict[str, Any]:
         synchronize()
         found.append(time.perf_counter() - began)
     return {"flops_per_second": ROUND * 2 * tokens * layer.layer_parameters / min(found[1:])}
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name(0) if torch.device(device).type == "cuda" else device

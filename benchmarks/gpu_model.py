@@ -93,11 +93,18 @@ def available_memory() -> int:
     return free
 
 
-def places_for(shape: Shape, scratch: Path, *, disk_only: bool = False) -> list[Place]:
-    """Return where a model's files may go, the fastest first: memory beside a copy of the weights, then the disk."""
+def places_for(shape: Shape, scratch: Path, free: int, *, disk_only: bool = False) -> list[Place]:
+    """Return where a model's files may go, the fastest first: memory beside a copy of the weights, then the disk.
+
+    Args:
+        shape: of the model.
+        scratch: a directory on the disk, by whose name the one in memory is called.
+        free: bytes of host memory that can still be taken.
+        disk_only: nothing goes to memory.
+    """
     memory = Place(SHARED_MEMORY / scratch.name, 0)
     if not disk_only and SHARED_MEMORY.is_dir():
-        beside = available_memory() - shape.weight_bytes - PROCESSES
+        beside = free - shape.weight_bytes - PROCESSES
         memory = replace(memory, room=max(0, min(shutil.disk_usage(SHARED_MEMORY).free, beside)))
     if memory.room >= 1.01 * shape.weight_bytes:
         return [memory]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from common import Shape
 
-__all__ = ["CAPS", "PLAN", "TINY_CAPS", "Run", "host_bytes", "operations"]
+__all__ = ["CAPS", "CONTEXT", "PLAN", "TINY_CAPS", "Run", "host_bytes", "operations", "peft_bytes"]
 
 CAPS = {gib: gib << 30 for gib in (4, 8, 24)}
 TINY_CAPS = {4: 5 << 20, 8: 8 << 20, 24: 24 << 20}
+CONTEXT = 1 << 30  # bytes of the device that two processes' contexts take, which no allocator counts
 COPIES = {"lema": 1.2, "roundpipe": 1.1}  # of the weights in host memory, boundaries among them
 
 
@@ -62,6 +63,18 @@ def host_bytes(run: Run, shape: Shape) -> int:
     width = getattr(torch, shape.dtype).itemsize
     layer = sum(_rounded(rows * columns * width) for rows, columns in shape.matrices.values())
     return shape.layers * layer + 2 * _rounded(shape.vocabulary * shape.hidden * width)
+
+
+def peft_bytes(shape: Shape, tokens: int) -> int:
+    """Return about how much device memory PEFT needs, with the whole model there and one micro-batch of `tokens`.
+
+    Beside the weights that is 3 % of them (adapters, gradients, moments), four copies of the logits in fp32, the inputs
+    of all layers, and what one layer keeps when it is recomputed: about 16 times its hidden and intermediate states.
+    """
+    width = getattr(torch, shape.dtype).itemsize
+    inputs = shape.layers * tokens * shape.hidden * width
+    layer = 16 * tokens * (shape.hidden + shape.intermediate) * width
+    return int(1.03 * shape.weight_bytes) + 4 * 4 * tokens * shape.vocabulary + inputs + layer
 
 
 def _rounded(nbytes: int) -> int:

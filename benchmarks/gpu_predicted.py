@@ -10,7 +10,7 @@ from lema.plan.cost import device_parts
 from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure
 
-__all__ = ["predicted_parts"]
+__all__ = ["predicted_parts", "predicted_seconds"]
 
 
 def predicted_parts(model: LemaModel) -> dict[str, int]:
@@ -31,3 +31,11 @@ def predicted_parts(model: LemaModel) -> dict[str, int]:
         shared=model.backend.memory().shared,
     )
     return device_parts(demand, model.allocation)
+
+
+def predicted_seconds(model: LemaModel) -> float | None:
+    """Return how long the plan says that a step takes; None: it measured no speeds, as it does without a limit."""
+    planner = model.planner
+    if planner.timings is None:
+        return None
+    return planner.simulated(planner.demand(), model.allocation).seconds

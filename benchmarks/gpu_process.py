@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,10 @@ class Child:
             self._process.stdin.flush()
         return self._answer(seconds)
 
+    def limit(self, cap: int | None) -> None:
+        """Give it another cap from the next `prepare` on."""
+        self.job = replace(self.job, cap=cap)
+
     def prepare(self, micro_batches: int, seconds: float) -> dict[str, Any]:
         """Have it prepare for steps of so many micro-batches, and count its host memory from here on.
 
@@ -83,7 +87,7 @@ class Child:
             Failed: it could not, or took more than `seconds`.
         """
         self.host_peak, self.micro_batches = 0, None
-        answer = self.ask("prepare", seconds, micro_batches=micro_batches)
+        answer = self.ask("prepare", seconds, micro_batches=micro_batches, cap=self.job.cap)
         if refused := answer.get("refused"):
             raise Refused(refused)
         self.micro_batches = micro_batches

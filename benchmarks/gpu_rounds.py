@@ -52,6 +52,8 @@ class Measured:
             row |= {"planned": parts, "planned_bytes": sum(parts.values())}
             if "refused" in last:  # it was an allocator that counted
                 row["off"] = row["allocated"] / row["planned_bytes"] - 1
+        if predicted := row.get("predicted_seconds"):
+            row["seconds_off"] = seconds / predicted - 1
         limits = [operations / rate] if rate else []
         if link and row.get("bytes_uploaded"):
             limits.append(row["bytes_uploaded"] / link)

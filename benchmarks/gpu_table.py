@@ -171,7 +171,7 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
     return [
         *head,
         f"{row['tokens_per_second']:,.0f}",
-        _number(row.get("ratio"), "{:.3f}"),
+        _number(row.get("ratio"), "{:.3f}" if row.get("in_turn", True) else "{:.3f}, not in turn"),
         _number(row.get("of_limit"), "{:.2f}"),
         _number(row["allocated"] / 1e9),
         _number(row["reserved"] / 1e9),

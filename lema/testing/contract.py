@@ -37,6 +37,7 @@ class BackendContract(CopyPromises):
             the same device, relative to the largest number of the tensor compared; 0 asks for equal bits.
         half_dtypes: half-precision dtypes of weights that the backend computes with.
         busy_matmuls: how much work is queued ahead of a read, so that a device with a queue falls behind its host.
+            Override `keep_busy` too where the device is so fast that products are not enough.
     """
 
     tolerance: ClassVar[float] = 0.0

@@ -27,6 +27,13 @@ class CopyPromises:
         """Open the backend under test."""
         raise NotImplementedError("say which backend to test")
 
+    def keep_busy(self) -> None:
+        """Queue compute that takes much longer than queueing it, if the device has a way to do so; by default none.
+
+        Products, of which `busy_matmuls` are queued anyway, are done as fast as they are queued on a fast device: it
+        would then never be late, and a missing wait would go unseen.
+        """
+
     def test_host_buffers_are_exact_aligned_and_writable(self) -> None:
         """`host_buffer` is uint8 `[nbytes]` on the host, begins at a page, and belongs to its caller alone."""
         with closing(self.backend()) as backend:
@@ -254,6 +261,7 @@ class CopyPromises:
         return torch.mul(values.to(backend.device), self._late_one(backend).to(values.dtype), out=made)
 
     def _late_one(self, backend: Backend) -> Tensor:
+        self.keep_busy()
         ones = torch.ones(512, 512, device=backend.device)
         for _ in range(self.busy_matmuls):
             ones = ones @ ones / 512  # ones still

@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,12 +127,19 @@ class Slow:
     """A child that takes so long for each thing; it is left when what it was given is over, as the real one is."""
 
     seconds, clock = 0.0, Clock()
+    device_memory = 80 * 10**9
+    started: ClassVar[list[Any]] = []  # the job of each
+    busy: ClassVar[list[str]] = []  # the arm that took each step
 
     def __init__(self, job: Any) -> None:
+        self.started.append(job)
         self.job, self.ended, self.micro_batches, self.host_peak = job, False, None, 0
 
     def ready(self, seconds: float) -> dict[str, Any]:
         return self.ask("ready", seconds)
+
+    def limit(self, cap: int | None) -> None:
+        self.job = replace(self.job, cap=cap)
 
     def prepare(self, micro_batches: int, seconds: float) -> dict[str, Any]:
         self.micro_batches = micro_batches
@@ -144,6 +152,10 @@ class Slow:
         if self.seconds > seconds:
             self.ended = True
             raise gpu_process.Failed(f"no answer in {seconds:.0f} s")
+        if what == "link":
+            return {"device_memory": self.device_memory, "shared": False}
+        if what == "step":
+            self.busy.append(self.job.arm)
         step = {"seconds": 1.0, "loss": 1.0, "host": {}, "allocated": 1, "reserved": 1}
         return {"capped": True, "flops_per_second": 1e12, **(step if what == "step" else {})}
 
@@ -161,6 +173,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def measure(seconds: float) -> tuple[dict[str, Any], float]:
         clock = Slow.clock = Clock()
         Slow.seconds = seconds
+        Slow.started.clear()
+        Slow.busy.clear()
         monkeypatch.setattr(gpu_call, "time", clock)
         monkeypatch.setattr(gpu_rounds, "time", clock)
         monkeypatch.setattr(gpu_call, "Child", Slow)
@@ -207,6 +221,30 @@ def test_what_comes_first_is_the_first_table(measured: Any) -> None:
     done = [(one["model"], one["arm"], one["micro_batches"]) for one in results["rows"] if one["status"] == "measured"]
     assert ("8B", "lema", 16) in done and ("8B", "peft", 16) in done
     assert any(one["status"] == "not reached" for one in results["rows"])
+
+
+def test_lema_has_one_process_for_all_caps_of_a_model(measured: Any) -> None:
+    """It reads and locks the weights once. Another model ends it."""
+    results, _ = measured(1.0)
+    models = [(job.arm, Path(job.model).name) for job in Slow.started]
+    before = models[: models.index(("lema", "32B"))]
+    assert before.count(("lema", "8B")) == 1
+    lema = [row for row in results["rows"] if (row["model"], row["arm"], row["strategy"]) == ("8B", "lema", "resident")]
+    assert {row["cap_gib"] for row in lema if row["status"] == "measured"} == {4, 8, 24}
+
+
+def test_where_the_device_holds_not_both_peft_is_measured_first_and_alone(
+    measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "device_memory", 20 * 10**9)  # less than the largest cap
+    results, _ = measured(1.0)
+    rows = {(row["model"], row["arm"], row["cap_gib"], row["micro_batches"]): row for row in results["rows"]}
+    ours = rows["8B", "lema", 4, 16]
+    assert (ours["status"], ours["in_turn"], ours["ratio"]) == ("measured", False, 1.0)
+    first = Slow.busy.index("lema")
+    assert Slow.busy[:first] and set(Slow.busy[:first]) == {"peft"}
+    later = Slow.busy[first : first + Slow.busy[first:].index("peft")] if "peft" in Slow.busy[first:] else Slow.busy
+    assert later.count("lema") >= 3, "they took turns"
 
 
 # The verdict
@@ -332,11 +370,33 @@ def test_a_missing_package_is_named_before_anything_begins(monkeypatch: pytest.M
     import gpu_software
 
     assert gpu_software.what_is_missing("cpu") == []
-    there = gpu_software.version
-    monkeypatch.setattr(gpu_software, "version", lambda name: "5.17.0" if name == "transformers" else there(name))
-    (line,) = gpu_software.what_is_missing("cpu")
+    there = gpu_software._version
+    monkeypatch.setattr(gpu_software, "_version", lambda name: None if name == "pydantic" else there(name))
+    line, how = gpu_software.what_is_missing("cpu")
+    assert line.startswith("pydantic is absent;")
+    assert "pip install 'pydantic>=" in line
+    assert "gpu_pack.py" in how
+
+
+def test_another_version_is_told_and_no_reason_to_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_software
+
+    assert gpu_software.untested_versions() == []
+    there = gpu_software._version
+    monkeypatch.setattr(gpu_software, "_version", lambda name: "5.17.0" if name == "transformers" else there(name))
+    assert gpu_software.what_is_missing("cpu") == []
+    (line,) = gpu_software.untested_versions()
     assert line.startswith("transformers 5.17.0;")
-    assert "pip install" in line
+
+
+def test_where_lema_cannot_be_imported_the_message_says_how_to_install_it() -> None:
+    """Of a Python that has the standard library alone, as the machine's own may be for all that is known."""
+    script = BENCHMARKS / "gpu.py"
+    done = subprocess.run([sys.executable, "-E", "-S", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "lema is not installed: pip install" in done.stderr
+    assert "benchmarks/gpu_pack.py" in done.stderr
 
 
 def test_a_device_that_is_not_there_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
