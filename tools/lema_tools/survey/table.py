@@ -70,8 +70,8 @@ def markdown(rows: Iterable[Row]) -> str:
     steps = json.loads(STEPS.read_text(encoding="utf-8"))
     distances: dict[str, float] = steps["distances"]
     measured = (
-        f"*second device*: a tiny model of the type took one training step on the tests' second device, which is not the "
-        f"CPU, and one on the CPU; the column has the relative difference of loss and gradients in fp32 "
+        "*second device*: a tiny model of the type took one training step on the tests' second device, which is not "
+        "the CPU, and one on the CPU; the column has the relative difference of loss and gradients in fp32 "
         f"(`tox -e seconddevice`, {steps['date']}, {steps['versions']})."
     )
     page = ["# Models", "", made, "", *INTRODUCTION, "", *wrap(measured, 120), "", _summary(known), ""]
