@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +13,7 @@ from lema.backend import BackendOptions
 from lema.errors import BackendUnavailable
 from lema_accelerator import AcceleratorBackend
 from lema_cuda.attention import switch_off
+from lema_cuda.libraries import BLOCK, VARIABLE, make_deterministic, workspace_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,19 +27,26 @@ class CudaBackend(AcceleratorBackend):
 
     Args:
         device: `"cuda"`, or `"cuda:N"`.
-        options: whether host memory is page-locked.
+        options: whether host memory is page-locked, and whether cuBLAS computes the same bits each time.
+
+    Attributes:
+        allocation_granularity: the bytes of which memory for larger tensors is a multiple, for plans.
 
     Raises:
         BackendUnavailable: there is no such device, or the other processes cannot be reached.
     """
 
+    allocation_granularity = BLOCK
+
     def __init__(self, device: str = "cuda", options: BackendOptions | None = None) -> None:
-        super().__init__(device, options)
-        try:
+        # First, because cuBLAS looks at it once, when it is first used.
+        self._restore_products = make_deterministic() if options is not None and options.deterministic else _nothing
+        with ExitStack() as unusable:
+            unusable.callback(self._restore_products)
+            super().__init__(device, options)
+            unusable.callback(super().close)
             _check_kernels(self.device)
-        except BackendUnavailable:
-            super().close()
-            raise
+            unusable.pop_all()
         self._restore_attention = switch_off(self.device)
 
     def fuse(self, model: PreTrainedModel, layers: nn.ModuleList) -> str:
@@ -45,12 +55,22 @@ class CudaBackend(AcceleratorBackend):
 
         return fuse(model, layers)
 
+    def workspace_bytes(self) -> int:
+        """Return the bytes of device memory that cuBLAS takes for itself at the first product."""
+        return workspace_bytes(torch.cuda.get_device_capability(self.device), os.environ.get(VARIABLE, ""))
+
     def close(self) -> None:
-        """Wait for queued work, leave the process group, if this backend joined it, and have attention as before."""
+        """Wait for queued work, leave the process group, if this backend joined it, and have attention and products as
+        before."""
         try:
             super().close()
         finally:
             self._restore_attention()
+            self._restore_products()
+
+
+def _nothing() -> None:
+    """Restore nothing."""
 
 
 def _check_kernels(device: torch.device) -> None:

@@ -9,13 +9,13 @@ process may leave where.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Literal
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 from lema.backend.group import Alone
 from lema.backend.protocols import Replicas
 
-__all__ = ["NEVER", "Interrupt", "Leaving", "Stop", "StopRequested", "agreed"]
+__all__ = ["NEVER", "Interrupt", "Leaving", "Stop", "StopRequested", "agreed", "autograd_in_this_thread"]
 
 Stop = Callable[[], str | None]
 """Returns why a run is to stop; None: it goes on."""
@@ -88,6 +88,20 @@ class Interrupt:
 def agreed(replicas: Replicas, why: str | None) -> str | None:
     """Return why any of the processes wants to stop, the same in all of them; each calls this. None: none does."""
     return _first(replicas.everyone(why))
+
+
+def autograd_in_this_thread() -> AbstractContextManager[Any]:
+    """Return the context in which autograd differentiates in the thread that asks for it, on every device.
+
+    Autograd has a thread for each device, and who asks for a backward waits for that thread in C++. But Python runs
+    signal handlers in the main thread alone, between two of its instructions, so a signal would be seen only when all
+    layers are differentiated, minutes later. In this context the backward of each layer begins with instructions of the
+    main thread. What is kept for each thread, such as the workspaces of a device's libraries, is then kept once. A
+    backward within a backward inherits the context; on the CPU it changes nothing.
+    """
+    import torch
+
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def _first(given: Iterable[str | None]) -> str | None:

@@ -86,6 +86,7 @@ class BackendOptions:
     # Processes that hold one copy of the model together; None: as the backend is made for.
     tensor_parallel_size: int | None = None
     sequence_parallel: bool = False  # between attention and MLP each of these holds its part of the sequence only
+    deterministic: bool = False  # have the device's libraries compute the same bits each time, before they are used
     # What only this backend has, by name (`lema.config.backendsettings`).
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -251,7 +252,9 @@ class Carrier(Protocol):
 class Backend(Carrier, Protocol):
     """One device, as the core sees it: adapters, boundary activations and resident tensors live there.
 
-    The constructor takes the device string and `BackendOptions`, and joins the process group, if any.
+    The constructor takes the device string and `BackendOptions`, and joins the process group, if any. What a backend
+    may have beside this is in `lema.backend.registry`: `keeps`, `attention`, `fuse`, `planned`, and `workspace_bytes`
+    and `allocation_granularity`, the device memory that is taken beside tensors. `end_visit` is called after visits.
     """
 
     @property

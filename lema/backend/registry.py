@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["BackendInfo", "available", "fused", "has_addresses", "kept_unasked", "load", "own_attention", "planned"]
+__all__ = [
+    "BackendInfo",
+    "available",
+    "fused",
+    "has_addresses",
+    "in_host_memory",
+    "kept_unasked",
+    "load",
+    "own_attention",
+    "planned",
+    "taken_beside",
+]
 
 GROUP = "lema.backends"
 AUTO = "auto"  # the device of a run that names none: the first backend that can run here
@@ -49,10 +60,24 @@ def has_addresses(device: torch.device) -> bool:
     return one.is_meta or one.data_ptr() != 0
 
 
+def in_host_memory(backend: Backend) -> bool:
+    """Return whether a device that is not the host's processor computes in host memory: nothing is copied for it, but
+    its kernels ask for aligned addresses as those of other accelerators do."""
+    return backend.device.type != "cpu" and backend.memory().shared
+
+
 def kept_unasked(backend: Backend | str) -> float:
     """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
     A backend says so by an attribute `keeps`; it is given open, or by name (as `load`)."""
     return float(getattr(_factory(_point(backend)) if isinstance(backend, str) else backend, "keeps", 0.0))
+
+
+def taken_beside(backend: Backend) -> tuple[int, int]:
+    """Return the bytes of device memory that a backend's libraries of kernels take for themselves, and those of which
+    memory for larger tensors is a multiple, which a plan counts; 0 and 1: none is known of. A backend says so by a
+    function `workspace_bytes` and an attribute `allocation_granularity`."""
+    found: Callable[[], int] | None = getattr(backend, "workspace_bytes", None)
+    return 0 if found is None else found(), int(getattr(backend, "allocation_granularity", 1))
 
 
 def own_attention(backend: Backend) -> str | None:

@@ -166,6 +166,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Write the output of the layers below the lowest adapter to disk. Later epochs then skip these layers."""
     tf32: Said[bool] = False
     """Allow TF32 for fp32 matrix products, which keeps 10 bits of their inputs, on devices that have it."""
+    deterministic: Said[bool] = False
+    """Compute the same bits in every run and after every resumption, also on devices whose operations add in the order
+    in which numbers arrive. Slower there; an operation without such a form is an error. CPUs do so anyway."""
     torch_compile: Said[bool] = False
     """Compile one decoder layer of each kind with `torch.compile`, and keep the compiled code in the user's cache
     directory for later starts (or in TORCHINDUCTOR_CACHE_DIR). This changes the last bits."""

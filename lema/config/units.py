@@ -21,6 +21,7 @@ MEMORY_PARTS = {
     "gathered": "layers assembled from parts",
     "boundaries": "inputs of layers, kept",
     "saved": "activations not recomputed",
+    "workspaces": "libraries, and rounding of memory",
     "ring": "buffers that layers are read into",
     "cached": "layers kept in host memory",
     "masters": "weights in fp32",

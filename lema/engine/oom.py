@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lema.backend import Backend
 from lema.engine.head.loss import split_batch
+from lema.engine.numerics import deterministic_only
 from lema.errors import MemoryLimitError, is_out_of_memory
 from lema.stream import LayerStream
 
@@ -94,7 +95,8 @@ class OomRetry:
             parts = self.cut(micro_batches, purpose)
             self._passes += 1
             try:
-                result = run(parts)
+                with deterministic_only("between the layers"):
+                    result = run(parts)
                 break
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -134,10 +136,12 @@ class OomRetry:
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Note on an out-of-memory error that leaves the `with` block where it was, unless an inner block noted it."""
+        """Note on an out-of-memory error that leaves the `with` block where it was, unless an inner block noted it.
+        `ConfigError`: an operation in the block has no deterministic form, and must have one."""
         self.place = place
         try:
-            yield
+            with deterministic_only(place):
+                yield
         except RuntimeError as error:
             if is_out_of_memory(error) and not _place_of(error):
                 error.add_note(f"{PLACE}{place}")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from lema.backend import Backend
-from lema.backend.registry import has_addresses
+from lema.backend.registry import has_addresses, in_host_memory
 from lema.errors import ConfigError
 from lema.model.experts import ExpertGroup, layer_experts
 from lema.model.skeleton import find_towers, is_in
@@ -24,7 +24,7 @@ from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges, rows_of
 from lema.stream.lease import expand_into
-from lema.stream.placement import LayerBytes, in_slot, place, slot_layout, views
+from lema.stream.placement import LayerBytes, in_slot, place, slot_layout, vector_aligned, views
 from lema.stream.reader import LayerReader, StoredRows
 from lema.stream.slotlayout import upload_to, whole
 
@@ -153,7 +153,8 @@ class StoredTensors:
 
     def place(self, names: Collection[str]) -> LayerBytes:
         """Lay out those of `names` that are stored."""
-        return place({name: (self.records[name], self.dtypes[name]) for name in names if name in self.records})
+        placed = place({name: (self.records[name], self.dtypes[name]) for name in names if name in self.records})
+        return vector_aligned(placed) if in_host_memory(self.backend) else placed
 
     def read_to_host(self, name: str) -> Tensor:
         """Return a stored tensor in host memory that is its own."""

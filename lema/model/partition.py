@@ -226,5 +226,9 @@ def planned_parallel(config: LemaConfig) -> Parallel:
 
 def _options(config: LemaConfig) -> BackendOptions:
     return BackendOptions(
-        config.page_locked, config.tensor_parallel_size, config.sequence_parallel, config.backend_settings
+        config.page_locked,
+        config.tensor_parallel_size,
+        config.sequence_parallel,
+        config.deterministic,
+        config.backend_settings,
     )

@@ -17,10 +17,12 @@ from typing import Literal
 from lema.stream.schedule import fetched, forward_order, in_parts, training_order, with_parts
 
 __all__ = [
+    "NO_OVERHEAD",
     "Allocation",
     "Demand",
     "HostTraining",
     "LayerCost",
+    "Overhead",
     "Speeds",
     "Tier",
     "Traffic",
@@ -103,6 +105,24 @@ class HostTraining:
 
 
 @dataclass(frozen=True)
+class Overhead:
+    """What device memory goes to beside tensors: libraries of kernels, and the rounding of torch's allocator."""
+
+    workspaces: int = 0  # bytes that libraries take for themselves when they first compute
+    block: int = 1  # bytes of which memory for larger tensors is a multiple
+
+    def rounding(self, tensors: Iterable[int], parts: int) -> int:
+        """Return the bytes by which memory is larger than what is in it: `tensors` of so many bytes that have memory of
+        their own, and some parts of which nothing is known but that each ends within a block."""
+        if self.block == 1:
+            return 0
+        return self.block * parts + sum(-size % self.block for size in tensors if size > self.block)
+
+
+NO_OVERHEAD = Overhead()
+
+
+@dataclass(frozen=True)
 class Demand:
     """One step, whatever memory there is for it."""
 
@@ -124,6 +144,7 @@ class Demand:
     training: HostTraining = HostTraining()  # in each process, for weights that train themselves
     pieces: int = 0  # how many of the layers are pieces of the head
     row_bytes: int = 0  # of embeddings that are looked up row by row, the rows of all tokens of the step
+    overhead: Overhead = NO_OVERHEAD  # of the device
 
     @property
     def top(self) -> int:
@@ -163,7 +184,8 @@ class Demand:
     def fixed_bytes(self) -> int:
         """Device memory that no allocation changes."""
         beside = self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
-        return self.outside_bytes + self.buffer_bytes + self.adapter_bytes + self.gradient_bytes + beside
+        held = self.outside_bytes + self.buffer_bytes + self.adapter_bytes + self.gradient_bytes
+        return held + beside + self.overhead.workspaces
 
     @property
     def gradient_bytes(self) -> int:
@@ -198,6 +220,7 @@ class Phase:
         return max(self.compute, self.link, self.disk)
 
 
+OF_LAYERS = ("slots", "residents")  # parts of device memory whose tensors are known
 STAGED = 3  # boundaries between where they wait and their layer: one in use, the others on their way
 STAGING = 256 * 2**20  # bytes of host memory through which activations go to the disk and come back
 
@@ -210,7 +233,7 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     kept += sum(demand.layers[index].product_bytes for index in allocation.products)
     # Up, the activations that are just leaving; down, those of the micro-batch that comes next.
     passing = max((demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone), default=0)
-    return {
+    tensors = {
         "slots": _ring(demand, allocation, in_place=demand.shared),
         "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
         "outside": demand.outside_bytes + demand.buffer_bytes,
@@ -223,6 +246,12 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "boundaries": (len(demand.keeping) - away - len(gone)) * demand.boundary_bytes + staged,
         "saved": kept + passing,
     }
+    slot = max((size for index, size in demand.leased if index not in allocation.residents), default=0)
+    held = [slot] * (tensors["slots"] // slot if slot else 0)
+    held += [demand.layers[index].slot_bytes for index in allocation.residents]
+    # What an allocation may still add to is counted in any case, so that adding to it begins no block that is unknown.
+    others = sum(1 for part in tensors if part in ("boundaries", "saved") or (tensors[part] and part not in OF_LAYERS))
+    return {**tensors, "workspaces": demand.overhead.workspaces + demand.overhead.rounding(held, others)}
 
 
 def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:

@@ -15,12 +15,12 @@ import psutil
 
 from lema.backend import Backend, Exchange
 from lema.backend.hostmemory import memory_available
-from lema.backend.registry import kept_unasked
+from lema.backend.registry import kept_unasked, taken_beside
 from lema.config import LemaConfig
 from lema.config.units import parse_memory
 from lema.errors import ConfigError
 from lema.model.partition import open_backend, planned_parallel
-from lema.plan.cost import Speeds
+from lema.plan.cost import NO_OVERHEAD, Overhead, Speeds
 
 __all__ = ["PROFILES", "Machine", "Site", "open_alone", "profile", "site_of", "this_machine", "unknown_speeds"]
 
@@ -43,6 +43,7 @@ class Machine:
     exchange: float = math.inf  # bytes per second that each process of a tensor-parallel group sends to another
     latency: float = 0.0  # seconds that a collective takes, however little is sent
     note: str = ""  # what is not known of it
+    overhead: Overhead = NO_OVERHEAD  # of its memory; of a profile it is not known
 
     @property
     def shared(self) -> bool:
@@ -132,7 +133,9 @@ def this_machine(backend: Backend, *, measured: bool = False) -> Site:
     free = memory.total if memory.free is None else memory.free
     told = backend.replicas.everyone((memory.total, free, psutil.virtual_memory().total, memory_available()))
     total, free, host_total, available = map(min, zip(*told, strict=True))
-    machine = Machine(backend.name, total, host_total, unknown_speeds(shared=memory.shared), 0.0, 0.0)
+    beside = backend.replicas.everyone(taken_beside(backend))
+    speeds, overhead = unknown_speeds(shared=memory.shared), Overhead(*map(max, zip(*beside, strict=True)))
+    machine = Machine(backend.name, total, host_total, speeds, 0.0, 0.0, overhead=overhead)
     return Site(machine, available, "measured" if measured else "unknown", kept_unasked(backend), device_free=free)
 
 

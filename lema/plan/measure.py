@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from lema.activations.kept import BoundaryArena
 from lema.backend import Backend
 from lema.backend.hostmemory import memory_available
+from lema.backend.interrupt import autograd_in_this_thread
+from lema.backend.registry import taken_beside
 from lema.config import LemaConfig
 from lema.engine.head.loss import CHUNK_TOKENS, LossChunks
 from lema.engine.optim import make_optimizer
@@ -31,7 +33,7 @@ from lema.model.capture import replaced_tensors, tensors_in
 from lema.model.flow import LayerCall
 from lema.model.skeleton import main_dtype
 from lema.plan.blueprint import Blueprint
-from lema.plan.cost import Speeds
+from lema.plan.cost import Overhead, Speeds
 from lema.plan.machine import Machine
 from lema.plan.step import LayerSeconds, StepShape, Timings, by_arithmetic
 from lema.plan.workload import MicroBatch, Workload, calls_of
@@ -66,6 +68,7 @@ def layer_seconds(
     with (
         closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index}, held=held)) as stream,
         closing(BoundaryArena(backend)) as arena,
+        autograd_in_this_thread(),
     ):
         engine = Engine(split, stream, backend)
         engine.trained = TrainedWeights({index: trained}, lambda *_: None)
@@ -161,7 +164,8 @@ def probe(
     timings = Timings(found, *ends, _optimizer(blueprint, split, config, firsts, backend, clock))
     half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
     total, host = backend.memory().total, psutil.virtual_memory().total
-    return Machine(backend.name, total, host, speeds, half, single), timings
+    overhead = Overhead(*taken_beside(backend))
+    return Machine(backend.name, total, host, speeds, half, single, overhead=overhead), timings
 
 
 def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backend: Backend) -> tuple[Speeds, Timings]:
@@ -196,7 +200,8 @@ def estimate(
     few = torch.ones(8, 8, dtype=dtype, device=backend.device)
     launch = OPERATIONS * median_seconds(lambda: few @ few, backend)
     note = "layers with experts in groups are not timed: seconds are estimated from products as large as theirs"
-    machine = Machine(backend.name, total, host, speeds, half, single, copied, launch, note=note)
+    overhead = Overhead(*taken_beside(backend))
+    machine = Machine(backend.name, total, host, speeds, half, single, copied, launch, note=note, overhead=overhead)
     whole, found = by_arithmetic(workload, layers, machine, dtype.itemsize), list[LayerSeconds]()
     for kind, seconds in enumerate(whole.layers):
         index = workload.kinds.index(kind)
@@ -307,7 +312,7 @@ def _ends(
         real = torch.empty(tensor.shape, dtype=tensor.dtype, device=backend.device)
         return nn.Parameter(made_up(real), requires_grad=False)
 
-    with replaced_tensors(model, with_memory):
+    with replaced_tensors(model, with_memory), autograd_in_this_thread():
         chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS, parallel=split.parallel)
         head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), backend, clock)
         prelude = median_seconds(lambda: split.prelude({"input_ids": tokens}, {}), backend, clock)

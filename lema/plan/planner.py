@@ -85,7 +85,8 @@ class Planner:
         rows = self.blueprint.tables.row_bytes * (shape or self.shape).tokens
         if not known.shared:
             known = replace(known, buffer_bytes=buffer_bytes(self.blueprint.model))
-        known = replace(known, row_bytes=rows, expanded_bytes=self.blueprint.expanded_bytes)
+        overhead = self.site.machine.overhead
+        known = replace(known, row_bytes=rows, expanded_bytes=self.blueprint.expanded_bytes, overhead=overhead)
         parts = self.blueprint.parallel.size
         if self.backend is None:
             return replace(known, processes=self.processes * parts)
@@ -371,7 +372,8 @@ def _fitted(planner: Planner) -> Planner:
 def _fastest(planner: Planner) -> Planner:
     """Return the planner with fewer rows, or fewer logits, at once as long as a step is then faster, for what else
     memory goes to."""
-    if not planner.undecided:
+    # Not by seconds that differ from run to run, where sums must not: how many rows they are over groups additions.
+    if not planner.undecided or planner.config.deterministic:
         return planner
     best, least = planner, _seconds(planner)
     while found := [(taken, one) for one in best.faster() if (taken := _seconds(one)) < WORTH_IT * least]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lema.backend import SlotLayout
+from lema.backend import SlotLayout, Span
 from lema.errors import ConfigError
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import CUT, QuantizedRecord, Stored
@@ -164,6 +164,36 @@ def in_slot(layer: LayerBytes, layout: SlotLayout) -> LayerBytes:
     )
 
 
+def vector_aligned(layer: LayerBytes) -> LayerBytes:
+    """Return a layer for an accelerator that computes in host memory: what is read goes to multiples of `VECTOR`, and
+    then not by whole pages, unless the file has all tensors at such places already."""
+    packed = [Packed(tensor.offset, tensor.nbytes, VECTOR) for tensor in _placed(layer)]
+    if not any(tensor.start % VECTOR for tensor in packed):
+        return layer
+    layout = lay_out(packed)
+    runs = [
+        replace(run, offset=run.offset + first - run.slot_offset, nbytes=last - first, slot_offset=at + first)
+        for run in layer.runs
+        for span in layout.spans
+        for first, last, at in [_shared(run, span)]
+        if first < last
+    ]
+    moved = in_slot(replace(layer, tensors=tuple(cast.placed for cast in layer.casts), expansions=()), layout)
+    casts = [replace(cast, placed=placed) for cast, placed in zip(layer.casts, moved.tensors, strict=True)]
+    nbytes = max(layer.nbytes, _round_up(layout.nbytes))
+    return replace(in_slot(layer, layout), runs=tuple(runs), casts=tuple(casts), nbytes=nbytes)
+
+
+def _shared(run: ByteRun, span: Span) -> tuple[int, int, int]:
+    """Return the bytes of a run that are in a span, by their places in the host buffer, and how far those move."""
+    first = max(run.slot_offset, span.start)
+    return first, min(run.slot_offset + run.nbytes, span.start + span.nbytes), span.slot - span.start
+
+
+def _placed(layer: LayerBytes) -> list[Placed]:
+    return [*layer.tensors, *(part for one in layer.expansions for part in one.parts.values())]
+
+
 def misaligned(layer: LayerBytes) -> str | None:
     """Name a weight that a kernel of a device with memory of its own could refuse where it lies in the slot, or in the
     buffer of expanded weights; None: there is none."""
@@ -277,7 +307,7 @@ def _assemble(record: AssembledRecord, placed: Placed) -> tuple[list[ByteRun], l
 
 def extent(layer: LayerBytes) -> tuple[int, int]:
     """Return where in its slot a layer's first tensor begins, and where its last ends."""
-    placed = [*layer.tensors, *(part for one in layer.expansions for part in one.parts.values())]
+    placed = _placed(layer)
     ends = (tensor.offset + tensor.nbytes for tensor in placed)
     return min((tensor.offset for tensor in placed), default=0), max(ends, default=0)
 

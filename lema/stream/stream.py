@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lema.backend import Backend, SlotLayout, Upload
-from lema.backend.registry import has_addresses
+from lema.backend.registry import has_addresses, in_host_memory
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.stream.gather import GatheredBuffers
 from lema.stream.lease import ExpandedBuffers, Lease, expand_into
@@ -26,6 +26,7 @@ from lema.stream.placement import (
     rank_share,
     slot_layout,
     slot_share,
+    vector_aligned,
     views,
 )
 from lema.stream.preload import fill
@@ -70,7 +71,7 @@ class LayerStream:
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.layers = tuple(layers)
+        self.layers = tuple(layers) if not in_host_memory(backend) else tuple(map(vector_aligned, layers))
         self.residents = with_parts(residents, parts or {})
         self.host_cached = with_parts(host_cached, parts or {}) - self.residents
         self.parts = parts or {}

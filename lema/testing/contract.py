@@ -4,6 +4,7 @@ One of them takes a training step twice, on the same device: streamed, and of th
 PEFT alone.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -184,6 +185,7 @@ class BackendContract(CopyPromises):
             assert torch.equal(found, expected), f"{what} differs, by {float((found - expected).abs().max()):.3g}"
         else:
             difference = float((found - expected).abs().max() / expected.abs().max())
+            sys.stdout.write(f"measured: {what} differs by {difference:.3e} of its largest number\n")  # pytest -rP
             assert difference <= self.tolerance, f"{what} differs by {difference:.3g} of its largest number"
 
 

@@ -27,9 +27,9 @@ from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.head.objectives import pursue
 from lema.engine.head.pieces import PiecedHead
 from lema.engine.head.routers import add_router_loss
+from lema.engine.numerics import Numerics
 from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
-from lema.engine.precision import ProductPrecision
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.lora.checks import base_of, check_base, check_named_base
@@ -120,9 +120,9 @@ class LemaModel:
         self._drawn = draw_head(self.skeleton, self.backend.device, config.seed) if scores else None
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
-        self._precision = ProductPrecision(config.tf32)
         positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
         self._padding = padding_of(config, self.backend.parallel.size, positions)
+        self._numerics = Numerics(config.tf32, config.deterministic)  # last: a model that is not opened closes nothing
 
     @classmethod
     def from_pretrained(
@@ -387,7 +387,7 @@ class LemaModel:
             open_still.close()
         self._reader.close()
         (self.backend.synchronize if keep_backend else self.backend.close)()
-        self._precision.put_back()
+        self._numerics.put_back()
 
     def read_stored(self, names: Collection[str]) -> Mapping[str, Tensor]:
         """Return tensors of the model without adapters, by name, on the device, without those that are not stored."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lema.backend import Replicas
 from lema.backend.group import first_alone, sum_gradients
+from lema.backend.interrupt import autograd_in_this_thread
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import attended_tokens, trained_tokens
@@ -209,7 +210,8 @@ class Update:
                 self.scaler.scale(loss).backward()
             return loss.detach()
 
-        return self._model.retry.run_pass(attempt, micro_batches, parameters=parameters, made=logits)
+        with autograd_in_this_thread():  # so that a stop is seen before each layer
+            return self._model.retry.run_pass(attempt, micro_batches, parameters=parameters, made=logits)
 
     def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
         """Sum the gradients over all processes, and multiply by `factor`; return their norm, on the device."""

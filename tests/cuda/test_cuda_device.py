@@ -1,5 +1,6 @@
 """The CUDA backend on a CUDA device. Deselected unless asked for: `pytest -m cuda tests/cuda/test_cuda_device.py`."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -101,22 +102,45 @@ def distance(one: Outcome, other: Outcome) -> float:
     return max(loss, relative_difference(all_gradients(one).cpu(), all_gradients(other).cpu()))
 
 
+Measured = Callable[[str, float], None]
+
+
+@pytest.fixture
+def measured(record_property: Callable[[str, object], None]) -> Measured:
+    """Leave a figure, before anything is asserted of it, in pytest's report (`-rP`) and in its XML (`--junitxml`)."""
+
+    def leave(name: str, value: float) -> None:
+        record_property(name, value)
+        sys.stdout.write(f"measured: {name} {value:.3e}\n")
+
+    return leave
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_fp32_is_that_of_the_cpu(checkpoint_of: CheckpointOf, tmp_path: Path, tier: str, depth: int) -> None:
+def test_fp32_is_that_of_the_cpu(
+    checkpoint_of: CheckpointOf, tmp_path: Path, measured: Measured, tier: str, depth: int
+) -> None:
     expected = whole_outcome(checkpoint_of("llama"), "cpu", torch.float32)
     options: dict[str, Any] = {"boundary_activations": tier, "prefetch_depth": depth, "dtype": "float32"}
     with model_on_device(checkpoint_of("llama"), tmp_path, **options) as model:
-        for _ in range(3):
-            assert distance(streamed_step(model, micro_batches(COUNT, padding=True)), expected) < 1e-5
+        for step in range(3):
+            difference = distance(streamed_step(model, micro_batches(COUNT, padding=True)), expected)
+            measured(f"fp32 from the CPU's, step {step + 1}", difference)
+            assert difference < 1e-5, f"loss or gradients differ by {difference:.3e} of their size"
 
 
-def test_bf16_is_within_the_spread_of_peft_itself(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_bf16_is_within_the_spread_of_peft_itself(
+    checkpoint_of: CheckpointOf, tmp_path: Path, measured: Measured
+) -> None:
     checkpoint = checkpoint_of("llama")
     on_host, on_device = (whole_outcome(checkpoint, device, torch.bfloat16) for device in ("cpu", "cuda"))
     spread = distance(on_device, on_host)
+    measured("bf16 of PEFT on the device from PEFT's on the CPU", spread)
     with model_on_device(checkpoint, tmp_path, dtype="bfloat16") as model:
-        assert distance(streamed_step(model, micro_batches(COUNT, padding=True)), on_device) <= spread
+        difference = distance(streamed_step(model, micro_batches(COUNT, padding=True)), on_device)
+        measured("bf16 from PEFT's on the device", difference)
+        assert difference <= spread, f"loss or gradients differ by {difference:.3e} of their size"
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

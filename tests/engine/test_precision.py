@@ -1,6 +1,7 @@
 """How numbers round: TF32 only where it is asked for, and half-precision runs that come back bit for bit."""
 
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,21 @@ from smallrun import adapter_of, batch, opened, settings, write_model
 from torch import Tensor, nn
 
 from lema import LemaModel, LemaTrainer
+from lema.engine import numerics
 
 TORCH_DEFAULT = ("highest", True)
+NEW_SWITCHES = hasattr(torch.backends, "fp32_precision")
+LEAVES = ("cuda.matmul", "cudnn.conv", "mkldnn.matmul", "mkldnn.conv")
+ABOVE = ("", "cudnn")
+# What somebody has set with torch's new switches, before a model is opened or while it is open.
+HISTORIES: list[dict[str, str]] = [
+    {"": "tf32"},  # as TrainingArguments(tf32=True) and torch_compile do
+    {"": "ieee"},
+    {"cuda.matmul": "tf32"},
+    {"cudnn": "ieee", "cuda.matmul": "tf32"},
+    {"cudnn.conv": "ieee"},
+    {"": "tf32", "mkldnn.matmul": "bf16"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +36,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _put_back() -> Iterator[None]:
     yield
+    if NEW_SWITCHES:
+        for name in (*ABOVE, *LEAVES):
+            set_switch(name, "none")
     set_precision(*TORCH_DEFAULT)
 
 
@@ -32,6 +49,19 @@ def precision() -> tuple[str, bool]:
 def set_precision(products: str, convolutions: bool) -> None:
     torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def switch(name: str) -> Any:
+    return reduce(getattr, filter(None, name.split(".")), torch.backends)
+
+
+def set_switch(name: str, value: str) -> None:
+    switch(name).fp32_precision = value
+
+
+def switches() -> dict[str, str]:
+    """What fp32 products and convolutions round as, by torch's new switches."""
+    return {name: switch(name).fp32_precision for name in (*ABOVE, *LEAVES)}
 
 
 @pytest.mark.parametrize("before", [TORCH_DEFAULT, ("medium", False), ("high", True)])
@@ -52,6 +82,47 @@ def test_what_somebody_set_while_a_model_was_open_stays(llama: Path, tmp_path: P
     with opened(settings(llama, tmp_path, tf32=True)):
         set_precision("medium", False)
     assert precision() == ("medium", False)
+
+
+@pytest.mark.skipif(not NEW_SWITCHES, reason="this torch has the old switches only")
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_new_switches_of_torch_are_followed_and_put_back(
+    llama: Path, tmp_path: Path, history: dict[str, str], tf32: bool
+) -> None:
+    for name, value in history.items():
+        set_switch(name, value)
+    before = switches()
+    with opened(settings(llama, tmp_path, tf32=tf32)):
+        assert precision() == (("high", True) if tf32 else ("highest", False))
+        used = {switches()[name] for name in ("cuda.matmul", "mkldnn.matmul")}
+        assert used == {"tf32" if tf32 else "ieee"}
+        assert (switches()["cudnn.conv"] == "tf32") == tf32
+    assert switches() == before
+
+
+@pytest.mark.skipif(not NEW_SWITCHES, reason="this torch has the old switches only")
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("history", HISTORIES, ids=str)
+def test_a_new_switch_that_somebody_sets_while_a_model_is_open_stays(
+    llama: Path, tmp_path: Path, history: dict[str, str], tf32: bool
+) -> None:
+    with opened(settings(llama, tmp_path, tf32=tf32)):
+        own = switches()
+        for name, value in history.items():
+            set_switch(name, value)
+    changed = {name: value for name, value in history.items() if value != own[name]}
+    assert {name: switches()[name] for name in changed} == changed
+
+
+@pytest.mark.skipif(not NEW_SWITCHES, reason="this torch has the old switches only")
+def test_the_old_switches_are_enough_for_a_torch_without_new_ones(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numerics, "_libraries", list)
+    with opened(settings(llama, tmp_path, tf32=True)):
+        assert precision() == ("high", True)
+    assert precision() == TORCH_DEFAULT
 
 
 @pytest.mark.slow

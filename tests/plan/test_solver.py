@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lema.errors import MemoryLimitError
 from lema.plan import Allocation
 from lema.plan.budget import MARGIN, scattered, solve, spread
-from lema.plan.cost import Demand, LayerCost, Speeds, device_parts, host_parts, phases, seconds
+from lema.plan.cost import Demand, LayerCost, Overhead, Speeds, device_parts, host_parts, phases, seconds
 
 LAYERS = st.builds(
     LayerCost,
@@ -44,6 +44,7 @@ def demands(draw: st.DrawFn) -> Demand:
         micro_boundary_bytes=draw(BYTES),
         turn=draw(st.floats(0, 9)),
         shared=draw(st.booleans()),
+        overhead=draw(st.builds(Overhead, workspaces=BYTES, block=st.sampled_from([1, 1, 16, 128]))),
     )
 
 

@@ -1,10 +1,15 @@
 """All tests of this folder run on the second device, in processes that know it."""
 
+import json
 import os
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import seconddevice
+
+DISTANCES: dict[str, float] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,3 +28,19 @@ def second() -> seconddevice.SecondDevice:
         if os.environ.get("CI"):
             raise
         pytest.skip(str(error))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect how far the steps of each type are apart."""
+    if report.when == "call":
+        DISTANCES.update(value for name, value in report.user_properties if name == "distance")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the table of all types, where the environment asks for it."""
+    file = os.environ.get("SECOND_DEVICE_TABLE")
+    if file is None or hasattr(session.config, "workerinput"):
+        return
+    versions = [f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch")]
+    table = {"date": f"{date.today()}", "versions": ", ".join(versions), "distances": dict(sorted(DISTANCES.items()))}
+    Path(file).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

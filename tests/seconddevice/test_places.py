@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from everytype import STREAMED, write_model
 from seconddevice import SecondDevice
+from seconddevice.backend import SecondBackend
 from seconddevice.steps import opened
 from tiny import Checkpoint, micro_batches
 from tinyconfig import tiny_config
@@ -73,10 +74,10 @@ def test_the_waits_of_a_step_do_not_grow_with_its_micro_batches(
 
 
 @pytest.mark.parametrize("lengths", [(12,) * 8, (5, 9, 14, 7, 12, 13, 6, 11)])
-def test_rows_of_embeddings_come_without_a_stop(
+def test_rows_of_embeddings_lock_no_memory_anew(
     checkpoint_of: CheckpointOf, second: SecondDevice, lengths: tuple[int, ...]
 ) -> None:
-    """No thread waits for a copy of the step, and no memory is locked anew, whatever the batches' lengths."""
+    """Whatever the batches' lengths; nor does any thread wait for a copy."""
     settings = {"embeddings": "host", "strategy": "resident", "boundary_activations": "device"}
     with opened(checkpoint_of("llama").streamed, "second", **settings) as model, values_unread():
         batches = micro_batches(8, lengths=lengths)
@@ -109,3 +110,20 @@ def test_hidden_states_come_and_go_in_buffers_of_the_backend(checkpoint_of: Chec
     assert all(found == taken[0][0] for found, _, _ in taken)
     assert taken[3][1] == taken[1][1]
     assert taken[2][2] > taken[1][2] and taken[3][2] == taken[2][2]
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "aria", "qwen3_vl_moe", "llama"])
+def test_every_weight_on_lease_begins_at_a_multiple_of_sixteen(
+    second: SecondDevice, tmp_path: Path, model_type: str, unified: bool
+) -> None:
+    """With a memory of its own, and in host memory, where fused experts would be refused by their kernel."""
+    published = write_model(tiny_config(model_type), tmp_path / "published")
+    backend = SecondBackend(unified=unified)
+    with opened(published, "second", backend, lora_target_parameters=[]) as model:
+        model.adapter.loss(micro_batches(2)).backward()
+        for layer in range(model.split.num_layers):
+            with model.memory.lease(layer) as lease:
+                assert all(weight.data_ptr() % 16 == 0 for weight in lease.weights.values())
+        outside = [one for name, one in model.skeleton.named_parameters() if not one.is_meta]
+        assert all(one.data_ptr() % 16 == 0 for one in outside)

@@ -4,11 +4,12 @@ A run of all tests tries one type for each trait; `tox -e seconddevice` tries al
 docs/models.md.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from everytype import STREAMED, micro_batches, write_model
-from seconddevice.steps import WITHIN, on_both
+from seconddevice.steps import DISTANCE, WITHIN, on_both
 from tinyconfig import tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of types that are announced as old
@@ -52,21 +53,27 @@ CHOSEN = [kind for kind in TRAITS if kind in STREAMED]
 OTHERS = [kind for kind in STREAMED if kind not in TRAITS]
 
 
-def distance(model_type: str, directory: Path) -> float:
+Record = Callable[[str, object], None]
+
+
+def assert_near(model_type: str, directory: Path, record: Record) -> None:
+    """Compare the steps; their distance is for the table that `tox -e seconddevice` writes."""
     published = write_model(tiny_config(model_type), directory / "published")
     second, cpu = on_both(published, micro_batches(), lora_target_parameters=[])
-    return second.distance(cpu)
+    distance = second.distance(cpu)
+    record(DISTANCE, (model_type, distance))
+    assert distance < WITHIN
 
 
 @pytest.mark.parametrize("model_type", CHOSEN)
-def test_a_step_is_the_cpus(model_type: str, tmp_path: Path) -> None:
-    assert distance(model_type, tmp_path) < WITHIN
+def test_a_step_is_the_cpus(model_type: str, tmp_path: Path, record_property: Record) -> None:
+    assert_near(model_type, tmp_path, record_property)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", OTHERS)
-def test_a_step_of_every_other_type_is_the_cpus(model_type: str, tmp_path: Path) -> None:
-    assert distance(model_type, tmp_path) < WITHIN
+def test_a_step_of_every_other_type_is_the_cpus(model_type: str, tmp_path: Path, record_property: Record) -> None:
+    assert_near(model_type, tmp_path, record_property)
 
 
 def test_thirty_traits_are_tried() -> None:

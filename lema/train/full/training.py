@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 
 from lema.backend import Download
 from lema.backend.group import sum_gradients
+from lema.backend.interrupt import autograd_in_this_thread
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
+from lema.engine.numerics import deterministic_only
 from lema.engine.optim import make_optimizer, set_update
 from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.errors import ConfigError, NonFiniteError
@@ -101,7 +103,8 @@ class FullTraining:
         self._hidden = HiddenGradients()
         self._passes.clear()
         try:
-            with self.model.seen_by(self._hidden.look):
+            operations = deterministic_only("between the layers")
+            with autograd_in_this_thread(), operations, self.model.seen_by(self._hidden.look):
                 loss = self._pass(micro_batches, trained)
                 self._finish()
         except BaseException as error:

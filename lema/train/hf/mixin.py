@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lema.backend.interrupt import autograd_in_this_thread
 from lema.engine.stack import LayerStack, StackCall
 from lema.errors import ConfigError
 from lema.train.hf.peftmodel import StreamedPeftModel, streamed
@@ -85,6 +86,12 @@ class StreamingMixin(Below):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the trainer's training step, with its layers together with those of the other batches."""
+        with (
+            autograd_in_this_thread()
+        ):  # so that Ctrl-C and a trainer's own handlers of signals wait for one layer only
+            return self._joint_step(model, inputs, *args, **kwargs)
+
+    def _joint_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         index = next((index for index, batch in enumerate(self._batches) if batch is inputs), None)
         if index is None or len(self._batches) == 1:
             return super().training_step(model, inputs, *args, **kwargs)

@@ -16,6 +16,7 @@ from lema import LemaConfig, LemaModel
 from lema.backend import Backend
 from lema_cpu import CpuBackend
 
+DISTANCE = "distance"  # the property of a test that says how far the steps of a type are apart
 WITHIN = 1e-6  # relative, in fp32: products are those of the CPU, but attention and sums may be cut into other pieces
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import wrap
 
 from rich.console import Console
 from rich.progress import track
@@ -18,6 +19,7 @@ from lema_tools.survey.attempt import Row, model_types, survey, survey_model
 __all__ = ["json_text", "markdown", "show_models", "survey_all"]
 
 HEADERS = ("type", "streams", "adapters", "why not")
+STEPS = Path(__file__).with_name("seconddevice.json")  # written by `tox -e seconddevice`
 COMMAND = "lema models --markdown"
 
 INTRODUCTION = """\
@@ -65,13 +67,22 @@ def markdown(rows: Iterable[Row]) -> str:
     known = list(rows)
     versions = (f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch"))
     made = f"Made by `{COMMAND} > docs/models.md`, with {', '.join(versions)}."
-    page = ["# Models", "", made, "", *INTRODUCTION, "", _summary(known), ""]
-    page += [f"| {' | '.join(HEADERS)} |", "|---" * len(HEADERS) + "|"]
+    steps = json.loads(STEPS.read_text(encoding="utf-8"))
+    distances: dict[str, float] = steps["distances"]
+    measured = (
+        "*second device*: a tiny model of the type took one training step on the tests' second device, which is not "
+        "the CPU, and one on the CPU; the column has the relative difference of loss and gradients in fp32 "
+        f"(`tox -e seconddevice`, {steps['date']}, {steps['versions']})."
+    )
+    page = ["# Models", "", made, "", *INTRODUCTION, "", *wrap(measured, 120), "", _summary(known), ""]
+    headers = (*HEADERS[:2], "second device", *HEADERS[2:])
+    page += [f"| {' | '.join(headers)} |", "|---" * len(headers) + "|"]
     for row in known:
         name, streams, _, reason = _cells(row)
         adapters = " ".join(f"`{target}`" for target in row.targets)
         escaped = re.sub(r"([\\`*_|<>\[\]])", r"\\\1", reason)
-        page.append(f"| `{name}` | {streams} | {adapters} | {escaped} |")
+        step = f"{distances[name]:.0e}" if name in distances else ""
+        page.append(f"| `{name}` | {streams} | {step} | {adapters} | {escaped} |")
     return "".join(line + "\n" for line in page)
 
 
