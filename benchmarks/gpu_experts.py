@@ -19,6 +19,7 @@ import argparse
 import gc
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -46,10 +47,11 @@ def main() -> None:
         print(line, file=sys.stderr)
     from gpu_lines import Lines
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was written is cleared away
     lines = Lines(options.out)
     until = BEGAN + options.seconds
     failed = False
-    with tempfile.TemporaryDirectory(dir=_directory(options.directory)) as scratch:
+    with tempfile.TemporaryDirectory(prefix="lema-gpu-", dir=_directory(options.directory)) as scratch:
         for row in options.rows:
             name, _, count = row.partition(":")
             about = {"model": name, "micro_batches": int(count or 1), "tokens": options.tokens, "cap_gb": options.cap}

@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from lema.errors import BackendUnavailable
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MEASURED = {"status": "measured", "capped": True, "layers": 32, "of_layers": 32, "strategy": None}
 
@@ -363,53 +361,7 @@ def test_no_room_for_a_layer_is_an_error(model: ModuleType, tmp_path: Path) -> N
         model.write_random(tmp_path / "model", model.TINY["8B"], [model.Place(tmp_path, 1000)])
 
 
-# What a run needs
-
-
-def test_a_missing_package_is_named_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_software
-
-    assert gpu_software.what_is_missing("cpu") == []
-    there = gpu_software._version
-    monkeypatch.setattr(gpu_software, "_version", lambda name: None if name == "pydantic" else there(name))
-    line, how = gpu_software.what_is_missing("cpu")
-    assert line.startswith("pydantic is absent;")
-    assert "pip install 'pydantic>=" in line
-    assert "gpu_pack.py" in how
-
-
-def test_another_version_is_told_and_no_reason_to_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_software
-
-    assert gpu_software.untested_versions() == []
-    there = gpu_software._version
-    monkeypatch.setattr(gpu_software, "_version", lambda name: "5.17.0" if name == "transformers" else there(name))
-    assert gpu_software.what_is_missing("cpu") == []
-    (line,) = gpu_software.untested_versions()
-    assert line.startswith("transformers 5.17.0;")
-
-
-def test_where_lema_cannot_be_imported_the_message_says_how_to_install_it() -> None:
-    """Of a Python that has the standard library alone, as the machine's own may be for all that is known."""
-    script = BENCHMARKS / "gpu.py"
-    done = subprocess.run([sys.executable, "-E", "-S", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "lema is not installed: pip install" in done.stderr
-    assert "benchmarks/gpu_pack.py" in done.stderr
-
-
-def test_a_device_that_is_not_there_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpu_software
-
-    from lema_accelerator import backend
-
-    def absent(_: str) -> torch.device:
-        raise BackendUnavailable("there is no such device", where="device: cuda", how="put one in")
-
-    monkeypatch.setattr(backend, "choose_device", absent)
-    (line,) = gpu_software.what_is_missing("cuda")
-    assert "there is no such device" in line
+# Host memory
 
 
 def test_locking_tensor_by_tensor_needs_powers_of_two(model: ModuleType) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+
+from lema.errors import BackendUnavailable
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -200,6 +203,55 @@ def test_a_card_and_the_places_of_weights_are_measured_with_torch_alone(tmp_path
     known = lines(tmp_path / "out" / "card.jsonl")
     assert {"packages", "card", "host memory", "linear", "grouped_mm"} <= {line["what"] for line in known}
     assert {line["past_16"] for line in known if line["what"] == "linear"} == {0, 8, 2}
+
+
+# What a run needs
+
+
+def test_a_missing_package_is_named_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_software
+
+    assert gpu_software.what_is_missing("cpu") == []
+    there = gpu_software._version
+    monkeypatch.setattr(gpu_software, "_version", lambda name: None if name == "pydantic" else there(name))
+    line, how = gpu_software.what_is_missing("cpu")
+    assert line.startswith("pydantic is absent;")
+    assert "pip install 'pydantic>=" in line
+    assert "gpu_pack.py" in how
+
+
+def test_another_version_is_told_and_no_reason_to_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_software
+
+    assert gpu_software.untested_versions() == []
+    there = gpu_software._version
+    monkeypatch.setattr(gpu_software, "_version", lambda name: "5.17.0" if name == "transformers" else there(name))
+    assert gpu_software.what_is_missing("cpu") == []
+    (line,) = gpu_software.untested_versions()
+    assert line.startswith("transformers 5.17.0;")
+
+
+def test_where_lema_cannot_be_imported_the_message_says_how_to_install_it() -> None:
+    """Of a Python that has the standard library alone, as the machine's own may be for all that is known."""
+    script = BENCHMARKS / "gpu.py"
+    done = subprocess.run([sys.executable, "-E", "-S", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "lema is not installed: pip install" in done.stderr
+    assert "benchmarks/gpu_pack.py" in done.stderr
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_software
+
+    from lema_accelerator import backend
+
+    def absent(_: str) -> torch.device:
+        raise BackendUnavailable("there is no such device", where="device: cuda", how="put one in")
+
+    monkeypatch.setattr(backend, "choose_device", absent)
+    (line,) = gpu_software.what_is_missing("cuda")
+    assert "there is no such device" in line
 
 
 # Layers that are the bytes of the first
