@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["BackendInfo", "available", "fused", "has_addresses", "in_host_memory", "kept_unasked", "load", "own_attention", "planned"]
+__all__ = [
+    "BackendInfo",
+    "available",
+    "fused",
+    "has_addresses",
+    "in_host_memory",
+    "kept_unasked",
+    "load",
+    "own_attention",
+    "planned",
+]
 
 GROUP = "lema.backends"
 AUTO = "auto"  # the device of a run that names none: the first backend that can run here

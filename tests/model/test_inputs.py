@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -66,4 +68,4 @@ def test_memory_is_taken_anew_only_where_batches_have_doubled() -> None:
     take_steps(Inputs(backend), backend, [[600 + 10 * step] * 4 for step in range(100)])
     sizes = sorted(set(backend.buffers))
     assert len(sizes) <= 3 and len(backend.buffers) <= 4 * len(sizes)
-    assert all(2 * small <= large for small, large in zip(sizes, sizes[1:], strict=False))
+    assert all(2 * small <= large for small, large in pairwise(sizes))
