@@ -213,7 +213,7 @@ def test_the_head_moves_twice_less_one_piece_and_the_plan_says_so(many_words: Ch
         assert stream.slot_bytes == max(layer.nbytes for layer in stream.layers[:NUM_LAYERS])
         assert sum(piece.read_bytes for piece in pieces) == 3000 * 32 * 4
         fetched = fetched_per_step(count, slots)
-        assert moved == sum(stream.layers[index].nbytes for index in fetched)
+        assert moved == sum(stream.layers[index].upload_bytes for index in fetched)
         assert read - before.bytes_read == sum(stream.layers[index].read_bytes for index in fetched)
         if slots == 1:
             of_head = sum(stream.layers[index].read_bytes for index in fetched if index >= NUM_LAYERS)
