@@ -1,15 +1,20 @@
 """The inputs of a step on their way to the device: all micro-batches in one copy that the host need not await.
 
-One by one, from memory that is not page-locked, each would stop the host until all queued work is done.
+One by one, from memory that is not page-locked, each would stop the host until all queued work is done. So would each
+question about their values, which a model's forward asks to leave out a mask; `HostCopies` answers it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 from transformers.integrations.neftune import activate_neftune
 
@@ -19,13 +24,24 @@ from lema.errors import ConfigError
 if TYPE_CHECKING:
     from lema.model.row_tables import RowTables
 
-__all__ = ["Inputs", "add_noise", "model_inputs"]
+__all__ = ["HostCopies", "Inputs", "add_noise", "model_inputs"]
 
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
 TARGETS = "targets"
 ALIGNMENT = 256  # of a tensor in memory: a multiple of torch's own
 NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
 LEAST_BYTES = 4096  # of a buffer
+MOST_ELEMENTS = 1 << 17  # of a tensor that is followed in host memory: more than the tokens of a micro-batch
+# What answers the host with a value, and what forwards make of ids, positions and masks before they ask.
+QUESTIONS = frozenset({"__bool__", "__int__", "__index__", "item", "tolist", "equal", "is_nonzero"})
+FOLLOWED = frozenset({
+    "add", "sub", "rsub", "__radd__", "__rsub__", "cumsum", "diff", "sum", "max", "min", "clamp",
+    "eq", "__eq__", "ne", "__ne__", "lt", "__lt__", "le", "__le__", "gt", "__gt__", "ge", "__ge__",
+    "__and__", "__or__", "__invert__", "logical_and", "logical_or", "logical_not", "all", "any", "where", "masked_fill",
+    "arange", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like", "new_ones", "new_zeros", "clone",
+    "__getitem__", "expand", "flatten", "flip", "repeat", "reshape", "squeeze", "unsqueeze", "view", "cat", "stack",
+    "bool", "int", "long", "to", "type", "contiguous", "detach",
+})  # fmt: skip
 MicroBatch = Mapping[str, Tensor]
 
 
@@ -44,6 +60,76 @@ def add_noise(model: PreTrainedModel, alpha: float) -> None:
     except (NotImplementedError, AttributeError, AssertionError) as error:
         what = f"a {type(model).__name__} has no input embeddings for the noise"
         raise ConfigError(what, where="neftune_noise_alpha", how="leave it out") from error
+
+
+class HostCopies:
+    """What tensors on the device are, for as long as they are there: the same in host memory."""
+
+    def __init__(self) -> None:
+        self._copies: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+    def note(self, tensor: Tensor, copy: Tensor) -> None:
+        """Note what a tensor on the device is."""
+        if copy.device.type == "cpu":
+            self._copies[tensor] = copy
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the same tensor in host memory; None: it is not known."""
+        return self._copies.get(tensor)
+
+    def answering(self) -> TorchFunctionMode:
+        """Return a context in which the host is answered from the copies where it asks for a value on the device, and
+        does not wait. What forwards make of known tensors there is known too."""
+        return _Answering(self._copies)
+
+
+class _Answering(TorchFunctionMode):
+    """Follows integers and truth values in host memory, and answers from there."""
+
+    def __init__(self, copies: MutableMapping[Tensor, Tensor]) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if name in QUESTIONS and (known := self._in_host_memory(args, kwargs)) is not None:
+            return function(*known[0], **known[1])
+        target = args[0] if args and isinstance(args[0], Tensor) and args[0].device.type != "cpu" else None
+        version = None if target is None or target.is_inference() else target._version
+        result = function(*args, **kwargs)
+        if target is not None and version is not None and target._version != version:
+            self._forget(target.untyped_storage()._cdata)  # it was changed in place, and with it all in its memory
+        elif name in FOLLOWED and self._follows(result) and (known := self._in_host_memory(args, kwargs)) is not None:
+            self._copies[result] = function(*known[0], **known[1])
+        return result
+
+    def _forget(self, storage: int) -> None:
+        for tensor in [known for known in self._copies if known.untyped_storage()._cdata == storage]:
+            del self._copies[tensor]
+
+    def _follows(self, result: Any) -> bool:
+        if not isinstance(result, Tensor) or result.device.type == "cpu" or result.numel() > MOST_ELEMENTS:
+            return False
+        return not (result.is_floating_point() or result.is_complex() or result.is_meta)
+
+    def _in_host_memory(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Return the arguments of a call with copies in host memory in the place of tensors; None: one is not known."""
+        unknown: list[Tensor] = []
+
+        def copy(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                known = value if value.device.type == "cpu" else self._copies.get(value)
+                if known is None:
+                    unknown.append(value)
+                return known
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        copied = tree_map(copy, (args, kwargs))
+        if "device" in kwargs:
+            copied[1]["device"] = torch.device("cpu")
+        return None if unknown else copied
 
 
 class Inputs:
@@ -76,14 +162,15 @@ class Inputs:
     def place_step(
         self, micro_batches: Sequence[MicroBatch], targets: Sequence[Tensor], tables: RowTables | None = None
     ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-        """Return what the model is given, and the targets, on the device; `tables` remembers which tokens these are."""
+        """Return what the model is given, and the targets, on the device; `tables` notes what these are."""
         pairs = zip(micro_batches, targets, strict=True)
         placed = self.place([{**model_inputs(batch), TARGETS: target} for batch, target in pairs])
         there = [batch.pop(TARGETS) for batch in placed]
         if tables is not None:
             tables.expect(len(micro_batches))
             for batch, original in zip(placed, micro_batches, strict=True):
-                tables.remember(batch["input_ids"], original["input_ids"])
+                for name, tensor in batch.items():
+                    tables.copies.note(tensor, original[name])
         return placed, there
 
     def _upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

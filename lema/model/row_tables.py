@@ -8,7 +8,6 @@ places among these rows. So the numbers are those of the whole table, whatever e
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from lema.backend.registry import has_addresses, kept_unasked
 from lema.config.units import human_bytes
 from lema.errors import ConfigError
 from lema.model.capture import has_values
-from lema.model.inputs import Inputs
+from lema.model.inputs import HostCopies, Inputs
 from lema.model.outer_weights import StoredTensors
 from lema.model.skeleton import ends_of, find_layers
 from lema.model.weight_names import grouped
@@ -72,10 +71,11 @@ class RowTables:
     An embedding is one that nothing else shares, such as a head, and that takes nothing but ids; beside the input
     embeddings only large ones are. Those that train, or are adapted, are whole. `ConfigError`: the input embeddings
     cannot be looked up as the setting says. `where`: the setting: rows come from "host" memory or from "disk";
-    "device": all are whole. "auto": from disk, unless layers stay on the device unasked, or it compiles what is run on
-    it, for every number of rows; the input's are then divided among processes (`parallel`), and are here until they are
-    `handed_over`. `planned_for`: a device, or its name, that a plan is made for: nothing is read; None: the model is
-    used. `head`: the head's weight, where it is not loaded: a table that has the same one is not loaded either.
+    "device": all are whole. "auto": from disk, unless layers stay on the device unasked, or it compiles what is run
+    on it, for every number of rows; the input's are then divided among processes (`parallel`), and are here until
+    they are `handed_over`. `copies`: what the model's inputs on the device are. `planned_for`: a device, or its
+    name, that a plan is made for: nothing is read; None: the model is used. `head`: the head's weight, where it is
+    not loaded: a table that has the same one is not loaded either.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RowTables:
         self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
         self._layers_name, self._given, self._head = find_layers(model)[0], ends_of(model)[0], head
         self._inputs = Inputs(stored.backend)
-        self._known: list[tuple[weakref.ref[Tensor], Tensor]] = []  # ids on the device, and the same in host memory
+        self.copies = HostCopies()
         self._looked_at = True
         self._tables: dict[str, _Table] = {}
         self._whole_input = ""  # why the input embeddings are not among them
@@ -138,11 +138,6 @@ class RowTables:
     def expect(self, num_micro_batches: int) -> None:
         """Know how many micro-batches the step has, each of which looks its ids up in every table."""
         self._inputs.expect(num_micro_batches * len(self._tables))
-
-    def remember(self, ids: Tensor, same: Tensor) -> None:
-        """Note what ids on the device are, for as long as they are there, so that the device need not be asked."""
-        self._known = [(ref, one) for ref, one in self._known if ref() is not None]
-        self._known.append((weakref.ref(ids), same))
 
     @contextmanager
     def nothing_looked_at(self) -> Iterator[None]:
@@ -255,7 +250,7 @@ class RowTables:
             return own_forward(module, ids)
         table.ids_per_token = prod(ids.shape[2:])
         if table.fetch is not None and has_values(ids) and self._looked_at:
-            there = next((same for ref, same in self._known if ref() is ids), None)
+            there = self.copies.of(ids)
             unique, places = torch.unique(ids.cpu() if there is None else there.cpu(), return_inverse=True)
             (placed,) = self._inputs.place([{"rows": table.fetch(unique), "places": places}])
         else:

@@ -185,9 +185,13 @@ class Split:
         few = math.lcm(LEARNING_TOKENS, self.parallel.size)
         return {name: value[:1, :few] for name, value in batch.items()}
 
-    def _unread(self) -> AbstractContextManager[None]:
-        """Return the context in which the model's own forward asks a lazy device for nothing."""
-        return values_unread() if self.lazy else nullcontext()
+    def _unread(self) -> AbstractContextManager[Any]:
+        """Return the context in which the model's own forward asks a lazy device for nothing, and no other device for
+        what the host knows."""
+        if self.lazy:
+            return values_unread()
+        asked = self.tables is not None and self._backend.device.type != "cpu"
+        return self.tables.copies.answering() if asked and self.tables is not None else nullcontext()
 
     @property
     def compiled(self) -> CompiledLayers | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from everytype import STREAMED, write_model
 from seconddevice import SecondDevice
 from seconddevice.backend import SecondBackend
@@ -18,6 +19,7 @@ from tinyconfig import tiny_config
 
 from lema.engine.head.likelihood import likelihoods
 from lema.model.capture import values_unread
+from lema.model.inputs import HostCopies
 from lema.model.outer_weights import tensors_elsewhere
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of types that are announced as old
@@ -66,8 +68,7 @@ def test_the_waits_of_a_step_do_not_grow_with_its_micro_batches(
             batches = micro_batches(number, lengths=(12, 9, 14, 7, 12, 9))
             for _ in range(3):  # the first learns the model's parts, the second takes the buffers that are used again
                 second.forget_waits()
-                with values_unread():  # transformers asks of every micro-batch whether its rows are packed
-                    model.adapter.loss(batches).backward()
+                model.adapter.loss(batches).backward()
                 counts.append(second.waits())
                 model.lora_manager.zero_grad(set_to_none=True)
     assert sum(counts[5].values()) == sum(counts[2].values()), (counts[2], counts[5])
@@ -127,3 +128,22 @@ def test_every_weight_on_lease_begins_at_a_multiple_of_sixteen(
                 assert all(weight.data_ptr() % 16 == 0 for weight in lease.weights.values())
         outside = [one for name, one in model.skeleton.named_parameters() if not one.is_meta]
         assert all(one.data_ptr() % 16 == 0 for one in outside)
+
+
+def test_the_host_is_answered_from_what_it_knows(second: SecondDevice) -> None:
+    """What forwards make of known tensors is known too; what is changed in place, or was never known, is asked for."""
+    copies, mask = HostCopies(), torch.ones(2, 5, dtype=torch.long)
+    placed, unknown = mask.to("second"), torch.zeros(3, dtype=torch.bool, device="second")
+    copies.note(placed, mask)
+    second.forget_waits()
+    with copies.answering():
+        positions = torch.arange(5, device="second").unsqueeze(0)
+        assert bool((placed == 1).all()) and not (torch.diff(positions, dim=-1) != 1).any()
+        assert int(placed.sum()) == 10 and positions[:, -1].tolist() == [4]
+        assert second.host_waits == 0
+        part = placed[:, :2]
+        part[0, 0] = 0
+        assert int(placed.sum()) == 9 and not bool(part.all())
+        assert second.host_waits == 2
+        assert not bool(unknown.any())
+        assert second.host_waits == 3
