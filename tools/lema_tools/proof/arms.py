@@ -151,7 +151,7 @@ def whole(case: Case) -> Outcome:
         base.to(device)
         base.config.use_cache = False
         adapter = Path(case.scratch) / "adapter"
-        model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device=str(device)).train()
+        model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu").train()
         trained = [one for one in model.parameters() if one.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=case.learning_rate, weight_decay=0.0)
         losses, seconds, gradients = list[float](), list[float](), dict[str, Tensor]()
