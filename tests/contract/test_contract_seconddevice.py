@@ -19,10 +19,8 @@ pytestmark = pytest.mark.seconddevice
 
 @pytest.fixture(autouse=True)
 def second() -> Iterator[seconddevice.SecondDevice]:
-    try:
-        device = seconddevice.install()
-    except seconddevice.NoCompiler as error:
-        pytest.skip(str(error))
+    seconddevice.built_or_skipped()
+    device = seconddevice.install()
     with device.course():
         yield device
 

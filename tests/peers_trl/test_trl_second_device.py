@@ -40,10 +40,7 @@ print("equal")
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
 def test_losses_are_those_of_the_cpu(tmp_path: Path, kind: str) -> None:
     """In a process of its own, because a device that torch knows is known for the rest of it."""
-    try:
-        seconddevice.build()
-    except seconddevice.NoCompiler as error:
-        pytest.skip(str(error))
+    seconddevice.built_or_skipped()
     here = Path(__file__).parent
     paths = [str(here), str(here.parent), str(here.parent / "support"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -21,13 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def second() -> seconddevice.SecondDevice:
-    """The device. Where nothing compiles it, its tests are skipped, but not in continuous integration."""
-    try:
-        return seconddevice.install()
-    except seconddevice.NoCompiler as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(str(error))
+    """The device."""
+    seconddevice.built_or_skipped()
+    return seconddevice.install()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
