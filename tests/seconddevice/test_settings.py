@@ -16,7 +16,7 @@ from phaseruns import weights as weights_of
 from quantized import KINDS, prepared, published
 from seconddevice import SecondDevice
 from seconddevice.backend import SecondBackend
-from seconddevice.steps import WITHIN, Step, on_both, opened, take
+from seconddevice.steps import WITHIN, Step, by_turns, on_both, opened, take
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3MoeConfig
@@ -47,11 +47,9 @@ MEMORY: dict[str, dict[str, Any]] = {
     "loss in pieces": {"loss_chunk_tokens": 7},
     "dora": {"lora_use_dora": True},
 }
-NAMES = [*MEMORY]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(("name", "seed"), by_turns(MEMORY))
 def test_memory_is_spent_in_any_way(
     checkpoint_of: CheckpointOf, second: SecondDevice, tmp_path: Path, name: str, seed: int | None
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from seconddevice import SecondDevice
 from seconddevice.backend import SecondBackend
-from seconddevice.steps import WITHIN, opened, take
+from seconddevice.steps import WITHIN, by_turns, opened, take
 from tiny import Checkpoint, micro_batches
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -84,8 +84,7 @@ def test_where_torch_does_not_take_host_memory_it_is_locked_and_copied(monkeypat
         assert not backend.memory().shared and backend.host_buffer(NBYTES).is_pinned()
 
 
-@pytest.mark.parametrize("name", MEMORY)
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize(("name", "seed"), by_turns(MEMORY))
 def test_a_step_is_the_cpus_and_copies_no_weights(
     checkpoint_of: CheckpointOf,
     second: SecondDevice,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -100,3 +101,10 @@ def on_both(
                     step = take(streamed, batches)
                 taken.append(step)
     return taken[0], taken[1]
+
+
+def by_turns(names: Iterable[str]) -> list[Any]:
+    """Return cases of `(name, seed)`: every other name on streams that are as late as can be, the others on streams
+    that run whenever chance will have it; the other way round where every case is tried."""
+    turns = [(name, seed, number % 2 == (seed is None)) for number, name in enumerate(names) for seed in (None, 5)]
+    return [pytest.param(name, seed, marks=[pytest.mark.exhaustive] if later else []) for name, seed, later in turns]
