@@ -168,8 +168,9 @@ def _make_matrices(module: LoraLayer, init: Any, device: torch.device, adapter: 
         for value in matrix.parameters():
             value.data.copy_(value.data.to(dtype))  # in place, because memory that is new costs more than rounding
         matrix.to(device)
-    for one in rows:
-        one[adapter].data = one[adapter].data.to(dtype).float().to(device)
+    for one in rows:  # new, because not every device lets a parameter's memory move to it
+        values = one[adapter].detach().to(dtype).float().to(device)
+        one[adapter] = nn.Parameter(values, requires_grad=one[adapter].requires_grad)
 
 
 def _unreal(model: nn.Module, config: LoraConfig, adapter: str) -> list[tuple[str, nn.Parameter]]:

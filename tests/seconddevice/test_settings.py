@@ -46,6 +46,8 @@ MEMORY: dict[str, dict[str, Any]] = {
     "memory that is not locked": {"page_locked": False},
     "loss in pieces": {"loss_chunk_tokens": 7},
     "dora": {"lora_use_dora": True},
+    "embeddings that train": {"lora_target_modules": ["q_proj", "embed_tokens"]},
+    "single tokens that train": {"lora_trainable_token_indices": [1, 2]},
 }
 
 
@@ -55,7 +57,7 @@ def test_memory_is_spent_in_any_way(
 ) -> None:
     assert NUM_LAYERS >= 8
     settings = {"offload_dir": str(tmp_path), **MEMORY[name]}
-    if (architecture := "llama" if "embeddings" not in name else "gemma2") == "gemma2":
+    if (architecture := "gemma2" if "embeddings" in settings else "llama") == "gemma2":
         settings["attn_implementation"] = "eager"
     model = checkpoint_of(architecture).streamed
     with second.course(seed):
