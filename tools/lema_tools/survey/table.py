@@ -72,8 +72,8 @@ def markdown(rows: Iterable[Row]) -> str:
     measured = (
         "*second device*: a tiny model of the type took one training step on the tests' second device, which is not "
         "the CPU, and one on the CPU; the column has the relative difference of loss and gradients in fp32 "
-        f"(`tox -e seconddevice`, {steps['date']}, {steps['versions']}). No step could be taken where `transformers` makes "
-        "no tiny model here, or does not read again what it writes."
+        f"(`tox -e seconddevice`, {steps['date']}, {steps['versions']}). No step could be taken where `transformers` "
+        "makes no tiny model here, or does not read again what it writes."
     )
     page = ["# Models", "", made, "", *INTRODUCTION, "", *wrap(measured, 120), "", _summary(known), ""]
     headers = (*HEADERS[:2], "second device", *HEADERS[2:])
