@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lema.backend.hostmemory import anonymous
 from lema.errors import ModelError
-from lema.model.outer_weights import expanded_weights
+from lema.model.outer_weights import read_stored
 from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
@@ -20,8 +18,7 @@ from lema.storage.modelfiles import CODE, COMPANIONS
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_into, read_pieces
-from lema.stream.placement import DTYPES, place
-from lema.stream.reader import LayerReader
+from lema.stream.placement import DTYPES
 
 __all__ = ["bytes_of", "cast_pieces", "read_tensor", "stored_name", "write_cast", "write_config"]
 
@@ -34,11 +31,7 @@ def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
     be read; `ModelError`: it is stored in a form no model computes with."""
     for one in records_of(record):
         _torch_dtype(one)
-    placed = place({record.name: (record, dtype)})
-    buffer = anonymous(placed.nbytes)
-    with closing(LayerReader()) as reader:
-        reader.submit(placed, buffer, name=record.name).wait()
-    return expanded_weights(buffer, placed)[record.name]
+    return read_stored(record, dtype)
 
 
 def records_of(record: Stored) -> Iterable[TensorRecord]:

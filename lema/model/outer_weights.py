@@ -6,6 +6,7 @@ Outside the layers are embeddings, the final norm and the head; embeddings may b
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from lema.backend import Backend
+from lema.backend.hostmemory import anonymous
 from lema.backend.registry import has_addresses, in_host_memory
 from lema.errors import ConfigError
 from lema.model.experts import ExpertGroup, layer_experts
@@ -39,6 +41,7 @@ __all__ = [
     "load_outside",
     "place_outside",
     "put",
+    "read_stored",
     "settle_tensors",
     "tensors_elsewhere",
 ]
@@ -193,6 +196,16 @@ def expanded_weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
         expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=memory.device)
         expand_into(expanded, memory, placed)
     return views(memory, placed, expanded)
+
+
+def read_stored(record: Stored, dtype: torch.dtype) -> Tensor:
+    """Return a stored tensor in host memory, as `dtype`; expanded, if it is quantised. `ReadError`: its bytes could not
+    be read."""
+    placed = place({record.name: (record, dtype)})
+    buffer = anonymous(placed.nbytes)
+    with closing(LayerReader()) as reader:
+        reader.submit(placed, buffer, name=record.name).wait()
+    return expanded_weights(buffer, placed)[record.name]
 
 
 def load_outside(

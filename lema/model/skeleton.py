@@ -138,6 +138,11 @@ def meta_model(
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **asked}
     kind = AutoModelForSequenceClassification if scores else auto_class(config)
+    for part in _parts(config):
+        # Older trainers left this in the file. Layers are recomputed under their leases; a recomputation of their own
+        # would run when their weights are gone.
+        if getattr(part, "gradient_checkpointing", False):
+            part.gradient_checkpointing = False
     try:
         model = _build(kind, config, options, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
@@ -156,6 +161,12 @@ def meta_model(
     model.tie_weights()  # building on `meta` made a parameter of its own for every name
     model.config.use_cache = False  # a captured cache would grow again on recomputation
     return model
+
+
+def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return a config and the configs of its parts."""
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return [config, *(part for one in inner if isinstance(one, PreTrainedConfig) for part in _parts(one))]
 
 
 def compute_fast(model: PreTrainedModel, settings: LemaConfig, backend: Backend) -> str | None:

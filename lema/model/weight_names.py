@@ -29,11 +29,13 @@ from transformers.quantizers.base import HfQuantizer
 
 from lema.errors import ConfigError, ModelError, WeightsError, listed
 from lema.model.conversions import Conversion, Misfit
+from lema.model.outer_weights import put, read_stored
 from lema.model.skeleton import find_towers, is_in, main_dtype, scores_texts
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
 from lema.storage.quantized.records import QuantizedRecord, Stored, fold
 from lema.storage.slices import AssembledRecord
+from lema.storage.tensorfile import read_pieces
 from lema.stream.placement import DTYPES
 
 HALVES = ("F16", "BF16")
@@ -257,14 +259,8 @@ def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> list[str]:
-    """Fill what is missing from tied partners and from the model's own buffers; return what is still missing. Tying is
-    symmetric, as in `from_pretrained`: whichever name of a tied group is stored fills the others."""
-    groups: dict[str, list[str]] = {}
-    for target, source in model.all_tied_weights_keys.items():
-        groups.setdefault(source, [source]).append(target)
-    for group in groups.values():
-        if stored := next((name for name in group if name in filled), None):
-            names.tied |= {name: stored for name in group if name in missing}
+    """Tie or part weights, and leave out what the model's own buffers fill; return what is still missing."""
+    _tie(model, names, missing, filled)
     ignorable = _any_of(model._keys_to_ignore_on_load_missing or ())
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     missing = [name for name in missing if name not in names.tied]
@@ -274,6 +270,40 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
         missing = [name for name in missing if is_in(name, [model.base_model_prefix])]
     towers = find_towers(model) if missing else []
     return [name for name in missing if not is_in(name, towers)]
+
+
+def _tie(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> None:
+    """Decide which weights are one, as `PreTrainedModel.tie_weights` does in `from_pretrained`, pair by pair. Whichever
+    is stored fills the other. Two that are both stored, with different values, are two weights from here on, whatever
+    the config says. That function is not called, because it compares weights that are loaded."""
+    dtypes, pairs = target_dtypes(model), list(model.all_tied_weights_keys.items())
+    for number, (target, source) in enumerate(pairs):
+        target_there, source_there = (name in filled or name in names.tied for name in (target, source))
+        if target_there and source_there:
+            both = [names.tied.get(name, name) for name in (target, source)]
+            records = [names.stored[name] for name in both if name in names.stored]
+            if both[0] != both[1] and len(records) == 2 and not _same_values(records[0], records[1], dtypes[source]):
+                del model.all_tied_weights_keys[target]
+                apart = torch.empty_like(model.get_parameter(target))
+                put(model, target, nn.Parameter(apart, requires_grad=model.get_parameter(target).requires_grad))
+        elif target_there or source_there:
+            absent, there = (source, target) if target_there else (target, source)
+            if absent in missing:
+                names.tied[absent] = names.tied.get(there, there)
+        else:
+            others = (other for other, same in pairs[number + 1 :] if same == source and other in filled)
+            if target in missing and (other := next(others, None)) is not None:
+                names.tied[target] = other
+
+
+def _same_values(one: Stored, other: Stored, dtype: torch.dtype) -> bool:
+    """Whether two stored tensors are equal in a model of that dtype."""
+    if one.shape != other.shape:
+        return False
+    if isinstance(one, TensorRecord) and isinstance(other, TensorRecord) and one.dtype == other.dtype:
+        # A piece of each at a time, because embeddings may be larger than memory; most that differ do so in the first.
+        return all(first == second for first, second in zip(read_pieces(one), read_pieces(other), strict=True))
+    return torch.equal(read_stored(one, dtype), read_stored(other, dtype))
 
 
 def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:

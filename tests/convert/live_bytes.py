@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lema.backend.hostmemory import anonymous
-from lema.convert import tensors
+from lema.model import outer_weights
 
 
 class LiveBytes(TorchDispatchMode):
@@ -41,7 +41,7 @@ class AssembledBytes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.peak, self._made = 0, list[StorageWeakRef]()
         self._bytes: list[int] = []
-        monkeypatch.setattr(tensors, "anonymous", self._take)
+        monkeypatch.setattr(outer_weights, "anonymous", self._take)
 
     @property
     def now(self) -> int:
