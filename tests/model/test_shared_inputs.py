@@ -218,7 +218,7 @@ def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(directory).eval()
     assert torch.equal(bare, whole_logits(base, ids))
     whole = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert 0 < difference(said, whole_logits(whole, ids)) <= 1e-6
+    assert difference(said, whole_logits(whole, ids)) <= 1e-6  # 0 on processors that round both orders alike
 
 
 def test_a_streamed_model_computes_fast_and_two_adapters_at_once_as_peft(tmp_path: Path) -> None:
