@@ -21,11 +21,11 @@ An arm is built once and then prepared for one number of micro-batches after the
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from common import Shape
@@ -39,6 +39,9 @@ from torch import Tensor
 
 from lema.backend import Backend, load
 from lema.engine.head.loss import split_batch
+
+if TYPE_CHECKING:
+    from lema import LemaConfig, LemaModel
 
 __all__ = ["ARMS", "FRUGAL", "RATE", "Job", "Prepared", "installed"]
 
@@ -120,49 +123,34 @@ def _backend(device: str) -> Backend:
 
 
 def _lema(job: Job) -> Prepare:
-    from lema import LemaConfig, LemaModel
-    from lema.config import MemoryStrategy
-    from lema.errors import MemoryLimitError
-
     if job.repeated:
         repeat_layers()
-    device = Device(job.device)
     backend = _backend(job.device)
     keep_host_weights(backend)
+    return _LemaArm(job, backend).prepare
 
-    def opened(ids: Tensor, part: float) -> LemaModel:
-        """Open the model with the first settings whose plan fits."""
-        for number, changes in enumerate(FRUGAL):
-            config = LemaConfig(
-                job.model,
-                device=job.device,
-                strategy=MemoryStrategy(job.strategy),
-                device_memory=None if job.cap is None else int(job.cap * part),
-                gradient_checkpointing=True,
-                batch_size=len(ids),
-                micro_batch_size=1,
-                max_length=job.tokens,
-                lora_rank=job.rank,
-                lora_alpha=ALPHA,
-                learning_rate=RATE,
-                seed=SEED,
-                save_steps=0,
-                output_dir=job.scratch,
-                **{**changes, **job.changes},
-            )
-            model = LemaModel(config, backend=backend)
+
+class _LemaArm:
+    """Prepares LEMA with the first settings whose plan fits, and with a smaller plan where the device has less memory
+    than the plan says."""
+
+    def __init__(self, job: Job, backend: Backend) -> None:
+        self._job = job
+        self._backend = backend
+
+    def prepare(self, ids: Tensor) -> Prepared:
+        device = Device(self._job.device)
+        for part in PLANNED[:-1]:
             try:
-                model.initialize_lora()
-                assert model.allocation  # made here, where it may be refused
-                return model
-            except MemoryLimitError:
-                model.close(keep_backend=True)
-                if number == len(FRUGAL) - 1:
-                    raise
-        raise AssertionError
+                return self._attempt(ids, part)
+            except torch.OutOfMemoryError:
+                pass
+            gc.collect()  # what the failed attempt held goes with its traceback, which ends here
+            device.empty_cache()
+        return self._attempt(ids, PLANNED[-1])
 
-    def attempt(ids: Tensor, part: float) -> Prepared:
-        model = opened(ids, part)
+    def _attempt(self, ids: Tensor, part: float) -> Prepared:
+        model = self._opened(ids, part)
         try:
             trainer = model.get_trainer()
             batches = split_batch({"input_ids": ids, "labels": ids}, 1)
@@ -190,17 +178,51 @@ def _lema(job: Job) -> Prepare:
 
         return Prepared(step, about, counters, warm_up=1, close=lambda: model.close(keep_backend=True))
 
-    def prepare(ids: Tensor) -> Prepared:
-        for part in PLANNED[:-1]:
-            try:
-                return attempt(ids, part)
-            except torch.OutOfMemoryError:
-                pass
-            gc.collect()  # what the failed attempt held goes with its traceback, which ends here
-            device.empty_cache()
-        return attempt(ids, PLANNED[-1])
+    def _opened(self, ids: Tensor, part: float) -> LemaModel:
+        """Open the model with the first settings whose plan fits this part of the cap."""
+        from lema import LemaModel
+        from lema.errors import MemoryLimitError
 
-    return prepare
+        for changes in FRUGAL[:-1]:
+            model = LemaModel(self._config(ids, part, changes), backend=self._backend)
+            try:
+                return self._planned(model)
+            except MemoryLimitError:
+                pass
+        return self._planned(LemaModel(self._config(ids, part, FRUGAL[-1]), backend=self._backend))
+
+    @staticmethod
+    def _planned(model: LemaModel) -> LemaModel:
+        try:
+            model.initialize_lora()
+            assert model.allocation  # made here, where it may be refused
+        except BaseException:
+            model.close(keep_backend=True)
+            raise
+        return model
+
+    def _config(self, ids: Tensor, part: float, changes: Mapping[str, Any]) -> LemaConfig:
+        from lema import LemaConfig
+        from lema.config import MemoryStrategy
+
+        job = self._job
+        return LemaConfig(
+            job.model,
+            device=job.device,
+            strategy=MemoryStrategy(job.strategy),
+            device_memory=None if job.cap is None else int(job.cap * part),
+            gradient_checkpointing=True,
+            batch_size=len(ids),
+            micro_batch_size=1,
+            max_length=job.tokens,
+            lora_rank=job.rank,
+            lora_alpha=ALPHA,
+            learning_rate=RATE,
+            seed=SEED,
+            save_steps=0,
+            output_dir=job.scratch,
+            **{**changes, **job.changes},
+        )
 
 
 def _peft(job: Job) -> Prepare:

@@ -77,7 +77,8 @@ class LayerStream:
         self.parts = parts or {}
         self.num_visited = len(self.layers) - sum(map(len, self.parts.values()))  # layers, and pieces of the head
         self.trace = trace
-        self._backend, self._clock = backend, clock
+        self._backend = backend
+        self._clock = clock
         self._reader = reader or LayerReader(trace=trace)
         self._counters = StreamCounters()
         self._held: dict[int, Lease] = {}
@@ -101,28 +102,40 @@ class LayerStream:
             self._gathered = GatheredBuffers(parts_of, backend, self._part, self._counters, trace=trace, clock=clock)
         late = replicas.size == 1 and backend.memory().shared and not self._lazy
         self._arriving = self._begun(sorted(self.residents)) if late else {}
-        whole, wanted = self._gathered is None, (self.residents - self._arriving.keys(), self.host_cached)
-        uploads, self._host = fill(*wanted, stored, backend, self._reader, shared=whole, layouts=layouts, held=held)
+        uploads, self._host = fill(
+            self.residents - self._arriving.keys(),
+            self.host_cached,
+            stored,
+            backend,
+            self._reader,
+            shared=self._gathered is None,
+            layouts=layouts,
+            held=held,
+        )
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
         # A lazy device waits for and releases residents as other layers, because its graphs end there.
         self._uploads = uploads if self._gathered is not None or self._lazy else {}
         self.num_slots = prefetch_depth + 1
         self.before_lease: Callable[[], None] = lambda: None
-        self._ring = LayerRing(
+        self._ring = self._ring_of(stored, layouts)
+        self.slot_bytes = self._ring.slot_bytes  # of one slot: the largest streamed layer; sharded, its part
+        self.sharded = self._gathered is not None  # whether this process has but a part of every layer
+
+    def _ring_of(self, stored: Sequence[LayerBytes], layouts: Sequence[SlotLayout]) -> LayerRing:
+        """Return the slots that the layers which are not residents take turns in."""
+        return LayerRing(
             stored,
             [layer for layer in range(len(self.layers)) if layer not in self.residents],
             self._host,
-            backend,
+            self._backend,
             num_slots=self.num_slots,
             layouts=layouts,
             reader=self._reader,
             in_use=self._in_use,
             counters=self._counters,
-            trace=trace,
-            clock=clock,
+            trace=self.trace,
+            clock=self._clock,
         )
-        self.slot_bytes = self._ring.slot_bytes  # of one slot: the largest streamed layer; sharded, its part
-        self.sharded = self._gathered is not None  # whether this process has but a part of every layer
 
     def _layout(self, layer: LayerBytes) -> SlotLayout:
         """Return where a layer's bytes go in its slot: with memory of the device's own, to aligned places; to a lazy
