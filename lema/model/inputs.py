@@ -33,7 +33,7 @@ NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next
 LEAST_BYTES = 4096  # of a buffer
 MOST_ELEMENTS = 1 << 17  # of a tensor that is followed in host memory: more than the tokens of a micro-batch
 # What answers the host with a value, and what forwards make of ids, positions and masks before they ask.
-QUESTIONS = frozenset({"__bool__", "__int__", "__index__", "item", "tolist", "equal", "is_nonzero"})
+QUESTIONS = frozenset({"__bool__", "__contains__", "__int__", "__index__", "item", "tolist", "equal", "is_nonzero"})
 FOLLOWED = frozenset({
     "add", "sub", "rsub", "__radd__", "__rsub__", "cumsum", "diff", "sum", "max", "min", "clamp",
     "eq", "__eq__", "ne", "__ne__", "lt", "__lt__", "le", "__le__", "gt", "__gt__", "ge", "__ge__",
@@ -42,6 +42,8 @@ FOLLOWED = frozenset({
     "__getitem__", "expand", "flatten", "flip", "repeat", "reshape", "squeeze", "unsqueeze", "view", "cat", "stack",
     "bool", "int", "long", "to", "type", "contiguous", "detach",
 })  # fmt: skip
+# What is followed of other numbers as well, because it rounds nothing: some masks begin as ones.
+EXACT = frozenset({"full", "ones", "ones_like", "zeros", "zeros_like", "bool", "to", "__getitem__", "expand", "view"})
 MicroBatch = Mapping[str, Tensor]
 
 
@@ -98,10 +100,12 @@ class _Answering(TorchFunctionMode):
             return function(*known[0], **known[1])
         target = args[0] if args and isinstance(args[0], Tensor) and args[0].device.type != "cpu" else None
         version = None if target is None or target.is_inference() else target._version
-        result = function(*args, **kwargs)
+        result = _unawaited(function, args, kwargs) if target is not None else function(*args, **kwargs)
         if target is not None and version is not None and target._version != version:
             self._forget(target.untyped_storage()._cdata)  # it was changed in place, and with it all in its memory
-        elif name in FOLLOWED and self._follows(result) and (known := self._in_host_memory(args, kwargs)) is not None:
+            return result
+        known = self._in_host_memory(args, kwargs) if name in FOLLOWED and self._follows(name, result) else None
+        if known is not None:
             self._copies[result] = function(*known[0], **known[1])
         return result
 
@@ -109,10 +113,10 @@ class _Answering(TorchFunctionMode):
         for tensor in [known for known in self._copies if known.untyped_storage()._cdata == storage]:
             del self._copies[tensor]
 
-    def _follows(self, result: Any) -> bool:
+    def _follows(self, name: str, result: Any) -> bool:
         if not isinstance(result, Tensor) or result.device.type == "cpu" or result.numel() > MOST_ELEMENTS:
             return False
-        return not (result.is_floating_point() or result.is_complex() or result.is_meta)
+        return not result.is_meta and (name in EXACT or not (result.is_floating_point() or result.is_complex()))
 
     def _in_host_memory(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Return the arguments of a call with copies in host memory in the place of tensors; None: one is not known."""
@@ -130,6 +134,22 @@ class _Answering(TorchFunctionMode):
         if "device" in kwargs:
             copied[1]["device"] = torch.device("cpu")
         return None if unknown else copied
+
+
+def _unawaited(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function, or what makes the same without the host: reading a list of places copies the list to the device,
+    and writing where a mask is true counts the places first."""
+    name = getattr(function, "__name__", "")
+    if name == "__getitem__" and isinstance(args[1], tuple) and isinstance(args[1][-1], list):
+        *before, places = args[1]
+        if places and all(one == slice(None) for one in before) and all(type(one) is int for one in places):
+            return torch.stack([args[0].select(len(before), place) for place in places], len(before))
+    if name == "__setitem__" and isinstance(args[1], Tensor) and isinstance(args[2], int | float):
+        is_mask = args[1].dtype == torch.bool and args[1].shape == args[0].shape
+        if is_mask:
+            args[0].masked_fill_(args[1], args[2])
+            return None
+    return function(*args, **kwargs)
 
 
 class Inputs:

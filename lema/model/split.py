@@ -272,7 +272,9 @@ class Split:
         if batch is None:
             # Any token but padding, because padding could be masked.
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
-            batch = {"input_ids": torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)}
+            with self._unread():
+                ids = torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)
+            batch = {"input_ids": ids}
         logits: Tensor = self.finish(hidden, partial(self._logits, batch), cut, looked_at=looked_at)
         return logits
 
