@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first minutes on a GPU, on a machine without a network: one command, nine minutes at most.
+# The first minutes on a GPU, on a machine without a network: one command, nine minutes at most after installing.
 #
 #   python benchmarks/gpu_pack.py                       # where there is a network: makes .gpu/, which travels along
 #   bash benchmarks/gpu_day.sh                          # on the machine with the GPU: all phases

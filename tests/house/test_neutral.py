@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("lema/**/*.py"), *ROOT.glob("backends/**/*.py")])
 ORDINARY_WORDS = {"align", "beam", "bit", "clip", "ctrl", "git"}  # and architectures as well
-DEVICES = re.compile(r"cuda|neuron|(?<![a-z])xla(?![a-z])", re.IGNORECASE)
+DEVICES = re.compile(r"cuda|neuron|rocm|(?<![a-z])(xla|xpu|npu|mps|hip)(?![a-z])", re.IGNORECASE)
 
 
 def words(text: str) -> str:

@@ -71,7 +71,8 @@ def markdown(rows: Iterable[Row]) -> str:
     distances: dict[str, float] = steps["distances"]
     measured = (
         "*second device*: a tiny model of the type took one training step on the tests' second device, which is not "
-        "the CPU, and one on the CPU; the column has the relative difference of loss and gradients in fp32 "
+        "the CPU, and one on the CPU, both with the attention that all devices share; the column has the relative "
+        "difference of loss and of all gradients together in fp32 "
         f"(`tox -e seconddevice`, {steps['date']}, {steps['versions']}). No step could be taken where `transformers` "
         "makes no tiny model here, or does not read again what it writes."
     )
