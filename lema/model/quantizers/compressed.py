@@ -4,7 +4,7 @@ That is: zero points of experts, which `transformers` does not hand to the libra
 neighbours (`weight_g_idx`), which the library no longer reads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers.quantizers.quantizer_compressed_tensors import CompressedTenso
 
 from lema.storage.quantized.records import pieces
 
-__all__ = ["CompressedTensorsQuantizer"]
+__all__ = ["CompressedTensorsQuantizer", "without_order"]
 
 GROUPS = "weight_g_idx"
 ZEROS = "weight_zero_point"
@@ -32,12 +32,25 @@ NAMES = (PACKED, "weight_scale", SHAPE, ZEROS, GROUPS)
 ROWS = 32  # codes that are whole words, whatever bits one has
 
 
+def without_order(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the settings of a checkpoint for a library that no longer knows the order `group`, and whether they name
+    it: groups of inputs in the order of activations, whose numbers are stored."""
+    schemes, numbered = dict(settings.get("config_groups") or {}), False
+    for name, scheme in schemes.items():
+        weights = scheme.get("weights") if isinstance(scheme, dict) else None
+        if isinstance(weights, dict) and weights.get("actorder") == "group":
+            schemes[name] = {**scheme, "weights": {**weights, "actorder": None}}
+            numbered = True
+    return {**settings, "config_groups": schemes} if numbered else dict(settings), numbered
+
+
 class CompressedTensorsQuantizer(CompressedTensorsHfQuantizer):
     """The quantizer of `transformers`, with one stored tensor and one operation more."""
 
-    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
+    def __init__(self, quantization_config: Any, *, numbered: bool) -> None:
+        super().__init__(quantization_config, pre_quantized=True)
         self.serialized_names = {"weight": [*self.serialized_names["weight"], GROUPS]}
+        self.numbered = numbered  # every packed weight has the numbers of its inputs' groups
 
     def get_load_operations(self) -> dict[str, Any]:
         """Return what makes a weight of its stored tensors."""
@@ -47,7 +60,7 @@ class CompressedTensorsQuantizer(CompressedTensorsHfQuantizer):
 class _Expand(ConversionOps):
     """The operation of `transformers`, but where it would leave a stored tensor out."""
 
-    def __init__(self, hf_quantizer: CompressedTensorsHfQuantizer) -> None:
+    def __init__(self, hf_quantizer: CompressedTensorsQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
         self._usual = CompressedTensorsDequantize(hf_quantizer)
 
@@ -63,7 +76,7 @@ class _Expand(ConversionOps):
         dense = PACKED in input_dict
         # Tensors without bytes are asked for the shape of the result, which the library only guesses.
         packed = [one for name, given in input_dict.items() if name.endswith(PACKED) for one in _listed(given)]
-        tried = SHAPE in ends and bool(packed) and all(one.is_meta for one in packed)
+        tried = (dense or SHAPE in ends) and bool(packed) and all(one.is_meta for one in packed)
         if not tried and GROUPS not in ends and (dense or not {PACKED, ZEROS} <= ends):
             usual: dict[str, Any] = self._usual.convert(input_dict, source_patterns, target_patterns, **kwargs)
             return usual
@@ -74,21 +87,21 @@ class _Expand(ConversionOps):
         for pattern in [name for name in input_dict if name.endswith(PACKED)]:
             stem = pattern.removesuffix(PACKED)
             parts = {name: _listed(input_dict[stem + name]) for name in NAMES if stem + name in input_dict}
-            if missing := _needed(scheme) - parts.keys():
+            if missing := self._needed(scheme) - parts.keys():
                 raise ValueError(f"{stem}{', '.join(sorted(missing))} is missing")
             rows = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
             expanded[pattern] = [_expand(row, scheme, scheme.format or config.format).to(dtype) for row in rows]
         return {kwargs["full_layer_name"]: expanded[PACKED][0]} if dense else expanded
 
+    def _needed(self, scheme: Any) -> set[str]:
+        weights = scheme.weights
+        has_zeros = not weights.symmetric and weights.strategy in ("group", "channel")
+        beside = {ZEROS: has_zeros, GROUPS: self.hf_quantizer.numbered}
+        return {"weight_scale", SHAPE} | {name for name, is_needed in beside.items() if is_needed}
+
 
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _needed(scheme: Any) -> set[str]:
-    weights = scheme.weights
-    has_zeros = not weights.symmetric and weights.strategy in ("group", "channel")
-    return {"weight_scale", SHAPE} | ({ZEROS} if has_zeros else set())
 
 
 def _expand(parts: dict[str, Tensor], scheme: Any, form: str) -> Tensor:

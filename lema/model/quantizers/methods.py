@@ -74,27 +74,36 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
 
 
 def _made(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
-    if method in PACKED:
-        # What matters only to who quantises: for the first transformers asks for a library, of the second it warns.
-        chosen.pop("modules_in_block_to_quantize", None)
-        chosen["act_group_aware"] = False
-    config = AutoQuantizationConfig.from_dict(chosen)
-    config.dequantize = True
-    if method in PACKED:
-        form, formats, bits = PACKED[method]
-        if config.format not in formats or config.bits not in bits:
-            known = f"of the formats {', '.join(formats)} with {', '.join(map(str, bits))} bits are"
-            what = f"the checkpoint is stored as {method!r} in the format {config.format!r} with {config.bits} bits"
-            raise ModelError(f"{what}; those {known} expanded", where=where, how="use the unquantised model")
-        return PackedQuantizer(config, form)
     if method == "compressed-tensors":
-        from lema.model.quantizers.compressed import CompressedTensorsQuantizer  # here, because it imports the library
+        # Here, because it imports the library.
+        from lema.model.quantizers.compressed import CompressedTensorsQuantizer, without_order
 
-        quantizer: HfQuantizer = CompressedTensorsQuantizer(config, pre_quantized=True)
+        settings, numbered = without_order(chosen)
+        quantizer: HfQuantizer = CompressedTensorsQuantizer(_expanding(settings), numbered=numbered)
+    elif method in PACKED:
+        return _packed(method, chosen, where)
     else:
-        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+        quantizer = AutoHfQuantizer.from_config(_expanding(chosen), pre_quantized=True)
     quantizer.validate_environment()  # some find out only then how they shall expand
     return quantizer
+
+
+def _expanding(settings: dict[str, Any]) -> Any:
+    config = AutoQuantizationConfig.from_dict(settings)
+    config.dequantize = True
+    return config
+
+
+def _packed(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
+    # What matters only to who quantises: for the first transformers asks for a library, of the second it warns.
+    chosen.pop("modules_in_block_to_quantize", None)
+    chosen["act_group_aware"] = False
+    config, (form, formats, bits) = _expanding(chosen), PACKED[method]
+    if config.format not in formats or config.bits not in bits:
+        what = f"the checkpoint is stored as {method!r} in the format {config.format!r} with {config.bits} bits; those"
+        what += f" of the formats {', '.join(formats)} with {', '.join(map(str, bits))} bits are expanded"
+        raise ModelError(what, where=where, how="use the unquantised model")
+    return PackedQuantizer(config, form)
 
 
 def _packed_by_auto_round(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
