@@ -43,7 +43,6 @@ def test_weights_are_what_a_slow_reader_finds(form: str, tmp_path: Path) -> None
             assert names.stored[name].nbytes < weight.numel() * (FORMS[form].bits / 8 + 0.3)
 
 
-@pytest.mark.covered(2)
 @pytest.mark.parametrize("form", ["gptq, groups of 32, desc_act", "gptq, groups of 128", "awq, groups of 128"])
 def test_a_step_is_that_of_the_whole_model(form: str, tmp_path: Path) -> None:
     checkpoint = write_packed(FORMS[form], tmp_path, intermediate_size=128)

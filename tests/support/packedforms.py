@@ -5,7 +5,7 @@ The layouts are those of GPTQModel's `pack_block` and `dequantize_weight`, and o
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ FORMS: Mapping[str, PackedForm] = {
 def packed(name: str, weight: Tensor, form: PackedForm) -> Tensors:
     """Quantise one weight, `[outputs, inputs]`, by rounding; return its stored tensors."""
     outputs, inputs = weight.shape
-    size = inputs if form.group_size == -1 else form.group_size
+    size = inputs if form.group_size == -1 else min(inputs, form.group_size)
     groups, most = inputs // size, 2**form.bits - 1
     number_of = torch.arange(inputs) // size
     if form.desc_act:
@@ -96,30 +96,27 @@ def packed(name: str, weight: Tensor, form: PackedForm) -> Tensors:
     return made | ({f"{stem}g_idx": number_of.int()} if form.numbered else {})
 
 
-def _gptq_words(codes: Any, zeros: Any, form: PackedForm) -> tuple[Any, Any]:
-    outputs, inputs, bits = len(codes), len(codes[0]), form.bits
-    words = [[0] * outputs for _ in range(inputs * bits // WORD)]
-    for output in range(outputs):
-        for number in range(inputs):
-            words[number * bits // WORD][output] |= codes[output][number] << (number * bits % WORD)
-    zero_words = [[0] * (outputs * bits // WORD) for _ in zeros]
-    for group, row in enumerate(zeros):
-        for output, zero in enumerate(row):
-            zero_words[group][output * bits // WORD] |= (zero - form.less_one) << (output * bits % WORD)
-    return words, zero_words
+def _gptq_words(codes: list[list[int]], zeros: list[list[int]], form: PackedForm) -> tuple[Any, Any]:
+    words = [_words(row, range(WORD // form.bits), form.bits) for row in codes]  # of each output
+    stored = [[zero - form.less_one for zero in row] for row in zeros]  # of each group
+    zero_words = [_words(row, range(WORD // form.bits), form.bits) for row in stored]
+    return list(zip(*words, strict=True)), zero_words
 
 
-def _awq_words(codes: Any, zeros: Any, form: PackedForm) -> tuple[Any, Any]:
-    outputs, inputs = len(codes), len(codes[0])
-    words = [[0] * (outputs // 8) for _ in range(inputs)]
-    zero_words = [[0] * (outputs // 8) for _ in zeros]
-    for column in range(outputs // 8):
-        for place, output in enumerate(AWQ_ORDER):
-            for number in range(inputs):
-                words[number][column] |= codes[8 * column + output][number] << (form.bits * place)
-            for group, row in enumerate(zeros):
-                zero_words[group][column] |= row[8 * column + output] << (form.bits * place)
-    return words, zero_words
+def _awq_words(codes: list[list[int]], zeros: list[list[int]], form: PackedForm) -> tuple[Any, Any]:
+    words = [_words(row, AWQ_ORDER, form.bits) for row in zip(*codes, strict=True)]  # of each input
+    return words, [_words(row, AWQ_ORDER, form.bits) for row in zeros]  # of each group
+
+
+def _words(codes: Sequence[int], order: Sequence[int], bits: int) -> list[int]:
+    """Put neighbouring codes in words; `order` says which of them lies in each place, from the lowest bits on."""
+    words = []
+    for start in range(0, len(codes), len(order)):
+        word = 0
+        for place, number in enumerate(order):
+            word |= codes[start + number] << (bits * place)
+        words.append(word)
+    return words
 
 
 def _int32(words: list[list[int]]) -> Tensor:
@@ -140,25 +137,30 @@ def expanded(tensors: Mapping[str, Tensor], form: PackedForm) -> Tensors:
 
 
 def _read(parts: Mapping[str, Tensor], numbers: Tensor | None, form: PackedForm) -> Tensor:
-    scales, bits, mask = parts["scales"], form.bits, 2**form.bits - 1
-    words = [[word % 2**WORD for word in row] for row in parts["qweight"].tolist()]
-    zero_words = [[word % 2**WORD for word in row] for row in parts["qzeros"].tolist()]
-    groups, outputs = scales.shape
-    inputs = len(words) if form.method == "awq" else len(words) * WORD // bits
-    number_of = [number * groups // inputs for number in range(inputs)] if numbers is None else numbers.tolist()
-    differences = torch.empty(outputs, inputs)
-    for output in range(outputs):
-        place = AWQ_ORDER.index(output % 8) * bits
-        for number in range(inputs):
-            if form.method == "awq":
-                code = words[number][output // 8] >> place & mask
-                zero = zero_words[number_of[number]][output // 8] >> place & mask
-            else:
-                code = words[number * bits // WORD][output] >> (number * bits % WORD) & mask
-                zero = zero_words[number_of[number]][output * bits // WORD] >> (output * bits % WORD) & mask
-                zero += form.less_one
-            differences[output, number] = code - zero
-    return differences.to(scales.dtype) * scales[torch.tensor(number_of)].t()
+    scales = parts["scales"]
+    order = AWQ_ORDER if form.method == "awq" else range(WORD // form.bits)
+    words = parts["qweight"] if form.method == "awq" else parts["qweight"].t()
+    rows = [_codes(row, order, form.bits) for row in words.tolist()]
+    codes = torch.tensor(rows).t() if form.method == "awq" else torch.tensor(rows)  # [outputs, inputs]
+    zeros = torch.tensor([_codes(row, order, form.bits) for row in parts["qzeros"].tolist()])  # [groups, outputs]
+    if form.method == "gptq" and form.less_one:
+        zeros += 1
+    inputs, groups = codes.shape[1], len(scales)
+    number_of = torch.arange(inputs) * groups // inputs if numbers is None else numbers
+    weight = torch.empty(codes.shape, dtype=scales.dtype)
+    for number in range(inputs):
+        group = int(number_of[number])
+        weight[:, number] = (codes[:, number] - zeros[group]).to(scales.dtype) * scales[group]
+    return weight
+
+
+def _codes(words: Sequence[int], order: Sequence[int], bits: int) -> list[int]:
+    """Return the codes of words, as `_words` put them there."""
+    codes = [0] * (len(words) * len(order))
+    for start, word in enumerate(words):
+        for place, number in enumerate(order):
+            codes[start * len(order) + number] = (word % 2**WORD) >> (bits * place) & (2**bits - 1)
+    return codes
 
 
 def write_packed(

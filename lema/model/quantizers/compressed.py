@@ -24,6 +24,7 @@ from lema.storage.quantized.records import pieces
 
 __all__ = ["CompressedTensorsQuantizer", "without_order"]
 
+FORM = "pack-quantized"
 GROUPS = "weight_g_idx"
 ZEROS = "weight_zero_point"
 PACKED = "weight_packed"
@@ -72,16 +73,12 @@ class _Expand(ConversionOps):
         Raises:
             ValueError: a tensor is missing.
         """
-        ends = {name.rpartition(".")[2] for name in input_dict}
-        dense = PACKED in input_dict
-        # Tensors without bytes are asked for the shape of the result, which the library only guesses.
-        packed = [one for name, given in input_dict.items() if name.endswith(PACKED) for one in _listed(given)]
-        tried = (dense or SHAPE in ends) and bool(packed) and all(one.is_meta for one in packed)
-        if not tried and GROUPS not in ends and (dense or not {PACKED, ZEROS} <= ends):
+        config, dense = self.hf_quantizer.compressor.quantization_config, PACKED in input_dict
+        scheme = get_dense_scheme(config) if dense else get_experts_scheme(config)
+        form = scheme.format or config.format
+        if not self._differs(input_dict, form, dense=dense):
             usual: dict[str, Any] = self._usual.convert(input_dict, source_patterns, target_patterns, **kwargs)
             return usual
-        config = self.hf_quantizer.compressor.quantization_config
-        scheme = get_dense_scheme(config) if dense else get_experts_scheme(config)
         dtype = kwargs["model"].get_parameter(kwargs["full_layer_name"]).dtype
         expanded: dict[str, Any] = {}
         for pattern in [name for name in input_dict if name.endswith(PACKED)]:
@@ -90,8 +87,18 @@ class _Expand(ConversionOps):
             if missing := self._needed(scheme) - parts.keys():
                 raise ValueError(f"{stem}{', '.join(sorted(missing))} is missing")
             rows = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
-            expanded[pattern] = [_expand(row, scheme, scheme.format or config.format).to(dtype) for row in rows]
+            expanded[pattern] = [_expand(row, scheme, form).to(dtype) for row in rows]
         return {kwargs["full_layer_name"]: expanded[PACKED][0]} if dense else expanded
+
+    def _differs(self, input_dict: dict[str, Any], form: str, *, dense: bool) -> bool:
+        """Whether these tensors are not those that the operation of `transformers` expands."""
+        ends = {name.rpartition(".")[2] for name in input_dict}
+        packed = [one for name, given in input_dict.items() if name.endswith(PACKED) for one in _listed(given)]
+        if form != FORM or not packed:
+            return False
+        # Tensors without bytes are asked for the shape of the result, which the library only guesses.
+        tried = all(one.is_meta for one in packed)
+        return GROUPS in ends or (ZEROS in ends and not dense) or (tried and (dense or SHAPE in ends))
 
     def _needed(self, scheme: Any) -> set[str]:
         weights = scheme.weights
