@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, unpack
+from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack
 from lema.storage.quantized.records import pieces
 
 __all__ = ["AWQ"]
@@ -46,9 +46,9 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     number_of = torch.arange(inputs, device=words.device) // size
     for span in pieces(weight, block=OUTPUTS):
         there = slice(span.start // OUTPUTS, span.stop // OUTPUTS)
-        codes = unpack(words[:, there], SHIFTS, BITS)
-        zeros = unpack(zero_words[:, there], SHIFTS, BITS)
-        weight[span] = ((codes - zeros[number_of]) * scales[:, span][number_of]).t()
+        codes = unpack(words[:, there], SHIFTS, BITS, axis=1)
+        zeros = unpack(zero_words[:, there], SHIFTS, BITS, axis=1)
+        scaled(codes, zeros[number_of], scales[:, span][number_of], weight[span])
     return weight
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, unpack
+from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack
 from lema.storage.quantized.records import pieces
 
 __all__ = ["FORMATS", "GPTQ"]
@@ -54,13 +54,13 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     weight = torch.empty(outputs, inputs, dtype=dtype, device=words.device)
     if weight.is_meta:
         return weight
-    shifts = range(0, WORD, bits)
-    zeros = unpack(zero_words + ONES[bits] if settings.format == "gptq" else zero_words, shifts, bits)[:, :outputs]
-    number_of = number_of.long()
+    shifts, number_of = range(0, WORD, bits), number_of.long()
+    if settings.format == "gptq":
+        zero_words = zero_words + ONES[bits]
+    zeros = unpack(zero_words, shifts, bits, axis=1)[:, :outputs]
     for span in pieces(weight):
-        codes = unpack(words[:, span].t(), shifts, bits)[:, :inputs]
-        grouped = scales[:, span].t()[:, number_of]
-        weight[span] = grouped * (codes - zeros[:, span].t()[:, number_of])
+        codes = unpack(words[:, span], shifts, bits, axis=0)[:inputs]
+        scaled(codes, zeros[:, span][number_of], scales[:, span][number_of], weight[span])
     return weight
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
-__all__ = ["WORD", "PackedForm", "PackedQuantizer", "group_size_of", "unpack"]
+__all__ = ["WORD", "PackedForm", "PackedQuantizer", "group_size_of", "scaled", "unpack"]
 
 WORD = 32  # bits
 WEIGHT = "qweight"
@@ -104,20 +104,28 @@ def _refuse_transposed(model: Any, name: str) -> None:
         raise ValueError("the module keeps its weight as [inputs, outputs], which is not expanded here")
 
 
-def unpack(words: Tensor, shifts: Sequence[int], bits: int) -> Tensor:
+def unpack(words: Tensor, shifts: Sequence[int], bits: int, axis: int) -> Tensor:
     """Return the codes in words.
 
     Args:
-        words: int32, `[rows, words]`.
+        words: int32, `[rows, columns]`.
         shifts: how far each code of a word lies from its lowest bit, in the order in which they are returned.
         bits: how many bits a code has.
+        axis: along which neighbours were packed.
 
     Returns:
-        `[rows, words * len(shifts)]`, not negative; int8, or int16 where they have 8 bits.
+        The same shape with `len(shifts)` times as many rows or columns; not negative; int8, or int16 for 8 bits.
     """
-    places = torch.tensor(shifts, dtype=torch.int32, device=words.device)
-    codes = (words.unsqueeze(-1) >> places) & ((1 << bits) - 1)
-    return codes.flatten(-2).to(torch.int16 if bits == 8 else torch.int8)
+    narrow = torch.int16 if bits == 8 else torch.int8
+    # Place by place, because a tensor of the shifts would have to come from the host at each lease.
+    codes = [((words >> shift) & ((1 << bits) - 1)).to(narrow) for shift in shifts]
+    return torch.stack(codes, axis + 1).flatten(axis, axis + 1)
+
+
+def scaled(codes: Tensor, zeros: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Fill `out`, `[outputs, inputs]`, with the weights of codes; all others are `[inputs, outputs]`."""
+    product = (codes - zeros) * scales  # rounded in the scales' type, as the kernels do
+    out.copy_(product.to(out.dtype).t())  # a cast and a transposition in one are slow
 
 
 def group_size_of(inputs: int, groups: int, configured: int) -> int:
