@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lema.convert.prepare import prepare
 from lema.convert.tensors import read_tensor
-from lema.errors import WeightsError
+from lema.errors import ModelError, WeightsError
 from lema.model import meta_model, read_config
 from lema.model.weight_names import NameMap, map_names
 from lema.storage import GlobalBinaryIndex
@@ -212,4 +212,14 @@ def test_codes_of_another_width_are_refused(tmp_path: Path) -> None:
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8
     file.write_text(json.dumps(config))
     with pytest.raises(WeightsError, match=r"weight_packed is \[64, 8\], which is not \[64, 64\] with 8 bits"):
+        names_of(small)
+
+
+def test_inputs_that_would_have_to_be_rotated_are_refused(tmp_path: Path) -> None:
+    small = write_compressed(FORMS["int4, groups"], tmp_path, num_layers=1).streamed
+    file = small / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"its inputs rotated \(transform_config\)"):
         names_of(small)

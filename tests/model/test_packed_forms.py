@@ -10,12 +10,14 @@ import pytest
 import torch
 from packedforms import AWQ, FORMS, GPTQ, PackedForm, expanded, packed, write_packed
 from parity import assert_same, draw_b, streamed_model, streamed_step, whole_model, whole_step
+from peft import PeftModel
 from publishedforms import write_published
 from safetensors.torch import load_file, save_file
-from tiny import micro_batches
+from tiny import micro_batches, write_checkpoint
 from tinyconfig import tiny_config
 from transformers import AutoModelForCausalLM
 
+from lema.convert import merge_adapter
 from lema.convert.prepare import prepare
 from lema.convert.tensors import read_tensor
 from lema.errors import ModelError, WeightsError
@@ -131,6 +133,49 @@ def test_a_part_that_is_missing_is_named(form: PackedForm, part: str, message: s
         names_of(streamed)
 
 
+def test_a_module_that_keeps_its_weight_transposed_is_refused(tmp_path: Path) -> None:
+    """What is packed is [outputs, inputs], and GPT-2's modules want the other."""
+    published = write_checkpoint("gpt2", tmp_path).published
+    for file in published.glob("*.safetensors"):
+        stored: dict[str, torch.Tensor] = {}
+        for name, weight in load_file(file).items():
+            is_packed = name.endswith("c_proj.weight")
+            stored |= packed(name, weight.t(), replace(GPTQ, group_size=-1)) if is_packed else {name: weight}
+        save_file({name: one.contiguous() for name, one in stored.items()}, file, {"format": "pt"})
+    (published / "model.safetensors.index.json").unlink()
+    weights = {name: one for file in published.glob("*.safetensors") for name, one in load_file(file).items()}
+    for file in published.glob("*.safetensors"):
+        file.unlink()
+    save_file(weights, published / FILE, {"format": "pt"})
+    config = json.loads((published / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps(config | {"quantization_config": GPTQ.quantization_config}))
+    with pytest.raises(WeightsError, match=r"c_proj.weight: .*the module keeps its weight as \[inputs, outputs\]"):
+        names_of(published)
+
+
+def test_a_merged_model_has_the_expanded_weights_with_the_adapter(tmp_path: Path) -> None:
+    checkpoint = write_packed(FORMS["gptq, groups of 32, desc_act"], tmp_path, num_hidden_layers=2)
+    with streamed_model(checkpoint, lora_target_modules=["q_proj"]) as model:
+        draw_b(model.lora_manager)
+        model.save_pretrained(tmp_path / "adapter")
+    out = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(checkpoint.published)
+    expected = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    found = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_words_of_another_width_are_refused(tmp_path: Path) -> None:
+    streamed = write_packed(GPTQ, tmp_path, num_hidden_layers=1).streamed
+    stored = load_file(streamed / FILE)
+    stored["model.layers.0.mlp.up_proj.qweight"] = stored["model.layers.0.mlp.up_proj.qweight"].view(torch.int16)
+    save_file(stored, streamed / FILE, {"format": "pt"})
+    with pytest.raises(WeightsError, match=r"qweight is torch.int16, and words of 32 bits are expanded"):
+        names_of(streamed)
+
+
 @pytest.mark.parametrize("form", [GPTQ, AWQ], ids=["gptq", "awq"])
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
 def test_parts_that_do_not_fit_each_other_are_refused(form: PackedForm, part: str, tmp_path: Path) -> None:
@@ -148,8 +193,10 @@ def test_parts_that_do_not_fit_each_other_are_refused(form: PackedForm, part: st
     [
         (GPTQ, {"checkpoint_format": "marlin"}, "as 'gptq' in the format 'marlin' with 4 bits"),
         (GPTQ, {"bits": 3}, "as 'gptq' in the format 'gptq' with 3 bits"),
-        (AWQ, {"version": "gemv"}, "as 'awq' in the format .*gemv.* with 4 bits"),
-        (AWQ, {"bits": 8}, "as 'awq' in the format .*gemm.* with 8 bits"),
+        (AWQ, {"version": "gemv"}, "as 'awq' in the format 'gemv' with 4 bits"),
+        (AWQ, {"bits": 8}, "as 'awq' in the format 'gemm' with 8 bits"),
+        (GPTQ, {"rotation": "hadamard"}, r"its inputs rotated \(rotation\)"),
+        (FORMS["auto-round, as gptq"], {"rotation_config": {"kind": "x"}}, r"its inputs rotated \(rotation_config\)"),
         (FORMS["auto-round, as awq"], {"packing_format": "auto_round:llm_compressor"}, "AutoRound with the packing"),
         (FORMS["auto-round, as awq"], {"data_type": "mx_fp"}, "AutoRound with the packing .* of 'mx_fp'"),
     ],
@@ -169,6 +216,6 @@ def test_settings_for_who_quantises_need_no_library_and_no_warning(
 ) -> None:
     """Optimum writes which modules were to be quantised; what is stored tells the same."""
     streamed = write_packed(replace(GPTQ, desc_act=True), tmp_path, num_hidden_layers=1).streamed
-    edit_settings(streamed, modules_in_block_to_quantize=[["self_attn.q_proj"]])
+    edit_settings(streamed, modules_in_block_to_quantize=[["self_attn.q_proj"]], dataset="ptb", damp_percent=0)
     assert len(names_of(streamed).quantized) == 7
     assert not caplog.records

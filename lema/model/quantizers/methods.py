@@ -31,6 +31,13 @@ PACKED: Mapping[str, tuple[PackedForm, tuple[str, ...], tuple[int, ...]]] = {
 }
 
 
+# Of what packed checkpoints say, what is needed to read them. The rest matters to who quantises: for some of it
+# transformers asks for a library, of some it warns, and some it refuses.
+READ = ("quant_method", "bits", "group_size", "desc_act", "sym", "zero_point", "format", "version", "backend")
+# Settings with which inputs of linear modules are rotated, too, by code that is in no checkpoint.
+ROTATIONS = ("rotation", "rotation_config", "transform_config")
+
+
 def quantization_settings(config: Any) -> Any:
     """Return what a model's config says of how its weights are quantised, or the config of its part that reads text,
     where some say it; None: neither does."""
@@ -52,6 +59,9 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
     chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
     chosen["quant_method"] = method = str(getattr(chosen.get("quant_method"), "value", chosen.get("quant_method")))
     where = f"{path}: quantization_config"
+    if rotations := [name for name in ROTATIONS if chosen.get(name)]:
+        what = f"the checkpoint is quantised with its inputs rotated ({rotations[0]}), which is not done here"
+        raise ModelError(what, where=where, how="use the unquantised model, or one that is quantised without")
     if method == "auto-round":
         chosen = _packed_by_auto_round(chosen, where)
         method = chosen["quant_method"]
@@ -95,12 +105,11 @@ def _expanding(settings: dict[str, Any]) -> Any:
 
 
 def _packed(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
-    # What matters only to who quantises: for the first transformers asks for a library, of the second it warns.
-    chosen.pop("modules_in_block_to_quantize", None)
-    chosen["act_group_aware"] = False
-    config, (form, formats, bits) = _expanding(chosen), PACKED[method]
-    if config.format not in formats or config.bits not in bits:
-        what = f"the checkpoint is stored as {method!r} in the format {config.format!r} with {config.bits} bits; those"
+    needed = {name: chosen[name] for name in (*READ, "checkpoint_format") if name in chosen}
+    config, (form, formats, bits) = _expanding(needed | {"act_group_aware": False}), PACKED[method]
+    stored_as = str(getattr(config.format, "value", config.format))
+    if stored_as not in formats or config.bits not in bits:
+        what = f"the checkpoint is stored as {method!r} in the format {stored_as!r} with {config.bits} bits; those"
         what += f" of the formats {', '.join(formats)} with {', '.join(map(str, bits))} bits are expanded"
         raise ModelError(what, where=where, how="use the unquantised model")
     return PackedQuantizer(config, form)

@@ -81,15 +81,12 @@ class _Expand(ConversionOps):
         """
         model, settings = kwargs["model"], self.hf_quantizer.quantization_config
         parameter = model.get_parameter(full_layer_name)
-        lists = {name: one if isinstance(one, list) else [one] for name, one in input_dict.items()}
+        lists = {name: [one] if isinstance(one, Tensor) else list(one) for name, one in input_dict.items()}
         expanded: dict[str, Any] = {}
         stems = dict.fromkeys(name[: len(name) - len(name.rpartition(".")[2])] for name in lists)
         for stem in stems:
             parts = {part: lists[stem + part] for part in self._form.parts if stem + part in lists}
-            if missing := [part for part in self._form.needed if part not in parts]:
-                raise ValueError(f"{stem}{', '.join(missing)} is missing")
-            if len({len(group) for group in parts.values()}) > 1:
-                raise ValueError(f"{stem}{WEIGHT} and the tensors beside it are not equally many")
+            self._check(stem, parts)
             rows = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
             expanded[stem + WEIGHT] = [self._form.expand(row, settings, parameter.dtype) for row in rows]
         if len(expanded) == 1 and not any(stems):
@@ -97,6 +94,15 @@ class _Expand(ConversionOps):
             (weights,) = expanded.values()
             return {str(full_layer_name): weights[0]}
         return expanded
+
+    def _check(self, stem: str, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        if missing := [part for part in self._form.needed if part not in parts]:
+            raise ValueError(f"{stem}{', '.join(missing)} is missing")
+        if len({len(group) for group in parts.values()}) > 1:
+            raise ValueError(f"{stem}{WEIGHT} and the tensors beside it are not equally many")
+        for part in (WEIGHT, "qzeros"):
+            if other := [one.dtype for one in parts[part] if one.dtype != torch.int32]:
+                raise ValueError(f"{stem}{part} is {other[0]}, and words of {WORD} bits are expanded")
 
 
 def _refuse_transposed(model: Any, name: str) -> None:
