@@ -95,7 +95,8 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
 
 
 def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
-    """Copy a `config.json` into the directory `out`, with `changes`: dtypes by name; None takes a key away."""
+    """Copy a `config.json` into the directory `out`, with `changes`: dtypes by name; None takes a key away. Where they
+    say how weights are quantised, no part of the config says so any more: some have it in `text_config`."""
     config = json.loads(source.read_text(encoding="utf-8"))
     plain = {
         key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
@@ -103,8 +104,17 @@ def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
     }
     if "dtype" in plain:
         config.pop("torch_dtype", None)  # the older name of the same key
+    if "quantization_config" in plain:
+        _drop_quantization(config)
     changed = {key: value for key, value in (config | plain).items() if value is not None or key not in plain}
     replace_file(out / "config.json", (json.dumps(changed, indent=2) + "\n").encode())
+
+
+def _drop_quantization(config: dict[str, Any]) -> None:
+    for part in config.values():
+        if isinstance(part, dict):
+            part.pop("quantization_config", None)
+            _drop_quantization(part)
 
 
 def _torch_dtype(record: TensorRecord) -> torch.dtype:

@@ -30,8 +30,9 @@ from lema.stream.placement import DTYPES
 
 __all__ = ["Conversion", "CopyTrace", "Misfit"]
 
-CONSTANTS = ("I64", "I32")  # whole numbers, such as the shape that a packed weight has
+CONSTANTS = ("I64", "I32")
 MOST_CONSTANT = 64  # bytes of such a tensor
+SHAPE = re.compile(r"_shape$")  # of a packed weight, whose values are read on the host; codes may be as small
 SCALE = re.compile(r"(?<!activation_)(?<!input_)(?<!input_global_)scale")  # of a weight, not of what it multiplies
 Groups = dict[str, list[TensorRecord]]  # by the pattern of the converter that they matched
 
@@ -196,7 +197,10 @@ class Conversion:
         keys: list[str] = []
         for number in range(max(map(len, groups.values())) if rest else 1):
             mine = {pattern: group[number : number + 1] if rest else group for pattern, group in groups.items()}
-            constants = {pattern: whole for pattern, group in mine.items() if (whole := _constants(group)) is not None}
+            shapes = {pattern: group for pattern, group in mine.items() if SHAPE.search(pattern)}
+            constants = {
+                pattern: whole for pattern, group in shapes.items() if (whole := _constants(group)) is not None
+            }
             here = {
                 pattern: tuple(names[pattern][number : number + 1] if rest else names[pattern])
                 for pattern in mine.keys() - constants.keys()
@@ -297,7 +301,8 @@ def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], 
     operations that are known work on each row, or block of rows, by itself; that a part of them makes the part of the
     result is tried on tensors without bytes."""
     given = {name: [_empty(records[part]) for part in group] for name, group in step.parts.items()}
-    large = [one for group in given.values() for one in group if one.numel() > 1]
+    # One scale is for all; one word of codes is of a few rows.
+    large = [one for group in given.values() for one in group if one.numel() > 1 or not one.is_floating_point()]
     units = min((one.shape[0] for one in large if one.ndim), default=1)
     lengths = [one.shape[0] for one in large] + [int(one[0]) for group in step.constants.values() for one in group]
     ordered = len({name for name, _ in step.moves}) == len(step.moves)

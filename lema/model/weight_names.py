@@ -8,14 +8,12 @@ Adapters wrap modules and so change the names within a layer; these are mapped t
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
-from lema.errors import ConfigError, ModelError, WeightsError, listed
+from lema.errors import ModelError, WeightsError, listed
 from lema.model.conversions import Conversion, Misfit
 from lema.model.outer_weights import put, read_stored
+from lema.model.quantizers.methods import open_quantizer, quantization_settings
 from lema.model.skeleton import find_towers, is_in, main_dtype, scores_texts
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
@@ -81,9 +79,8 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     cannot be loaded from, or scales of quantised ones are; all are named, with those not used."""
     stored = fold(index)
     ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
-    parts = (model.config, model.config.get_text_config(decoder=True))  # some say it of the part that reads text
-    settings = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
-    quantizer = None if ours or settings is None else _open_quantizer(settings, index.path)
+    settings = quantization_settings(model.config)
+    quantizer = None if ours or settings is None else open_quantizer(settings, index.path)
     state: dict[str, Tensor] = model.state_dict()
     names, conversions, twice = _assign(model, index, stored, state, quantizer)
     misshapen = []
@@ -145,34 +142,6 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     # One width for the whole plan: transformers only ever widens to float32.
     (wide,) = set(plan.values())
     return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
-
-
-def _open_quantizer(settings: Any, path: Path) -> HfQuantizer:
-    """Return the quantizer of `transformers` whose operations expand what is stored. `ModelError`: `transformers`
-    cannot expand weights of this method; `ConfigError`: the method's library is not installed."""
-    chosen = copy.deepcopy(settings if isinstance(settings, dict) else settings.to_dict())
-    found = chosen.get("quant_method")
-    method = str(getattr(found, "value", found))
-    kind: Any = AUTO_QUANTIZER_MAPPING.get(method)
-    # Asked of the class, because some quantizers cannot be made without libraries and devices of their own.
-    if kind is None or "dequantize" not in kind.get_load_operations(kind.__new__(kind)):
-        what = f"the checkpoint is quantised by the method {method!r}, whose weights transformers cannot expand"
-        how = "use the unquantised model; `lema prepare --quantize` writes a quantised one that streams"
-        raise ModelError(what, where=f"{path}: quantization_config", how=how)
-    try:
-        config = AutoQuantizationConfig.from_dict(chosen)
-        config.dequantize = True
-        quantizer: HfQuantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
-        quantizer.validate_environment()  # some find out only then how they shall expand
-    except ImportError as error:
-        what = f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}"
-        how = 'pip install "lema[quantize]"'
-        raise ConfigError(what, where=f"{path}: quantization_config", how=how) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = f"transformers cannot read how the checkpoint is quantised: {error}"
-        how = "check the config, or download it again"
-        raise ModelError(what, where=f"{path}: quantization_config", how=how) from error
-    return quantizer
 
 
 def _assign(

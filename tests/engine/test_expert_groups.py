@@ -371,6 +371,8 @@ FORMS = {
     "int4 experts": "kimi_k25",
     "mxfp4": "gpt_oss",
     "fp4 experts, fp8": "deepseek_v4",
+    "gptq": "qwen3_moe",
+    "awq": "qwen3_moe",
 }
 OWN = ("int8", "fp8", "nf4")
 

@@ -36,6 +36,8 @@ TYPES = {
     "mxfp4": "gpt_oss",
     "int4 experts": "kimi_k25",
     "nvfp4": "qwen3",
+    "gptq": "qwen2",
+    "awq": "qwen3",
 }
 
 
@@ -87,7 +89,7 @@ def test_a_scale_that_is_missing_is_named(form: str, tmp_path: Path) -> None:
 
     published = write_published(tiny_config(TYPES[form]), form, tmp_path / "published")
     weights = load_file(published / "model.safetensors")
-    ends = ("weight_scale", "scale_inv", "_scales", ".scale")
+    ends = ("weight_scale", "scale_inv", "_scales", ".scale", ".scales")
     del weights[next(name for name in sorted(weights) if name.endswith(ends))]
     save_file(weights, published / "model.safetensors", {"format": "pt"})
     with pytest.raises(WeightsError, match="scale"):

@@ -128,8 +128,10 @@ A tiny model of the type was tested in the published layout. `transformers` writ
 the weights are quantised as the publisher's are, with their scales and `quantization_config`. LEMA opens the model,
 maps every tensor, and runs the model up to its layers and from them to its logits.
 `tests/model/test_published_forms.py` trains one model of each form for two steps: loss and gradients are bitwise those
-of PEFT on the weights that `transformers` dequantises. No published weights were read, and it was not checked which
-linear modules each publisher left unquantised.
+of PEFT on the weights that `transformers` dequantises, or, of gptq and awq, on those that a slow reader of the packing
+finds. No published weights were read, and it was not checked which linear modules each publisher left unquantised.
+`tests/model/test_packed_forms.py` and `tests/model/test_compressed_forms.py` have the forms that are not in the table:
+other groups and bits of gptq and awq, what AutoRound packs as these, and asymmetric integers of compressed-tensors.
 
 Parameters and bytes come from the sizes in the checkpoint's config.json, where they are known. *Parameters* counts the
 model that `transformers` builds from them, in billions. `tests/model/test_coverage_page.py` compares the number with

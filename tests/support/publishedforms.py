@@ -4,11 +4,15 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import packedforms
 import torch
 from everytype import write_model
+from packedforms import packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
@@ -146,6 +150,17 @@ def nvfp4(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
     return _each(weights, LINEAR, one), _compressed(name_of_form, scheme, ["lm_head"])
 
 
+def gptq(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
+    """Qwen's: eight int4 a word, a scale and a zero point less one for each 128 inputs, and their groups' numbers."""
+    return _each(weights, LINEAR, partial(packed, form=packedforms.GPTQ)), packedforms.GPTQ.quantization_config
+
+
+def awq(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
+    """Qwen's: eight int4 a word, in the order of a kernel, with a scale and a zero point for each 128 inputs."""
+    return _each(weights, LINEAR, partial(packed, form=packedforms.AWQ)), packedforms.AWQ.quantization_config
+
+
+PACKED = {"gptq": packedforms.GPTQ, "awq": packedforms.AWQ}
 FORMS: Mapping[str, Form] = {
     "bf16": plain,
     "bf16, experts fused": fused,
@@ -156,6 +171,8 @@ FORMS: Mapping[str, Form] = {
     "mxfp4": mxfp4,
     "int4 experts": int4,
     "nvfp4": nvfp4,
+    "gptq": gptq,
+    "awq": awq,
 }
 
 
@@ -167,7 +184,9 @@ def write_published(config: PreTrainedConfig, form: str, directory: Path) -> Pat
     for part in (config, config.get_text_config()):
         for size in ("intermediate_size", "moe_intermediate_size"):
             if isinstance(getattr(part, size, None), int):
-                setattr(part, size, 2 * BLOCK)
+                setattr(part, size, BLOCK if form in PACKED else 2 * BLOCK)
+        if form in PACKED:
+            part.hidden_size, part.head_dim = BLOCK, BLOCK // 4
     write_model(config, directory, torch.bfloat16)
     weights: Tensors = {}
     for file in sorted(directory.glob("*.safetensors*")):
@@ -184,15 +203,32 @@ def write_published(config: PreTrainedConfig, form: str, directory: Path) -> Pat
 
 
 def dequantized(directory: Path) -> torch.nn.Module:
-    """Load a model whole, as its own quantizer dequantises it. What it leaves in bf16 is widened, which is exact."""
+    """Load a model whole, as its own quantizer dequantises it, or a slow reader where there is none.
+
+    What it leaves in bf16 is widened, which is exact.
+    """
     config = AutoConfig.from_pretrained(directory)
     if settings := getattr(config, "quantization_config", None):
+        if settings["quant_method"] in PACKED:
+            return _read_slowly(directory, PACKED[settings["quant_method"]])
         config.quantization_config = settings | {"dequantize": True}
     model = auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32)
     model.float().config.use_cache = False
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False
     return model
+
+
+def _read_slowly(directory: Path, form: packedforms.PackedForm) -> torch.nn.Module:
+    """Load a model whose packed weights are read code by code, because transformers expands none of them."""
+    with TemporaryDirectory() as scratch:
+        plain = Path(scratch)
+        config = json.loads((directory / "config.json").read_text())
+        del config["quantization_config"]
+        (plain / "config.json").write_text(json.dumps(config))
+        weights = packedforms.expanded(load_file(directory / "model.safetensors"), form)
+        save_file({name: one.contiguous() for name, one in weights.items()}, plain / "model.safetensors")
+        return dequantized(plain)
 
 
 def write_dequantized(published: Path, directory: Path) -> Path:

@@ -132,6 +132,8 @@ def _bitsandbytes(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
         parts = _collected(index, name, wanted | {f"quant_state.bitsandbytes__{kind}": stored})
         if not _fits(parts, about):
             raise _nonsense(name, index.path)
+        # Codes are bytes, whatever type `bnb_4bit_quant_storage` gave them; as floats, some would be called NaN.
+        parts[""] = replace(parts[""], dtype="U8", shape=(parts[""].nbytes, 1))
         found.append(QuantizedRecord(name, "bitsandbytes", parts, tuple(about["shape"]), about))
     return found
 

@@ -234,6 +234,10 @@ CHECKPOINTS = (
     Checkpoint("Kimi-K2-Thinking", "deepseek_v3", "int4 experts", KIMI_K2, TYPE_OF_K2),
     Checkpoint("Kimi-K2.5", "kimi_k25", "int4 experts", KIMI_K2),
     Checkpoint("Kimi-K2.6", "kimi_k25", "int4 experts", KIMI_K2),
+    Checkpoint("Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2", "gptq", dense(3584, 28, 18944, 28, 4)),
+    Checkpoint("Qwen3-30B-A3B-GPTQ-Int4", "qwen3_moe", "gptq", moe(2048, 48, 768, 128, 32, 4)),
+    Checkpoint("Qwen2.5-72B-Instruct-AWQ", "qwen2", "awq", dense(8192, 80, 29568, 64, 8)),
+    Checkpoint("Qwen3-32B-AWQ", "qwen3", "awq", dense(5120, 64, 25600, 64, 8)),
     Checkpoint("Qwen3.8-Flash-Next", "qwen4_exp"),
     Checkpoint("Kimi-K3", "kimi_k3", "mxfp4"),
 )

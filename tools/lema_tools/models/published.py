@@ -27,6 +27,7 @@ EXPERT = re.compile(r"layers\.\d+\..*experts\.\d+\..*\.weight$")
 TOWER = re.compile(r"vision|visual")
 BLOCK = 128  # rows and columns that share a scale of fp8
 GROUP = 32  # values that share one of fp4 and int4
+PACKED_GROUP = 128  # inputs that share one of gptq and awq
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.bool: "BOOL"}
 SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "BOOL": 1}
 
@@ -50,6 +51,8 @@ SETTINGS: Mapping[str, dict[str, Any] | None] = {  # `quantization_config` of ea
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4, "input_activations": None}},
         "ignore": _KEPT,
     },
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": PACKED_GROUP, "sym": True, "desc_act": False},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": PACKED_GROUP, "zero_point": True, "version": "gemm"},
 }
 
 
@@ -159,6 +162,23 @@ def _int4(name: str, shape: Shape) -> Layout | None:
     return {**packed, f"{name}_scale": ("BF16", (shape[0], shape[1] // GROUP))}
 
 
+def _gptq(name: str, shape: Shape) -> Layout | None:
+    return _packed(name, shape, (shape[1] // 8, shape[0]), numbers={"g_idx": ("I32", (shape[1],))})
+
+
+def _awq(name: str, shape: Shape) -> Layout | None:
+    return _packed(name, shape, (shape[1], shape[0] // 8), numbers={})
+
+
+def _packed(name: str, shape: Shape, words: Shape, numbers: Layout) -> Layout | None:
+    """Eight codes are a word; words lie as inputs by outputs."""
+    if not LINEAR.search(name):
+        return None
+    outputs, groups = shape[0], -(-shape[1] // PACKED_GROUP)
+    parts = {"qweight": ("I32", words), "qzeros": ("I32", (groups, outputs // 8)), "scales": ("F16", (groups, outputs))}
+    return {name.removesuffix("weight") + part: stored for part, stored in (parts | numbers).items()}
+
+
 FORMS: Mapping[str, Callable[[str, Shape], Layout | None]] = {
     "bf16": _plain,
     "fp8 in blocks": _blocks,
@@ -166,4 +186,6 @@ FORMS: Mapping[str, Callable[[str, Shape], Layout | None]] = {
     "fp4 experts, fp8": _fp4,
     "mxfp4": _mxfp4,
     "int4 experts": _int4,
+    "gptq": _gptq,
+    "awq": _awq,
 }

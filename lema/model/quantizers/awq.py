@@ -1,0 +1,55 @@
+"""AWQ (https://arxiv.org/abs/2306.00978) as AutoAWQ stores it for its kernel `gemm`, expanded as GPTQModel does.
+
+A word has the codes of eight consecutive outputs of one input, in the order in which the kernel wants them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack
+from lema.storage.quantized.records import pieces
+
+__all__ = ["AWQ"]
+
+BITS = 4
+SHIFTS = tuple(BITS * place for place in (0, 4, 1, 5, 2, 6, 3, 7))  # of the eight outputs of a word
+OUTPUTS = WORD // BITS  # of a word
+
+
+def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Tensor:
+    """Return a weight.
+
+    Args:
+        parts: `qweight` int32 `[inputs, outputs / 8]`, `qzeros` int32 `[groups, outputs / 8]`, `scales` `[groups,
+            outputs]`.
+        settings: transformers' `AwqConfig`.
+        dtype: of the weight; the product is of the scales' dtype, as the kernel's.
+
+    Returns:
+        `[outputs, inputs]`.
+
+    Raises:
+        ValueError: the parts do not fit each other.
+    """
+    words, zero_words, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    (inputs, columns), (groups, outputs) = words.shape, scales.shape
+    if columns * OUTPUTS != outputs or tuple(zero_words.shape) != (groups, columns):
+        told = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
+        raise ValueError(f"{told} are not codes of {BITS} bits with their scales and zero points")
+    size = group_size_of(inputs, groups, settings.group_size)
+    weight = torch.empty(outputs, inputs, dtype=dtype, device=words.device)
+    if weight.is_meta:
+        return weight
+    number_of = torch.arange(inputs, device=words.device) // size
+    for span in pieces(weight, block=OUTPUTS):
+        there = slice(span.start // OUTPUTS, span.stop // OUTPUTS)
+        codes = unpack(words[:, there], SHIFTS, BITS, axis=1)
+        zeros = unpack(zero_words[:, there], SHIFTS, BITS, axis=1)
+        scaled(codes, zeros[number_of], scales[:, span][number_of], weight[span])
+    return weight
+
+
+AWQ = PackedForm(parts=("qweight", "qzeros", "scales"), needed=("qweight", "qzeros", "scales"), expand=expand)

@@ -1,0 +1,67 @@
+"""GPTQ (https://arxiv.org/abs/2210.17323) as GPTQModel and AutoGPTQ store it, expanded as GPTQModel does.
+
+A word has the codes of consecutive inputs of one output. Each input has a number of its group (`g_idx`), because a
+quantiser that takes inputs in the order of their activations (`desc_act`) does not group neighbours. The format `gptq`
+has zero points less one, and adds one to whole words: GPTQModel subtracted it so. `gptq_v2` has them as they are.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack
+from lema.storage.quantized.records import pieces
+
+__all__ = ["FORMATS", "GPTQ"]
+
+FORMATS = ("gptq", "gptq_v2")
+# By the bits of a code, a word with one in each of its codes.
+ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+
+
+def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Tensor:
+    """Return a weight.
+
+    Args:
+        parts: `qweight` int32 `[inputs * bits / 32, outputs]`, `qzeros` int32 `[groups, outputs * bits / 32]`, `scales`
+            `[groups, outputs]`, and `g_idx`, whole numbers `[inputs]`, where it is stored.
+        settings: transformers' `GPTQConfig`.
+        dtype: of the weight; the product is of the scales' dtype, as the kernel's.
+
+    Returns:
+        `[outputs, inputs]`.
+
+    Raises:
+        ValueError: the parts do not fit each other.
+    """
+    words, zero_words, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    groups, outputs = scales.shape
+    bits = WORD * zero_words.shape[-1] // outputs  # a module's own, where settings of single modules differ
+    if bits not in ONES or words.shape[-1] != outputs or zero_words.shape[0] != groups:
+        told = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
+        raise ValueError(f"{told} are not codes of 2, 4 or 8 bits with their scales and zero points")
+    number_of = parts.get("g_idx")
+    inputs = words.shape[0] * WORD // bits if number_of is None else number_of.shape[0]
+    if -(-inputs * bits // WORD) != words.shape[0]:
+        raise ValueError(f"qweight has codes of {words.shape[0] * WORD // bits} inputs, and g_idx groups of {inputs}")
+    if number_of is None:
+        if settings.desc_act:
+            raise ValueError("it was quantised in the order of activations (desc_act), but g_idx is missing")
+        size = group_size_of(inputs, groups, settings.group_size)
+        number_of = torch.arange(inputs, device=words.device) // size
+    weight = torch.empty(outputs, inputs, dtype=dtype, device=words.device)
+    if weight.is_meta:
+        return weight
+    shifts, number_of = range(0, WORD, bits), number_of.long()
+    if settings.format == "gptq":
+        zero_words = zero_words + ONES[bits]
+    zeros = unpack(zero_words, shifts, bits, axis=1)[:, :outputs]
+    for span in pieces(weight):
+        codes = unpack(words[:, span], shifts, bits, axis=0)[:inputs]
+        scaled(codes, zeros[:, span][number_of], scales[:, span][number_of], weight[span])
+    return weight
+
+
+GPTQ = PackedForm(parts=("qweight", "qzeros", "scales", "g_idx"), needed=("qweight", "qzeros", "scales"), expand=expand)

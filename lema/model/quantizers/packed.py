@@ -1,0 +1,143 @@
+"""Weights whose codes are packed into words of 32 bits beside scales and zero points, as GPTQ and AWQ publish them.
+
+`transformers` replaces the modules of such models by those of kernels that it does not have, and expands nothing. The
+quantizer here has the interface of its quantizers that do expand: it says which stored tensors make a weight, and with
+which operation, so that renaming, merging of experts and everything else stays that of `transformers`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+
+__all__ = ["WORD", "PackedForm", "PackedQuantizer", "group_size_of", "scaled", "unpack"]
+
+WORD = 32  # bits
+WEIGHT = "qweight"
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """One way to store a weight in packed words.
+
+    Attributes:
+        parts: what its stored tensors are called, `qweight` first.
+        needed: those without which it cannot be expanded.
+        expand: takes the tensors by name, the settings of the checkpoint and a dtype; returns the weight,
+            `[outputs, inputs]`, on the device of the tensors. `ValueError`: they do not fit each other.
+    """
+
+    parts: tuple[str, ...]
+    needed: tuple[str, ...]
+    expand: Callable[[Mapping[str, Tensor], Any, torch.dtype], Tensor]
+
+
+class PackedQuantizer(HfQuantizer):
+    """Loads weights of a packed form expanded; `quantization_config` is the settings class of `transformers`."""
+
+    def __init__(self, quantization_config: Any, form: PackedForm) -> None:
+        super().__init__(quantization_config, pre_quantized=True)
+        self._form = form
+        self.serialized_names = {"weight": list(form.parts)}
+
+    def get_load_operations(self) -> dict[str, Any]:
+        """Return what makes a weight of its stored tensors."""
+        return {"dequantize": partial(_Expand, form=self._form)}
+
+    def is_serializable(self) -> bool:
+        """Whether `transformers` could write such a model: nothing here quantises."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether quantised weights could train: they are expanded."""
+        return False
+
+
+class _Expand(ConversionOps):
+    """The operation of `PackedQuantizer`: of one module, or, before they are merged, of all experts."""
+
+    def __init__(self, hf_quantizer: HfQuantizer, form: PackedForm) -> None:
+        self.hf_quantizer = hf_quantizer
+        self._form = form
+
+    def convert(
+        self,
+        input_dict: Mapping[str, Tensor | Sequence[Tensor]],
+        source_patterns: list[str],  # noqa: ARG002 - as transformers calls it
+        target_patterns: list[str],  # noqa: ARG002
+        full_layer_name: str | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Return the weights by the pattern of their words, as lists; that of one module, by its name in the model.
+
+        Raises:
+            ValueError: a tensor is missing, or they do not fit each other.
+        """
+        model, settings = kwargs["model"], self.hf_quantizer.quantization_config
+        parameter = model.get_parameter(full_layer_name)
+        lists = {name: [one] if isinstance(one, Tensor) else list(one) for name, one in input_dict.items()}
+        expanded: dict[str, Any] = {}
+        stems = dict.fromkeys(name[: len(name) - len(name.rpartition(".")[2])] for name in lists)
+        for stem in stems:
+            parts = {part: lists[stem + part] for part in self._form.parts if stem + part in lists}
+            self._check(stem, parts)
+            rows = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+            expanded[stem + WEIGHT] = [self._form.expand(row, settings, parameter.dtype) for row in rows]
+        if len(expanded) == 1 and not any(stems):
+            _refuse_transposed(model, str(full_layer_name))
+            (weights,) = expanded.values()
+            return {str(full_layer_name): weights[0]}
+        return expanded
+
+    def _check(self, stem: str, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        if missing := [part for part in self._form.needed if part not in parts]:
+            raise ValueError(f"{stem}{', '.join(missing)} is missing")
+        if len({len(group) for group in parts.values()}) > 1:
+            raise ValueError(f"{stem}{WEIGHT} and the tensors beside it are not equally many")
+        for part in (WEIGHT, "qzeros"):
+            if other := [one.dtype for one in parts[part] if one.dtype != torch.int32]:
+                raise ValueError(f"{stem}{part} is {other[0]}, and words of {WORD} bits are expanded")
+
+
+def _refuse_transposed(model: Any, name: str) -> None:
+    if hasattr(model.get_submodule(name.rpartition(".")[0]), "nf"):  # transformers' Conv1D, of GPT-2
+        raise ValueError("the module keeps its weight as [inputs, outputs], which is not expanded here")
+
+
+def unpack(words: Tensor, shifts: Sequence[int], bits: int, axis: int) -> Tensor:
+    """Return the codes in words.
+
+    Args:
+        words: int32, `[rows, columns]`.
+        shifts: how far each code of a word lies from its lowest bit, in the order in which they are returned.
+        bits: how many bits a code has.
+        axis: along which neighbours were packed.
+
+    Returns:
+        The same shape with `len(shifts)` times as many rows or columns; not negative; int8, or int16 for 8 bits.
+    """
+    narrow = torch.int16 if bits == 8 else torch.int8
+    # Place by place, because a tensor of the shifts would have to come from the host at each lease.
+    codes = [((words >> shift) & ((1 << bits) - 1)).to(narrow) for shift in shifts]
+    return torch.stack(codes, axis + 1).flatten(axis, axis + 1)
+
+
+def scaled(codes: Tensor, zeros: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Fill `out`, `[outputs, inputs]`, with the weights of codes; all others are `[inputs, outputs]`."""
+    product = (codes - zeros) * scales  # rounded in the scales' type, as the kernels do
+    out.copy_(product.to(out.dtype).t())  # a cast and a transposition in one are slow
+
+
+def group_size_of(inputs: int, groups: int, configured: int) -> int:
+    """Return how many inputs share a scale. `ValueError`: so many inputs do not make so many groups."""
+    if configured > 0 and -(-inputs // configured) == groups:
+        return configured
+    if inputs % groups == 0:  # settings of single modules differ from those of the model, or one group has all inputs
+        return inputs // groups
+    raise ValueError(f"{inputs} inputs are stored with scales of {groups} groups, and groups have {configured}")

@@ -1,0 +1,225 @@
+"""Integers of compressed-tensors with zero points, by channel, or in groups of inputs that are not neighbours."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import assert_same, draw_b, streamed_model, streamed_step, whole_model, whole_step
+from publishedforms import dequantized, write_published
+from quantized import ARCHITECTURE, LINEARS, NUM_LAYERS, published
+from safetensors.torch import load_file, save_file
+from tiny import Checkpoint, micro_batches
+from tinyconfig import tiny_config
+from torch import Tensor
+
+from lema.convert.prepare import prepare
+from lema.convert.tensors import read_tensor
+from lema.errors import ModelError, WeightsError
+from lema.model import meta_model, read_config
+from lema.model.weight_names import NameMap, map_names
+from lema.storage import GlobalBinaryIndex
+
+pytest.importorskip("compressed_tensors")
+
+FILE = "model.safetensors"
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How llm-compressor writes a weight of integers."""
+
+    bits: int = 4
+    symmetric: bool = False
+    group_size: int | None = 32  # None: a scale for each output
+    ordered: str = ""  # of groups that are not neighbours: "" none are, "numbered", "unused": all numbers are -1
+    packed: bool = True
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        strategy = "channel" if self.group_size is None else "group"
+        order = "group" if self.ordered else None
+        settings = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": strategy}
+        return settings | {"group_size": self.group_size, "actorder": order}
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        form = "pack-quantized" if self.packed else "int-quantized"
+        group = {"targets": ["Linear"], "weights": self.scheme, "input_activations": None, "output_activations": None}
+        settings = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+        return settings | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+FORMS = {
+    "int4, groups": Form(),
+    "int4, channels": Form(group_size=None),
+    "int4, channels, symmetric": Form(group_size=None, symmetric=True),
+    "int8, groups": Form(bits=8),
+    "int8, channels": Form(bits=8, group_size=None),
+    "int3, groups": Form(bits=3),
+    "int8, channels, not packed": Form(bits=8, group_size=None, packed=False),
+    "int4, numbered groups": Form(ordered="numbered"),
+    "int4, numbered groups, symmetric": Form(ordered="numbered", symmetric=True),
+    "int8, numbered groups": Form(bits=8, ordered="numbered"),
+    "int3, numbered groups": Form(bits=3, ordered="numbered"),
+    "int4, numbers that say nothing": Form(ordered="unused"),
+}
+NUMBERED = [name for name, form in FORMS.items() if form.ordered]
+OTHERS = [name for name, form in FORMS.items() if not form.ordered]
+
+
+def compressed(name: str, weight: Tensor, form: Form) -> tuple[Tensors, Tensor]:
+    """Return the stored tensors of a weight, `[outputs, inputs]`, and what they stand for, in the scales' type."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    outputs, inputs = weight.shape
+    size = form.group_size or inputs
+    numbers = torch.arange(inputs) // size
+    if form.ordered == "numbered":
+        numbers = numbers[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + outputs))]
+    grouped = torch.stack([weight[:, numbers == group].float() for group in range(inputs // size)], 1)
+    least, most = -(2 ** (form.bits - 1)), 2 ** (form.bits - 1) - 1
+    low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+    if form.symmetric:
+        scales, zeros = torch.maximum(-low, high) / most, torch.zeros(low.shape, dtype=torch.int8)
+        scales = scales.to(torch.bfloat16)
+    else:
+        scales = ((high - low) / (most - least)).to(torch.bfloat16)
+        zeros = (least - low / scales.float()).round().clamp(least, most).to(torch.int8)
+    by_input = scales[:, numbers], zeros[:, numbers]
+    codes = (weight.float() / by_input[0].float() + by_input[1]).round().clamp(least, most).to(torch.int8)
+    expected = (codes.to(torch.bfloat16) - by_input[1].to(torch.bfloat16)) * by_input[0]
+    made: Tensors = {f"{name}_scale": scales}
+    if form.packed:
+        made |= {f"{name}_packed": pack_to_int32(codes, form.bits), f"{name}_shape": torch.tensor([outputs, inputs])}
+    else:
+        made[name] = codes
+    if not form.symmetric:
+        made[f"{name}_zero_point"] = pack_to_int32(zeros, form.bits, packed_dim=0) if form.packed else zeros
+    if form.ordered:
+        made[f"{name}_g_idx"] = numbers.int() if form.ordered == "numbered" else torch.full((inputs,), -1).int()
+    return made, expected
+
+
+def write_compressed(form: Form, directory: Path, num_layers: int) -> Checkpoint:
+    """Write a Llama of bf16 in a form, and, as fp32, what its weights stand for."""
+    whole = published(directory / "whole", num_hidden_layers=num_layers)
+    weights = {name: one for file in sorted(whole.glob("*.safetensors")) for name, one in load_file(file).items()}
+    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in weights.items():
+        made, plain[name] = compressed(name, weight, form) if "proj.weight" in name else ({name: weight}, weight)
+        stored |= made
+    for file in whole.glob("*.safetensors*"):
+        file.unlink()
+    save_file({name: one.float() for name, one in plain.items()}, whole / FILE, {"format": "pt"})
+    small = directory / "small"
+    small.mkdir()
+    save_file({name: one.contiguous() for name, one in stored.items()}, small / FILE, {"format": "pt"})
+    config = json.loads((whole / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"quantization_config": form.quantization_config}))
+    return Checkpoint(ARCHITECTURE, whole, small)
+
+
+def names_of(directory: Path) -> NameMap:
+    return map_names(meta_model(read_config(directory), torch.float32), GlobalBinaryIndex(directory))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_are_what_the_codes_stand_for(form: str, tmp_path: Path) -> None:
+    checkpoint = write_compressed(FORMS[form], tmp_path, num_layers=1)
+    names, whole = names_of(checkpoint.streamed), load_file(checkpoint.published / FILE)
+    assert len(names.quantized) == LINEARS
+    assert not names.unused
+    for name, weight in whole.items():
+        assert torch.equal(read_tensor(names.stored[name], torch.float32), weight), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", OTHERS)
+def test_they_are_what_transformers_loads(form: str, tmp_path: Path) -> None:
+    checkpoint = write_compressed(FORMS[form], tmp_path, num_layers=1)
+    whole, loaded = load_file(checkpoint.published / FILE), dequantized(checkpoint.streamed).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
+
+
+@pytest.mark.parametrize("form", ["int4, groups", "int8, channels", "int4, numbered groups"])
+def test_a_step_is_that_of_the_whole_model(form: str, tmp_path: Path) -> None:
+    checkpoint = write_compressed(FORMS[form], tmp_path, NUM_LAYERS)
+    whole, batches = whole_model(checkpoint), micro_batches(3, padding=True)
+    draw_b(whole)
+    with streamed_model(checkpoint, dtype="float32") as model:
+        draw_b(model.lora_manager)
+        assert_same(streamed_step(model, batches), whole_step(whole, batches))
+
+
+@pytest.mark.parametrize("form", ["int4, channels", "int4, numbered groups"])
+def test_it_is_prepared_as_what_it_expands_to(form: str, tmp_path: Path) -> None:
+    checkpoint = write_compressed(FORMS[form], tmp_path, num_layers=2)
+    written = load_file(prepare(checkpoint.streamed, tmp_path / "out").path / FILE)
+    whole = load_file(checkpoint.published / FILE)
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name], weight) for name, weight in whole.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["int4, groups", "int4, numbered groups", "int4, channels, symmetric"])
+def test_experts_that_are_stored_one_by_one_are_expanded_and_merged(form: str, tmp_path: Path) -> None:
+    """transformers does not expand zero points of experts; the weights are those of the codes all the same."""
+    directory = write_published(tiny_config("qwen3_moe"), "bf16", tmp_path / "published")
+    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
+    for name, weight in load_file(directory / FILE).items():
+        made, plain[name] = compressed(name, weight, FORMS[form]) if "proj.weight" in name else ({name: weight}, weight)
+        stored |= made
+    save_file(plain, directory / FILE, {"format": "pt"})
+    expected = dequantized(directory).state_dict()
+    save_file({name: one.contiguous() for name, one in stored.items()}, directory / FILE, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = FORMS[form].quantization_config
+    (directory / "config.json").write_text(json.dumps(config))
+    names = names_of(directory)
+    assert any(name.endswith("experts.gate_up_proj") for name in names.quantized)
+    assert names.stored.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(read_tensor(names.stored[name], torch.float32), weight), name
+
+
+@pytest.mark.parametrize("part", ["packed", "scale", "shape", "zero_point"])
+def test_a_part_that_is_missing_is_named(part: str, tmp_path: Path) -> None:
+    small = write_compressed(FORMS["int4, groups"], tmp_path, num_layers=1).streamed
+    stored = load_file(small / FILE)
+    del stored[f"model.layers.0.mlp.up_proj.weight_{part}"]
+    save_file(stored, small / FILE, {"format": "pt"})
+    with pytest.raises(WeightsError, match=rf"up_proj.weight: .*(weight_{part} is missing|has no scales|'weight)"):
+        names_of(small)
+
+
+def test_numbers_of_groups_that_are_missing_are_named(tmp_path: Path) -> None:
+    small = write_compressed(FORMS["int4, numbered groups"], tmp_path, num_layers=1).streamed
+    stored = load_file(small / FILE)
+    del stored["model.layers.0.mlp.up_proj.weight_g_idx"]
+    save_file(stored, small / FILE, {"format": "pt"})
+    with pytest.raises(WeightsError, match=r"up_proj.weight: .*weight_g_idx is missing"):
+        names_of(small)
+
+
+def test_codes_of_another_width_are_refused(tmp_path: Path) -> None:
+    small = write_compressed(FORMS["int4, groups"], tmp_path, num_layers=1).streamed
+    file = small / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8
+    file.write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=r"weight_packed is \[64, 8\], which is not \[64, 64\] with 8 bits"):
+        names_of(small)
+
+
+def test_inputs_that_would_have_to_be_rotated_are_refused(tmp_path: Path) -> None:
+    small = write_compressed(FORMS["int4, groups"], tmp_path, num_layers=1).streamed
+    file = small / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"its inputs rotated \(transform_config\)"):
+        names_of(small)
