@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aligned import aligned
 from everytype import write_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -188,7 +189,7 @@ def dequantized(directory: Path) -> torch.nn.Module:
     config = AutoConfig.from_pretrained(directory)
     if settings := getattr(config, "quantization_config", None):
         config.quantization_config = settings | {"dequantize": True}
-    model = auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32)
+    model = aligned(auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32))
     model.float().config.use_cache = False
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False
