@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import _get_dtype
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
@@ -127,12 +128,19 @@ def grouped(names: Sequence[str]) -> str:
 
 
 def checkpoint_dtype(config: Any, index: GlobalBinaryIndex) -> torch.dtype:
-    """The dtype `from_pretrained` gives a model by default: that of its config, else of its first floating tensor."""
-    configured = getattr(config, "dtype", None)
-    if isinstance(configured, torch.dtype):
-        return configured
-    stored = (DTYPES.get(record.dtype) for record in index.values())
-    return next((dtype for dtype in stored if dtype and dtype.is_floating_point and dtype.itemsize > 1), torch.float32)
+    """Return the dtype that `from_pretrained` gives a model whose caller names none; `transformers` decides it.
+
+    `WeightsError`: it can decide on none, because the index names a dtype that torch does not know, or the first file
+    has a tensor of a type that `transformers` does not read there.
+    """
+    files = [str(file) for file in index.files]
+    try:
+        # It writes the dtype to the config, and to those of its parts.
+        _, dtype = _get_dtype("auto", files, copy.deepcopy(config), index.described, None, True)
+    except (AttributeError, TypeError, ValueError) as error:
+        what = f"transformers finds no dtype for the model, because its config names none: {error}"
+        raise WeightsError(what, where=str(index.path), how="name a dtype in config.json, or set dtype") from error
+    return dtype
 
 
 def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:

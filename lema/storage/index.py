@@ -6,6 +6,7 @@ name only files of its own directory; the hub cache, whose snapshots are links i
 
 import os
 from pathlib import Path
+from typing import Any
 
 from lema.errors import WeightsError
 from lema.storage.header import MAX_HEADER_BYTES, TensorRecord, damaged, read_header, read_json
@@ -25,14 +26,17 @@ SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 class GlobalBinaryIndex(dict[str, TensorRecord]):
     """Every tensor of a model, by name, over all its files; the headers are read and checked, the tensors are not.
     `path` is a model directory, one `.safetensors` file, or a `.safetensors.index.json`. The names come in the order of
-    the files' names and, within a file, of the bytes. `WeightsError`: a file is missing, damaged, not safetensors, or
-    lies outside the directory."""
+    the files' names and, within a file, of the bytes. `described` is the `metadata` of an index; None: there is no
+    index. `WeightsError`: a file is missing, damaged, not safetensors, or lies outside the directory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         entry = _entry(self.path)
         self.root = entry.parent  # the directory the files lie in
-        weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else {}
+        weight_map: dict[str, str] = {}
+        self.described: dict[str, Any] | None = None
+        if entry.name.endswith(".json"):
+            weight_map, self.described = _read_weight_map(entry)
         self.files = tuple(entry.parent / name for name in sorted(set(weight_map.values()))) or (entry,)
         self.metadata: dict[Path, dict[str, str]] = {}  # file -> the strings its writer left in the header
         for file in self.files:
@@ -86,8 +90,10 @@ def origin_of(index: GlobalBinaryIndex) -> str:
     return str(root)
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index, MAX_HEADER_BYTES, "an index").get("weight_map")
+def _read_weight_map(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return which file of the directory holds each tensor, and what the index says of the model otherwise."""
+    content = read_json(index, MAX_HEADER_BYTES, "an index")
+    weight_map, described = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "it has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
@@ -102,7 +108,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         raise WeightsError(what, where=str(index), how="download the model again; the copy is not complete")
     for file in files:
         check_inside(index.parent / file)
-    return weight_map
+    return weight_map, described if isinstance(described, dict) else {}
 
 
 def check_inside(file: Path) -> None:
