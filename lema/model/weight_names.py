@@ -39,7 +39,6 @@ from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_pieces
 from lema.stream.placement import DTYPES
 
-HALVES = ("F16", "BF16")
 SHOWN = 8  # kinds of names in one line
 
 
@@ -253,17 +252,14 @@ def _add(
 
 def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
     """Say which tensors are whole numbers where the model computes with fractions, or the other way round. Any floating
-    type is cast to the model's, as `from_pretrained` does; two of 16 bits in one checkpoint mean noise."""
+    type is cast to the model's, as `from_pretrained` does, which would cast whole numbers as well."""
     plain = [(name, record) for name, record in names.stored.items() if isinstance(record, TensorRecord)]
     assembled = [(name, record) for name, record in names.stored.items() if isinstance(record, AssembledRecord)]
     plain += [(name, one) for name, record in assembled for one in {piece.record: None for piece in record.pieces}]
-    halves = Counter(record.dtype for _, record in plain if record.dtype in HALVES)
-    rare = min(halves, key=lambda dtype: halves[dtype]) if len(halves) > 1 else None
     for name, record in plain:
         stored, wanted = DTYPES.get(record.dtype), state[name].dtype
-        if stored is None or stored.is_floating_point != wanted.is_floating_point or record.dtype == rare:
-            among = ", among others of the other type of 16 bits" if record.dtype == rare else ""
-            yield f"{name}: {wanted} in the model, {record.dtype} in {record.file.name} as {record.name}{among}"
+        if stored is None or stored.is_floating_point != wanted.is_floating_point:
+            yield f"{name}: {wanted} in the model, {record.dtype} in {record.file.name} as {record.name}"
 
 
 def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> list[str]:

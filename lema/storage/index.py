@@ -19,6 +19,8 @@ INDEX_NAME = "model.safetensors.index.json"
 ORIGIN_MARK = "lema.origin"  # metadata key: what a prepared file was made of, as `origin_of` writes it
 PREPARED_MARK = "lema.in_memory_names"  # metadata key: a second conversion of such a file could corrupt it
 MARKED = ("true", "yes")  # transformers takes metadata of torchao's files that is JSON, as "true" is, for theirs
+WEIGHTS_KEY = "transformers_weights"  # of `config.json`: a file of weights, or an index, with another name
+MAX_CONFIG_BYTES = 10_000_000
 MAX_NAME = 200  # characters; file systems have 255 bytes
 SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
@@ -128,9 +130,28 @@ def check_inside(file: Path) -> None:
     raise WeightsError(what, where=str(file), how="copy the file into the directory if you trust it")
 
 
+def _named_by_config(directory: Path) -> Path | None:
+    """Return the file of weights, or the index, that a model's `config.json` names, as `transformers` reads it; None:
+    it names none. `WeightsError`: it names what is no such file beside it."""
+    config = directory / "config.json"
+    named = read_json(config, MAX_CONFIG_BYTES, "a config").get(WEIGHTS_KEY) if config.is_file() else None
+    if named is None:
+        return None
+    plain = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
+    if not plain or len(named) > MAX_NAME or {"/", "\\", "\0"} & set(named) or not (directory / named).is_file():
+        what = f"config.json says that the weights are in {named!r:.300}, which is no safetensors file next to it"
+        raise WeightsError(
+            what, where=f"{config}: {WEIGHTS_KEY}", how="name a file of the directory, or remove the key"
+        )
+    check_inside(entry := directory / named)
+    return entry
+
+
 def _entry(path: Path) -> Path:
     """The file to begin with: the single file, or the index of a sharded model."""
     if path.is_dir():
+        if (entry := _named_by_config(path)) is not None:
+            return entry
         files = sorted(path.glob("*.safetensors"))
         weights = [file for file in files if not file.name.startswith("adapter_")]
         # The names in the order transformers looks for them.

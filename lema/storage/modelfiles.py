@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lema.errors import ConfigError, DataError, ModelError, WeightsError
 from lema.storage.header import read_json, regular_size
-from lema.storage.index import check_inside
+from lema.storage.index import MAX_CONFIG_BYTES, check_inside
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -121,7 +121,6 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
 
 GROWING = ("normalizer", "pre_tokenizer")  # the parts of tokenizer.json that write text
 MAX_GROWTH = 1000
-MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 2048  # an order of magnitude beyond the deepest models there are
 MAX_LABELS = 1_000_000  # transformers makes a table of as many names
 MAX_DEPTH = 32  # of objects and lists in each other

@@ -6,12 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asloaded import edit_config, farthest_from_whole, llama, rows, write_model
+import torch
+from asloaded import edit_config, farthest_from_whole, llama, opened, rows, step, whole, whole_step, write_model
+from everytype import farthest
+from safetensors.torch import load_file, save_file
 from tinyconfig import tiny_config
+from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig
+from lema.convert.merge import merge_adapter
+from lema.convert.prepare import prepare
+from lema.errors import WeightsError
 from lema.plan.blueprint import draw_up
 from lema.plan.workload import MicroBatch, measure
+from lema.storage import GlobalBinaryIndex
 
 CONFIGS = {"llama": llama, "gpt2": partial(tiny_config, "gpt2"), "gemma3": partial(tiny_config, "gemma3")}
 
@@ -28,6 +36,52 @@ def test_checkpointing_that_a_config_asks_for_changes_no_number(
     if inner := json.loads((model / "config.json").read_text()).get("text_config"):
         edit_config(model, text_config=inner | {"gradient_checkpointing": True})
     assert farthest_from_whole(model, rows(12, 9), rows(7), **settings) == 0
+
+
+@pytest.mark.parametrize("field", [{"return_dict": False}, {"output_hidden_states": True}, {"output_attentions": True}])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_forms_of_output_that_a_config_asks_for_change_no_number(
+    kind: str, field: dict[str, Any], tmp_path: Path
+) -> None:
+    plain, asking = (write_model(CONFIGS[kind](), tmp_path / name) for name in ("plain", "asking"))
+    edit_config(asking, **field)
+    if inner := json.loads((asking / "config.json").read_text()).get("text_config"):
+        edit_config(asking, text_config=inner | field)
+    with (
+        opened(plain) as one,
+        pytest.warns(UserWarning, match=f"config.json sets {next(iter(field))}, which changes no"),
+    ):
+        expected = whole(plain, one)
+        with opened(asking) as other:
+            found = step(other, rows(12, 9))
+    assert farthest(found, whole_step(expected, rows(12, 9))) == 0
+
+
+def test_weights_are_in_the_file_that_a_config_names(tmp_path: Path) -> None:
+    model = write_model(llama(), tmp_path / "model")
+    (model / "model.safetensors").rename(model / "named.safetensors")
+    store_beside = {name: one + 1 for name, one in load_file(model / "named.safetensors").items()}
+    save_file(store_beside, model / "model.safetensors", metadata={"format": "pt"})
+    edit_config(model, transformers_weights="named.safetensors")
+    assert farthest_from_whole(model, rows(12)) == 0
+    with opened(model) as streamed:
+        streamed.save_pretrained(str(tmp_path / "adapter"))
+        expected = whole(model, streamed).merge_and_unload().state_dict()
+    for written in (merge_adapter(tmp_path / "adapter", tmp_path / "merged"), prepare(model, tmp_path / "out").path):
+        assert "transformers_weights" not in json.loads((written / "config.json").read_text())
+        loaded = AutoModelForCausalLM.from_pretrained(written).state_dict()
+        if written.name == "merged":
+            assert all(torch.equal(one, expected[name]) for name, one in loaded.items())
+
+
+@pytest.mark.parametrize("named", ["../model.safetensors", "other.safetensors", "config.json", 3])
+def test_a_file_of_weights_that_is_none_is_refused(named: object, tmp_path: Path) -> None:
+    model = write_model(llama(), tmp_path / "model")
+    edit_config(model, transformers_weights=named)
+    with pytest.raises(
+        WeightsError, match=r"config.json says that the weights are in .*no safetensors file next to it"
+    ):
+        GlobalBinaryIndex(model)
 
 
 def test_a_plan_knows_a_model_whose_config_asks_for_checkpointing(tmp_path: Path) -> None:
