@@ -90,6 +90,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     one that needs code that is not trusted; `WeightsError`: trusted code is not there, or is a link out of the
     directory. `trust_remote_code`: run the model's own code where it has some; no code is run without it."""
     read_config_file(directory)
+    _check_adapter(directory)
     check_code(directory, trusted=trust_remote_code)
     for file in sorted(directory.glob("*.py")) if trust_remote_code else ():
         check_inside(file)
@@ -107,6 +108,17 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         if getattr(part, "output_router_logits", False):  # `lema.engine.head.routers` reads the file
             part.output_router_logits = False  # because no router runs where the model's own forward does
     return config
+
+
+def _check_adapter(directory: Path) -> None:
+    """Refuse, with `ModelError`, an adapter in the model's directory, which `from_pretrained` would attach."""
+    file = directory / "adapter_config.json"
+    if file.is_symlink() or file.exists():
+        what = "there is an adapter beside the model, which from_pretrained would make a part of it"
+        how = (
+            "move the adapter's files to a directory of their own; to train it further, name that adapter_name_or_path"
+        )
+        raise ModelError(what, where=str(file), how=how)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -27,6 +27,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import _get_dtype
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from lema.errors import ConfigError, ModelError, WeightsError, listed
 from lema.model.conversions import Conversion, Misfit
@@ -195,14 +196,9 @@ def _assign(
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    # Stored tensors that are not needed: those the model class lists, and two buffers that moved in all models.
-    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    for end, moved in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
-        patterns |= {moved} if any(name.endswith(end) for name in buffers) else set()
-    ignorable = _any_of(patterns)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
+    homeless: list[tuple[str, Stored]] = []
     tried: dict[Any, Any] = {}
     # In the order of transformers, because some renamings depend on it.
     for name in sorted(stored, key=loading.dot_natural_key):
@@ -211,7 +207,7 @@ def _assign(
         if target not in state and name in state:
             target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if target not in state:
-            (names.ignored if ignorable.search(target) else names.unused).append(record)
+            homeless.append((target, record))
         elif target in names.stored or (pattern is None and target in conversions):
             other = names.stored.get(target) or conversions[target].sources[0][1]
             twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
@@ -224,7 +220,19 @@ def _assign(
         else:
             new = Conversion(target, by_pattern[pattern], tried=tried)
             conversions.setdefault(target, new).sources.append((pattern, record))
+    _, unexpected = _said_of(model, unexpected=[target for target, _ in homeless])
+    for target, record in homeless:
+        (names.unused if target in unexpected else names.ignored).append(record)
     return names, list(conversions.values()), twice
+
+
+def _said_of(
+    model: PreTrainedModel, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
+) -> tuple[AbstractSet[str], AbstractSet[str]]:
+    """Return which of the keys that a checkpoint lacks, or has too many, `transformers` complains of."""
+    report = LoadStateDictInfo(set(missing), set(unexpected), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(report)
+    return report.missing_keys, report.unexpected_keys
 
 
 def _add(
@@ -265,10 +273,10 @@ def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
 def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> list[str]:
     """Tie or part weights, and leave out what the model's own buffers fill; return what is still missing."""
     _tie(model, names, missing, filled)
-    ignorable = _any_of(model._keys_to_ignore_on_load_missing or ())
+    wanted, _ = _said_of(model, missing)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     missing = [name for name in missing if name not in names.tied]
-    names.kept = [name for name in missing if name in buffers and ignorable.search(name)]
+    names.kept = [name for name in missing if name in buffers and name not in wanted]
     missing = [name for name in missing if name not in names.kept]
     if scores_texts(model):
         missing = [name for name in missing if is_in(name, [model.base_model_prefix])]
@@ -308,10 +316,6 @@ def _same_values(one: Stored, other: Stored, dtype: torch.dtype) -> bool:
         # A piece of each at a time, because embeddings may be larger than memory; most that differ do so in the first.
         return all(first == second for first, second in zip(read_pieces(one), read_pieces(other), strict=True))
     return torch.equal(read_stored(one, dtype), read_stored(other, dtype))
-
-
-def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(f"({pattern})" for pattern in patterns) or "(?!)")  # which nothing matches
 
 
 WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps

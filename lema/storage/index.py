@@ -143,7 +143,8 @@ def _named_by_config(directory: Path) -> Path | None:
         raise WeightsError(
             what, where=f"{config}: {WEIGHTS_KEY}", how="name a file of the directory, or remove the key"
         )
-    check_inside(entry := directory / named)
+    entry = directory / str(named)
+    check_inside(entry)
     return entry
 
 

@@ -98,17 +98,21 @@ def _check_growth(file: Path) -> None:
 
 
 def load_generation_config(directory: Path) -> "GenerationConfig | None":
-    """Load a model's own settings of generation; None: it has none. `ModelError`: the file cannot be read;
+    """Load a model's own settings of generation as `from_pretrained` does: where they have no file of their own, from
+    `config.json`, in which older models have them; None: there is neither. `ModelError`: the file cannot be read;
     `WeightsError`: it is a link that leaves the directory, or no regular file."""
     from transformers import GenerationConfig
 
-    file = directory / "generation_config.json"
+    file, options = directory / "generation_config.json", dict[str, Any]()
     if not file.is_symlink() and not file.exists():
-        return None
+        file = directory / "config.json"
+        options = {"config_file_name": file.name, "_from_model_config": True}
+        if not file.is_symlink() and not file.exists():
+            return None
     check_inside(file)
     regular_size(file)
     try:
-        settings: GenerationConfig = GenerationConfig.from_pretrained(directory)
+        settings: GenerationConfig = GenerationConfig.from_pretrained(directory, **options)
     except Exception as error:
         what = f"transformers cannot read these settings of generation: {error}"
         raise ModelError(what, where=str(file), how="correct the file, or delete it") from error

@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 from asloaded import store, tensors
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tinyconfig import tiny_config
 from torch import Tensor
+from transformers import AutoConfig
+
+from lema.model.skeleton import auto_class
 
 __all__ = ["ACCEPTED", "REFUSED", "TYPES", "Mutation", "mutations_of"]
 
@@ -160,6 +164,23 @@ def _pickled(directory: Path) -> None:
 def _without_metadata(directory: Path) -> None:
     held = tensors(directory)
     save_file(held, directory / "model.safetensors")
+
+
+def _no_generation(directory: Path) -> None:
+    (directory / "generation_config.json").unlink(missing_ok=True)
+
+
+def _with_adapter(directory: Path) -> None:
+    """Leave an adapter in the model's directory, which `from_pretrained` attaches."""
+    base = auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(directory)
+    get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).save_pretrained(
+        directory
+    )
+
+
+def _with_adapter_config(directory: Path) -> None:
+    """Leave the config of an adapter there alone."""
+    LoraConfig(r=2, target_modules="all-linear").save_pretrained(directory)
 
 
 def _generation(**settings: Any) -> Callable[[Path], None]:
@@ -347,6 +368,21 @@ FILES = (
     Mutation("generation: sampling", files=_generation(do_sample=True, temperature=0.2, top_k=3)),
     Mutation("generation: length", files=_generation(max_length=14, max_new_tokens=2)),
     Mutation("generation: suppressed", files=_generation(suppress_tokens=[1, 2, 3], bad_words_ids=[[5], [6, 7]])),
+    *(
+        Mutation(f"generation: none, {name}={value!r} of the model", files=_no_generation, top={name: value})
+        for name, value in (
+            ("eos_token_id", [2, 7, 9]),
+            ("repetition_penalty", 1.7),
+            ("no_repeat_ngram_size", 2),
+            ("do_sample", True),
+            ("num_beams", 2),
+            ("max_length", 14),
+            ("suppress_tokens", [1, 2, 3]),
+            ("generation_config", {"repetition_penalty": 1.7}),
+        )
+    ),
+    Mutation("an adapter beside it", files=_with_adapter),
+    Mutation("an adapter's config beside it", files=_with_adapter_config),
     Mutation("generation: static cache", files=_generation(cache_implementation="static"), generates=False),
 )
 
@@ -380,6 +416,8 @@ REFUSED = {
     "makes fractions of them.",
     "the weights are pickled": "Pickled weights (`pytorch_model.bin`) are refused, because they can run code and "
     "cannot be read in parts.",
+    "there is an adapter beside the model": "A directory that holds a model and an adapter is refused; "
+    "`from_pretrained` attaches the adapter.",
     "it does not run its layers once each": "`layerdrop`, which leaves out layers at random, is refused.",
 }
 
