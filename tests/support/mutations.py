@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tinyconfig import tiny_config
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from lema.model.skeleton import auto_class
 
@@ -387,6 +387,52 @@ FILES = (
 )
 
 
+ROPE_LIMIT = 16  # tokens: the original length of rotary tables
+ROPES: Mapping[str, Mapping[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": ROPE_LIMIT},
+    "yarn, cut": {"factor": 4.0, "original_max_position_embeddings": ROPE_LIMIT, "mscale": 0.7, "beta_fast": 8.0},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": ROPE_LIMIT,
+    },
+    "longrope": {"original_max_position_embeddings": ROPE_LIMIT, "factor": 4.0},
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+# Rows below, at and above the limit, in both orders.
+ROPE_ROWS = ((ROPE_LIMIT - 1, ROPE_LIMIT + 1), (ROPE_LIMIT + 1, ROPE_LIMIT), (2 * ROPE_LIMIT + 1, ROPE_LIMIT - 4))
+
+
+def _ropes(text: PreTrainedConfig) -> Iterator[Mutation]:
+    """Yield every type of rotary table, with rows around the length from which some of them are others."""
+    usual = getattr(text, "rope_parameters", None)
+    if not usual:
+        return
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name, settings in ROPES.items():
+        kind = name.partition(",")[0]
+
+        def changed(old: Mapping[str, Any], kind: str = kind, settings: Mapping[str, Any] = settings) -> dict[str, Any]:
+            made = {**old, **settings, "rope_type": kind}
+            if kind == "longrope":
+                pairs = int(width * old.get("partial_rotary_factor", 1.0)) // 2
+                made |= {"short_factor": [1.0 + 0.1 * pair for pair in range(pairs)]}
+                made |= {"long_factor": [2.0 + pair for pair in range(pairs)]}
+            return made
+
+        nested = any(isinstance(one, dict) for one in usual.values())
+        tables = {layer: changed(one) for layer, one in usual.items()} if nested else changed(usual)
+        built: dict[str, Any] = {"rope_parameters": tables}
+        built["max_position_embeddings"] = ROPE_LIMIT if kind == "dynamic" else 4 * ROPE_LIMIT
+        if hasattr(text, "original_max_position_embeddings"):
+            built["original_max_position_embeddings"] = ROPE_LIMIT
+        for lengths in ROPE_ROWS:
+            yield Mutation(f"rope {name}, rows of {lengths}", built=built, lengths=lengths)
+
+
 def mutations_of(model_type: str) -> Iterator[Mutation]:
     """Yield every mutation that a type has: the common ones, and those of the fields of its config."""
     text = tiny_config(model_type).get_text_config(decoder=True)
@@ -406,6 +452,7 @@ def mutations_of(model_type: str) -> Iterator[Mutation]:
             yield Mutation(f"built: {name}=0.2", built={name: 0.2}, **ONE)
     yield from STORED
     yield from FILES
+    yield from _ropes(text)
 
 
 # What LEMA alone refuses: a pattern of its message, and the sentence of docs/coverage.md that says so.
