@@ -13,7 +13,7 @@ from lema.model.outer_weights import read_stored
 from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
-from lema.storage.index import PREPARED_MARK, check_inside
+from lema.storage.index import PREPARED_MARK, WEIGHTS_KEY, check_inside
 from lema.storage.modelfiles import CODE, COMPANIONS
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
@@ -96,12 +96,14 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
 
 def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
     """Copy a `config.json` into the directory `out`, with `changes`: dtypes by name; None takes a key away. Where they
-    say how weights are quantised, no part of the config says so any more: some have it in `text_config`."""
+    say how weights are quantised, no part of the config says so any more: some have it in `text_config`. The key that
+    names other files of weights than the usual ones goes too, because those that are written have the usual names."""
     config = json.loads(source.read_text(encoding="utf-8"))
     plain = {
         key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         for key, value in changes.items()
     }
+    config.pop(WEIGHTS_KEY, None)
     if "dtype" in plain:
         config.pop("torch_dtype", None)  # the older name of the same key
     if "quantization_config" in plain:

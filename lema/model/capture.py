@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
 from transformers.utils.output_capturing import _active_collector
 
+from lema.model.state.snapshot import rehearsed
+
 # What a model's own forward may raise.
 PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
 ALIGNMENT = 64  # elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes
@@ -248,6 +250,13 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
+def stand_in(value: Any, device: torch.device) -> Any:
+    """Return zeros, which a `device` need not compute, for a tensor without values; any other value as it is."""
+    if not isinstance(value, Tensor) or has_values(value):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype).to(device)
+
+
 @contextmanager
 def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Have a model's parameters and buffers be what `other` returns for them in a `with` block; tied ones stay one."""
@@ -270,7 +279,8 @@ def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Ite
 
 @contextmanager
 def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there. The
+    """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there; what the
+    model's own code leaves on its modules in the block is taken off again. The
     parameters on `meta` of its part `given` are given to each call, and stay; the others seem to be on `device`."""
     inside = {id(parameter) for parameter in given.parameters() if parameter.is_meta}
 
@@ -283,7 +293,8 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
     tracer = getLogger("torch._subclasses.fake_tensor")
     level, tracer.level = tracer.level, CRITICAL  # what fails is raised, and need not be logged as well
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
+        apart = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
+        with apart[0], apart[1], replaced_tensors(model, like):
             yield
     finally:
         tracer.level = level

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from lema.model import capture
+from lema.model.state.snapshot import rehearsed
 
 __all__ = ["PRODUCTS", "Product", "SharedInputs", "multiply_together", "tried"]
 
@@ -121,7 +122,7 @@ class SharedInputs:
         # What was called before an error has been seen all the same: the attention of a layer that asks for values.
         errors = NotImplementedError, *capture.PASSED_THROUGH_THE_MODEL
         try:
-            with torch.no_grad(), capture.routed([]), suppress(*errors):
+            with rehearsed(layer.modules(), values=False), torch.no_grad(), capture.routed([]), suppress(*errors):
                 torch.func.functional_call(layer, empty, args, kwargs, tie_weights=False)
         finally:
             seen, self._seen = self._seen, None

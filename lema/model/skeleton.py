@@ -11,7 +11,7 @@ are real, and each tensor takes time to make.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
@@ -81,12 +81,16 @@ def _too_large(what: str) -> ModelError:
 
 UNTOUCHED_FROM = 1 << 20  # bytes
 
+# Settings of a config that decide in what form a model's forward returns what it makes, and the form that is read here.
+OUTPUTS: Mapping[str, bool] = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read `config.json` of a model directory. `ModelError`: no config, one that this `transformers` cannot read, or
     one that needs code that is not trusted; `WeightsError`: trusted code is not there, or is a link out of the
     directory. `trust_remote_code`: run the model's own code where it has some; no code is run without it."""
     read_config_file(directory)
+    _check_adapter(directory)
     check_code(directory, trusted=trust_remote_code)
     for file in sorted(directory.glob("*.py")) if trust_remote_code else ():
         check_inside(file)
@@ -104,6 +108,17 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         if getattr(part, "output_router_logits", False):  # `lema.engine.head.routers` reads the file
             part.output_router_logits = False  # because no router runs where the model's own forward does
     return config
+
+
+def _check_adapter(directory: Path) -> None:
+    """Refuse, with `ModelError`, an adapter in the model's directory, which `from_pretrained` would attach."""
+    file = directory / "adapter_config.json"
+    if file.is_symlink() or file.exists():
+        what = "there is an adapter beside the model, which from_pretrained would make a part of it"
+        how = (
+            "move the adapter's files to a directory of their own; to train it further, name that adapter_name_or_path"
+        )
+        raise ModelError(what, where=str(file), how=how)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -143,6 +158,9 @@ def meta_model(
         # would run when their weights are gone.
         if getattr(part, "gradient_checkpointing", False):
             part.gradient_checkpointing = False
+        for name, usual in OUTPUTS.items():
+            if getattr(part, name, usual) != usual:
+                setattr(part, name, usual)
     try:
         model = _build(kind, config, options, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
@@ -167,6 +185,13 @@ def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a config and the configs of its parts."""
     inner = (getattr(config, name, None) for name in config.sub_configs)
     return [config, *(part for one in inner if isinstance(one, PreTrainedConfig) for part in _parts(one))]
+
+
+def other_outputs(config: PreTrainedConfig) -> list[str]:
+    """Name the settings of `OUTPUTS` that a config, or one of its parts, has otherwise. `meta_model` resets them: they
+    change no number, and streamed layers leave nothing behind but their result."""
+    names = (name for part in _parts(config) for name, usual in OUTPUTS.items() if getattr(part, name, usual) != usual)
+    return list(dict.fromkeys(names))
 
 
 def compute_fast(model: PreTrainedModel, settings: LemaConfig, backend: Backend) -> str | None:

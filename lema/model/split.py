@@ -28,6 +28,7 @@ from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
+from lema.model.state.outer import OuterState
 from lema.model.weight_names import LayerNames, stored_name
 
 __all__ = ["Run", "Split"]
@@ -81,6 +82,7 @@ class Split:
             raise ConfigError(f"fast does not work if {what}", where="arithmetic", how="set it to exact")
         self._sharing: dict[int, SharedInputs] = {}
         self._names: dict[int, LayerNames] = {}
+        self.outer = OuterState(model, self.layers)
         self._compiled: CompiledLayers | None = None
         self._experts: dict[int, LayerExperts | None] = {}
         self.groups: Mapping[int, Sequence[ExpertGroup]] = {}  # of layers whose experts are leased in groups
@@ -110,7 +112,8 @@ class Split:
         `differentiate`: let the hidden state keep its graph, where something before the layers trains. `run`: what to
         run; None: the model on `batch`."""
         if self.model.training not in self._cut:
-            self._learn(self._few(batch), first_layer_weights)
+            with self.outer.learning():
+                self._learn(self._few(batch), first_layer_weights)
         # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
         tape = Tape(self._cut[self.model.training], _stop)
         with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
@@ -171,13 +174,7 @@ class Split:
             self._rest, self._mark_absent = None, marked
             return False
         if self._rest is not None:
-            # Zeros that the device need not compute stand for tensors that were made there without values.
-            self._rest = tuple(
-                torch.zeros(one.shape, dtype=one.dtype).to(device)
-                if isinstance(one, Tensor) and not capture.has_values(one)
-                else one
-                for one in self._rest
-            )
+            self._rest = tuple(capture.stand_in(one, device) for one in self._rest)
         return True
 
     def _few(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -280,12 +277,13 @@ class Split:
 
     def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, looked_at: bool = False) -> Any:
         """Return what `run` returns if the last layer's output is `hidden`; what it does before that is thrown away.
-        The generator is put back before the head begins: what it draws is what the whole model would draw. `cut` is as
-        in `head`; `looked_at`: embeddings are looked up all the same."""
-        state, entered = self._backend.rng_state(), list[Tensor]()
+        The generator, and what modules keep from call to call, are put back before the head begins: what it draws is
+        what the whole model would draw. `cut` is as in `head`; `looked_at`: embeddings are looked up all the same."""
+        state, kept, entered = self._backend.rng_state(), self.outer.now(), list[Tensor]()
 
         def enter() -> Tensor:
             self._backend.set_rng_state(state)
+            kept.restore()
             entered.append(hidden)
             return hidden
 
@@ -382,6 +380,7 @@ class Split:
 
     def _forget_layers(self) -> None:
         self._names.clear()
+        self.outer.forget()
         self._sharing.clear()
         self._experts.clear()
         self._compiled = None

@@ -8,6 +8,7 @@ Adapters wrap modules and so change the names within a layer; these are mapped t
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections import Counter
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.modeling_utils import _get_dtype
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from lema.errors import ModelError, WeightsError, listed
 from lema.model.conversions import Conversion, Misfit
@@ -36,7 +39,6 @@ from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_pieces
 from lema.stream.placement import DTYPES
 
-HALVES = ("F16", "BF16")
 SHOWN = 8  # kinds of names in one line
 
 
@@ -124,12 +126,19 @@ def grouped(names: Sequence[str]) -> str:
 
 
 def checkpoint_dtype(config: Any, index: GlobalBinaryIndex) -> torch.dtype:
-    """The dtype `from_pretrained` gives a model by default: that of its config, else of its first floating tensor."""
-    configured = getattr(config, "dtype", None)
-    if isinstance(configured, torch.dtype):
-        return configured
-    stored = (DTYPES.get(record.dtype) for record in index.values())
-    return next((dtype for dtype in stored if dtype and dtype.is_floating_point and dtype.itemsize > 1), torch.float32)
+    """Return the dtype that `from_pretrained` gives a model whose caller names none; `transformers` decides it.
+
+    `WeightsError`: it can decide on none, because the index names a dtype that torch does not know, or the first file
+    has a tensor of a type that `transformers` does not read there.
+    """
+    files = [str(file) for file in index.files]
+    try:
+        # It writes the dtype to the config, and to those of its parts.
+        _, dtype = _get_dtype("auto", files, copy.deepcopy(config), index.described, None, True)
+    except (AttributeError, TypeError, ValueError) as error:
+        what = f"transformers finds no dtype for the model, because its config names none: {error}"
+        raise WeightsError(what, where=str(index.path), how="name a dtype in config.json, or set dtype") from error
+    return dtype
 
 
 def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
@@ -157,14 +166,9 @@ def _assign(
     renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    # Stored tensors that are not needed: those the model class lists, and two buffers that moved in all models.
-    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
-    buffers = [name for name, _ in model.named_buffers()]
-    for end, moved in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
-        patterns |= {moved} if any(name.endswith(end) for name in buffers) else set()
-    ignorable = _any_of(patterns)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
+    homeless: list[tuple[str, Stored]] = []
     tried: dict[Any, Any] = {}
     # In the order of transformers, because some renamings depend on it.
     for name in sorted(stored, key=loading.dot_natural_key):
@@ -173,7 +177,7 @@ def _assign(
         if target not in state and name in state:
             target, pattern = loading.rename_source_key(name, [], [], prefix, state)
         if target not in state:
-            (names.ignored if ignorable.search(target) else names.unused).append(record)
+            homeless.append((target, record))
         elif target in names.stored or (pattern is None and target in conversions):
             other = names.stored.get(target) or conversions[target].sources[0][1]
             twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
@@ -186,7 +190,19 @@ def _assign(
         else:
             new = Conversion(target, by_pattern[pattern], tried=tried)
             conversions.setdefault(target, new).sources.append((pattern, record))
+    _, unexpected = _said_of(model, unexpected=[target for target, _ in homeless])
+    for target, record in homeless:
+        (names.unused if target in unexpected else names.ignored).append(record)
     return names, list(conversions.values()), twice
+
+
+def _said_of(
+    model: PreTrainedModel, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
+) -> tuple[AbstractSet[str], AbstractSet[str]]:
+    """Return which of the keys that a checkpoint lacks, or has too many, `transformers` complains of."""
+    report = LoadStateDictInfo(set(missing), set(unexpected), set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(report)
+    return report.missing_keys, report.unexpected_keys
 
 
 def _add(
@@ -214,26 +230,23 @@ def _add(
 
 def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
     """Say which tensors are whole numbers where the model computes with fractions, or the other way round. Any floating
-    type is cast to the model's, as `from_pretrained` does; two of 16 bits in one checkpoint mean noise."""
+    type is cast to the model's, as `from_pretrained` does, which would cast whole numbers as well."""
     plain = [(name, record) for name, record in names.stored.items() if isinstance(record, TensorRecord)]
     assembled = [(name, record) for name, record in names.stored.items() if isinstance(record, AssembledRecord)]
     plain += [(name, one) for name, record in assembled for one in {piece.record: None for piece in record.pieces}]
-    halves = Counter(record.dtype for _, record in plain if record.dtype in HALVES)
-    rare = min(halves, key=lambda dtype: halves[dtype]) if len(halves) > 1 else None
     for name, record in plain:
         stored, wanted = DTYPES.get(record.dtype), state[name].dtype
-        if stored is None or stored.is_floating_point != wanted.is_floating_point or record.dtype == rare:
-            among = ", among others of the other type of 16 bits" if record.dtype == rare else ""
-            yield f"{name}: {wanted} in the model, {record.dtype} in {record.file.name} as {record.name}{among}"
+        if stored is None or stored.is_floating_point != wanted.is_floating_point:
+            yield f"{name}: {wanted} in the model, {record.dtype} in {record.file.name} as {record.name}"
 
 
 def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> list[str]:
     """Tie or part weights, and leave out what the model's own buffers fill; return what is still missing."""
     _tie(model, names, missing, filled)
-    ignorable = _any_of(model._keys_to_ignore_on_load_missing or ())
+    wanted, _ = _said_of(model, missing)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     missing = [name for name in missing if name not in names.tied]
-    names.kept = [name for name in missing if name in buffers and ignorable.search(name)]
+    names.kept = [name for name in missing if name in buffers and name not in wanted]
     missing = [name for name in missing if name not in names.kept]
     if scores_texts(model):
         missing = [name for name in missing if is_in(name, [model.base_model_prefix])]
@@ -273,10 +286,6 @@ def _same_values(one: Stored, other: Stored, dtype: torch.dtype) -> bool:
         # A piece of each at a time, because embeddings may be larger than memory; most that differ do so in the first.
         return all(first == second for first, second in zip(read_pieces(one), read_pieces(other), strict=True))
     return torch.equal(read_stored(one, dtype), read_stored(other, dtype))
-
-
-def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(f"({pattern})" for pattern in patterns) or "(?!)")  # which nothing matches
 
 
 WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lema.backend import Exchange, Parallel, SingleProcess
 from lema.model.capture import replaced_tensors
 from lema.model.skeleton import find_layers
+from lema.model.state.snapshot import rehearsed
 
 __all__ = ["FORMULAS", "Tally", "without_values"]
 
@@ -117,7 +118,8 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
         vars(made).update(vars(tensor))  # which say how it lies over processes
         return made
 
-    with FakeTensorMode(allow_non_fake_inputs=True), replaced_tensors(model, like):
+    apart = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
+    with apart[0], apart[1], replaced_tensors(model, like):
         try:
             model.train()
             yield

@@ -6,6 +6,7 @@ name only files of its own directory; the hub cache, whose snapshots are links i
 
 import os
 from pathlib import Path
+from typing import Any
 
 from lema.errors import WeightsError
 from lema.storage.header import MAX_HEADER_BYTES, TensorRecord, damaged, read_header, read_json
@@ -18,6 +19,8 @@ INDEX_NAME = "model.safetensors.index.json"
 ORIGIN_MARK = "lema.origin"  # metadata key: what a prepared file was made of, as `origin_of` writes it
 PREPARED_MARK = "lema.in_memory_names"  # metadata key: a second conversion of such a file could corrupt it
 MARKED = ("true", "yes")  # transformers takes metadata of torchao's files that is JSON, as "true" is, for theirs
+WEIGHTS_KEY = "transformers_weights"  # of `config.json`: a file of weights, or an index, with another name
+MAX_CONFIG_BYTES = 10_000_000
 MAX_NAME = 200  # characters; file systems have 255 bytes
 SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
@@ -25,14 +28,17 @@ SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 class GlobalBinaryIndex(dict[str, TensorRecord]):
     """Every tensor of a model, by name, over all its files; the headers are read and checked, the tensors are not.
     `path` is a model directory, one `.safetensors` file, or a `.safetensors.index.json`. The names come in the order of
-    the files' names and, within a file, of the bytes. `WeightsError`: a file is missing, damaged, not safetensors, or
-    lies outside the directory."""
+    the files' names and, within a file, of the bytes. `described` is the `metadata` of an index; None: there is no
+    index. `WeightsError`: a file is missing, damaged, not safetensors, or lies outside the directory."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         entry = _entry(self.path)
         self.root = entry.parent  # the directory the files lie in
-        weight_map = _read_weight_map(entry) if entry.name.endswith(".json") else {}
+        weight_map: dict[str, str] = {}
+        self.described: dict[str, Any] | None = None
+        if entry.name.endswith(".json"):
+            weight_map, self.described = _read_weight_map(entry)
         self.files = tuple(entry.parent / name for name in sorted(set(weight_map.values()))) or (entry,)
         self.metadata: dict[Path, dict[str, str]] = {}  # file -> the strings its writer left in the header
         for file in self.files:
@@ -86,8 +92,10 @@ def origin_of(index: GlobalBinaryIndex) -> str:
     return str(root)
 
 
-def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index, MAX_HEADER_BYTES, "an index").get("weight_map")
+def _read_weight_map(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return which file of the directory holds each tensor, and what the index says of the model otherwise."""
+    content = read_json(index, MAX_HEADER_BYTES, "an index")
+    weight_map, described = content.get("weight_map"), content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "it has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
@@ -102,7 +110,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
         raise WeightsError(what, where=str(index), how="download the model again; the copy is not complete")
     for file in files:
         check_inside(index.parent / file)
-    return weight_map
+    return weight_map, described if isinstance(described, dict) else {}
 
 
 def check_inside(file: Path) -> None:
@@ -122,9 +130,29 @@ def check_inside(file: Path) -> None:
     raise WeightsError(what, where=str(file), how="copy the file into the directory if you trust it")
 
 
+def _named_by_config(directory: Path) -> Path | None:
+    """Return the file of weights, or the index, that a model's `config.json` names, as `transformers` reads it; None:
+    it names none. `WeightsError`: it names what is no such file beside it."""
+    config = directory / "config.json"
+    named = read_json(config, MAX_CONFIG_BYTES, "a config").get(WEIGHTS_KEY) if config.is_file() else None
+    if named is None:
+        return None
+    plain = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
+    if not plain or len(named) > MAX_NAME or {"/", "\\", "\0"} & set(named) or not (directory / named).is_file():
+        what = f"config.json says that the weights are in {named!r:.300}, which is no safetensors file next to it"
+        raise WeightsError(
+            what, where=f"{config}: {WEIGHTS_KEY}", how="name a file of the directory, or remove the key"
+        )
+    entry = directory / str(named)
+    check_inside(entry)
+    return entry
+
+
 def _entry(path: Path) -> Path:
     """The file to begin with: the single file, or the index of a sharded model."""
     if path.is_dir():
+        if (entry := _named_by_config(path)) is not None:
+            return entry
         files = sorted(path.glob("*.safetensors"))
         weights = [file for file in files if not file.name.startswith("adapter_")]
         # The names in the order transformers looks for them.

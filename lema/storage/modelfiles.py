@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lema.errors import ConfigError, DataError, ModelError, WeightsError
 from lema.storage.header import read_json, regular_size
-from lema.storage.index import check_inside
+from lema.storage.index import MAX_CONFIG_BYTES, check_inside
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -98,17 +98,21 @@ def _check_growth(file: Path) -> None:
 
 
 def load_generation_config(directory: Path) -> "GenerationConfig | None":
-    """Load a model's own settings of generation; None: it has none. `ModelError`: the file cannot be read;
+    """Load a model's own settings of generation as `from_pretrained` does: where they have no file of their own, from
+    `config.json`, in which older models have them; None: there is neither. `ModelError`: the file cannot be read;
     `WeightsError`: it is a link that leaves the directory, or no regular file."""
     from transformers import GenerationConfig
 
-    file = directory / "generation_config.json"
+    file, options = directory / "generation_config.json", dict[str, Any]()
     if not file.is_symlink() and not file.exists():
-        return None
+        file = directory / "config.json"
+        options = {"config_file_name": file.name, "_from_model_config": True}
+        if not file.is_symlink() and not file.exists():
+            return None
     check_inside(file)
     regular_size(file)
     try:
-        settings: GenerationConfig = GenerationConfig.from_pretrained(directory)
+        settings: GenerationConfig = GenerationConfig.from_pretrained(directory, **options)
     except Exception as error:
         what = f"transformers cannot read these settings of generation: {error}"
         raise ModelError(what, where=str(file), how="correct the file, or delete it") from error
@@ -121,7 +125,6 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
 
 GROWING = ("normalizer", "pre_tokenizer")  # the parts of tokenizer.json that write text
 MAX_GROWTH = 1000
-MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 2048  # an order of magnitude beyond the deepest models there are
 MAX_LABELS = 1_000_000  # transformers makes a table of as many names
 MAX_DEPTH = 32  # of objects and lists in each other

@@ -40,7 +40,7 @@ from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend
-from lema.model.skeleton import compute_fast
+from lema.model.skeleton import compute_fast, other_outputs
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
@@ -102,6 +102,9 @@ class LemaModel:
         self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
         dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
+        if others := other_outputs(hf_config):
+            what = f"config.json sets {' and '.join(others)}, which changes no number, and streamed layers do not do"
+            warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=2)
         if scores := num_labels is not None:
             hf_config.num_labels = num_labels
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"

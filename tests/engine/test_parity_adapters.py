@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from aligned import aligned
 from parity import (
     ALPHA,
     RANK,
@@ -92,7 +93,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def by_peft(checkpoint: Checkpoint, options: dict[str, Any], **given: Any) -> PeftModel:
-    base = AutoModelForCausalLM.from_pretrained(checkpoint.published, **given)
+    base = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published, **given))
     torch.manual_seed(SEED)
     transposed = {"fan_in_fan_out": checkpoint.architecture.transposed}
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **transposed, **options)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from aligned import aligned
 from everytype import difference, opened, write_model
 from parity import DRAWS, accumulate, assert_same, draw_b, streamed_model, streamed_step, trained, whole_model
 from parity import Outcome as Step
@@ -93,7 +94,7 @@ def test_values_between_layers_go_along(model_type: str, tmp_path: Path) -> None
         found, logits = step_of(model.lora_manager, batch)
         adapter = model.lora_manager.peft_config["default"]
         stack.take_out()
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    base = aligned(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     base.config.use_cache = False
     reference = get_peft_model(base, adapter).train()
     draw_b(reference)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from aligned import aligned
 from everytype import CLOSE, STREAMED, difference, micro_batches, whole_loss, write_model
 from parity import DRAWS, SEED, trained
 from peft import get_peft_model
@@ -44,7 +45,7 @@ def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: P
     adapter = deepcopy(model.lora_manager.peft_config["default"])
     model.close()
 
-    base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32)
+    base = aligned(auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32))
     base.config.use_cache = False
     torch.manual_seed(SEED)
     with unwarned():

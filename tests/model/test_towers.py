@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from aligned import aligned
 from everytype import micro_batches, write_model
 from parity import DRAWS, draw_b, trained
 from peft import PeftModel
@@ -99,7 +100,7 @@ def test_named_targets_are_those_of_the_text(
     assert "visual" in json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["exclude_modules"]
     LemaModel.from_pretrained(tmp_path / "adapter", backend=CpuBackend()).close()
 
-    base = AutoModelForImageTextToText.from_pretrained(published, dtype=torch.float32)
+    base = aligned(AutoModelForImageTextToText.from_pretrained(published, dtype=torch.float32))
     whole = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
     whole.train()
     batch = micro_batches()[0]

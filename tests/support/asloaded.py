@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aligned import aligned
 from everytype import SEED, Step, farthest, whole_loss, write_model
 from parity import DRAWS, draw_b, trained
 from peft import PeftModel, get_peft_model
@@ -76,7 +77,7 @@ def opened(directory: Path, *, trust: bool = False, **settings: Any) -> Iterator
 def whole(directory: Path, streamed: LemaModel, *, trust: bool = False, **options: Any) -> PeftModel:
     """Load the model by `from_pretrained` alone, with PEFT's adapter like that of the streamed one."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust)
-    base = auto_class(config).from_pretrained(directory, trust_remote_code=trust, **options)
+    base = aligned(auto_class(config).from_pretrained(directory, trust_remote_code=trust, **options))
     base.config.use_cache = False
     torch.manual_seed(SEED)
     model = get_peft_model(base, streamed.lora_manager.peft_config["default"]).train()

@@ -10,6 +10,7 @@ its layers and from them to its logits. Bytes are those of the tiny model's tens
 import re
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from mutations import ACCEPTED, REFUSED
 from publishedforms import write_published
 from tinyconfig import tiny_config
 from transformers import CONFIG_MAPPING
@@ -121,6 +123,11 @@ def page() -> Iterator[str]:
         sizes = (count, f"{found.wire:.2f}", f"{found.slot:.2f}") if found.wire else ("", "", "")
         cells = (checkpoint.name, f"`{checkpoint.model_type}`", checkpoint.form, answer, *sizes)
         yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield from DIFFERENCES.splitlines()
+    yield ""
+    for sentence in (*REFUSED.values(), *ACCEPTED.values(), *OTHERWISE):
+        yield from textwrap.wrap(f"- {sentence}", 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 INTRODUCTION = """\
@@ -144,6 +151,21 @@ DeepSeek-V4.1-Flash (a V4 with Engram tables) and Mistral-Large-3 are not in the
 known here. Qwen3.8-Flash-Next has its type here only because of the name of its table (95 GiB in one layer, of which
 LEMA reads rows).
 """
+
+
+DIFFERENCES = """\
+## Where LEMA differs from `from_pretrained`
+
+`tests/loader/test_oracle.py` changes checkpoints and their configs in more than 200 ways, in 18 model types. Each is
+opened by LEMA and by `from_pretrained` with PEFT, and the loss, every adapter gradient, generated tokens and every
+tensor of the merged model are the same bits in fp32, but for what is listed here.
+"""
+
+# Further differences, of calls that the oracle makes alike.
+OTHERWISE = (
+    "`use_cache: false` in `config.json`, which trainers leave there, does not keep `lema generate` from using a cache "
+    "of keys and values: without one every token would read the whole text again.",
+)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aligned import aligned
 from parity import DRAWS, draw_b, trained
 from peft import PeftModel, get_peft_model
 from tinyconfig import VOCABULARY, tiny_config
@@ -176,7 +177,7 @@ def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> C
         bytes_offloaded = model.adapter.counters.bytes_offloaded
         layers_name, num_layers = model.split.layers_name, model.split.num_layers
         shifted = model.adapter.shifts_labels
-    base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32)
+    base = aligned(auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32))
     base.config.use_cache = False
     torch.manual_seed(SEED)
     whole = get_peft_model(base, adapter).train()
@@ -256,7 +257,7 @@ def farthest(one: Step, other: Step) -> float:
 
 
 def _whole(published: Path, dtype: torch.dtype, streamed: PeftModel) -> PeftModel:
-    base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=dtype)
+    base = aligned(auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=dtype))
     torch.manual_seed(SEED)
     whole = get_peft_model(base, streamed.peft_config["default"]).train()
     for model in (streamed, whole):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from aligned import aligned
 from parity import accumulate
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def whole(
     checkpoint: Checkpoint, config: LemaConfig, chosen: Callable[[str], bool], count: int, steps: int = STEPS
 ) -> tuple[list[Tensor], Weights]:
     """Train in memory, by torch and transformers alone; return the losses and what was trained."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.published)
+    model = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published))
     model.config.use_cache = False
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(chosen(name))

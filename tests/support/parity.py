@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from aligned import aligned
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import Checkpoint
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def whole_model(
     checkpoint: Checkpoint, *, dropout: float = 0.0, targets: str | Collection[str] | None = None, **options: Any
 ) -> PeftModel:
     """Load the whole model and attach an adapter, without a line of ours."""
-    base = AutoModelForCausalLM.from_pretrained(checkpoint.published, **options)
+    base = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published, **options))
     base.config.use_cache = False  # a cache lays keys out in another way, and on some processors products round by it
     torch.manual_seed(SEED)
     wanted = checkpoint.architecture.targets if targets is None else targets

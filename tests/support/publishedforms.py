@@ -11,6 +11,7 @@ from typing import Any
 
 import packedforms
 import torch
+from aligned import aligned
 from everytype import write_model
 from packedforms import packed
 from safetensors.torch import load_file, save_file
@@ -212,7 +213,7 @@ def dequantized(directory: Path) -> torch.nn.Module:
         if settings["quant_method"] in PACKED:
             return _read_slowly(directory, PACKED[settings["quant_method"]])
         config.quantization_config = settings | {"dequantize": True}
-    model = auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32)
+    model = aligned(auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32))
     model.float().config.use_cache = False
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer, model.is_quantized = None, False

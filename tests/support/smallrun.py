@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aligned import aligned
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -137,7 +138,7 @@ def adapter_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def whole_model(model: Path, adapter: Path | None = None, **options: Any) -> PreTrainedModel | PeftModel:
     """Load the whole model, with a saved adapter where one is given, without a line of ours."""
-    base = AutoModelForCausalLM.from_pretrained(model, **options)
+    base = aligned(AutoModelForCausalLM.from_pretrained(model, **options))
     return (base if adapter is None else PeftModel.from_pretrained(base, str(adapter))).eval()
 
 
@@ -149,7 +150,7 @@ def peft_adapter(model: Path, directory: Path, name: str = "llama", **changes: A
         | changes
     )
     torch.manual_seed(5)
-    peft_model = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    peft_model = get_peft_model(aligned(AutoModelForCausalLM.from_pretrained(model)), config)
     draw_b(peft_model)
     peft_model.save_pretrained(str(directory))
     return directory

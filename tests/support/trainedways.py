@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from aligned import aligned
 from parity import ALPHA, RANK, SEED, trained
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import Checkpoint
@@ -45,7 +46,7 @@ def unwarned() -> Iterator[None]:
 
 
 def whole_model(checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, **options: Any) -> PeftModel:
-    base = AutoModelForCausalLM.from_pretrained(checkpoint.published, dtype=dtype)
+    base = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published, dtype=dtype))
     base.config.use_cache = False  # keys out of a cache lie otherwise in memory, and products of them round otherwise
     torch.manual_seed(SEED)
     with unwarned():

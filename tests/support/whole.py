@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from aligned import aligned
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -29,7 +30,7 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def whole_of(model: Path, adapter: Path, parts: Sequence[Mapping[str, Tensor]], **options: Any) -> Whole:
     """Accumulate the gradients of the whole model over micro-batches, divided by the trained tokens of all."""
-    base = AutoModelForCausalLM.from_pretrained(model, **options)
+    base = aligned(AutoModelForCausalLM.from_pretrained(model, **options))
     base.config.use_cache = False  # packed rows are seen only where there is no cache
     whole = PeftModel.from_pretrained(base, str(adapter), is_trainable=True).train()
     tokens = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)

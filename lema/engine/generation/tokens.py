@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerB
 from lema.engine.generation.ends import Ends, Generated
 from lema.engine.generation.forward import KeyValues, streaming_forward
 from lema.engine.head.pieces import PiecedHead
-from lema.errors import ConfigError, DataError
+from lema.errors import ConfigError, DataError, LemaError, ModelError
 from lema.model import Split
 from lema.storage.modelfiles import library_errors, load_generation_config
 from lema.stream import LayerStream
@@ -41,7 +42,10 @@ def complete(
     """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each. `options`
     are those of `transformers`' `generate`; `told` is called after each token with how many texts got one, of beams it
     is not. `DataError`: there is no prompt, or one has no tokens. `ConfigError`: an option is none that `transformers`
-    knows, or a text is to stop at an empty string."""
+    knows, or a text is to stop at an empty string; `ModelError`: the model's own code fails."""
+    if split.model.config.is_encoder_decoder:
+        what = "the model's config says that it has an encoder, which this model has not"
+        raise ConfigError(what, where=f"{directory / 'config.json'}: is_encoder_decoder", how="set it to false")
     settings, rest, strings = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
     last, width = settings.eos_token_id, max(map(len, checked(prompts)))
     ending = frozenset([] if last is None else [last] if isinstance(last, int) else last)
@@ -58,7 +62,8 @@ def complete(
     was_training = split.model.training
     split.model.eval()
     try:
-        with torch.no_grad(), split.autocast(), streaming_forward(split, stream, keys_values, head):
+        reported = _model_errors(directory)
+        with reported, torch.no_grad(), split.autocast(), streaming_forward(split, stream, keys_values, head):
             made: Tensor = cast(Any, split.model).generate(
                 **{name: tensor.to(device) for name, tensor in inputs.items()},
                 **rest,
@@ -74,6 +79,20 @@ def complete(
         Generated(tuple(row[:length]), reason)
         for row, length, reason in zip(tokens.tolist(), ends.lengths, ends.reasons, strict=True)
     ]
+
+
+@contextmanager
+def _model_errors(directory: Path) -> Iterator[None]:
+    """Say where the error of a model's own code comes from: settings of its `config.json` that do not go together, such
+    as sliding layers without a window, show where `transformers` makes the cache. `ModelError`."""
+    try:
+        yield
+    except LemaError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        what = f"transformers cannot generate with this model or these options: {type(error).__name__}: {error}"
+        how = "check config.json, generation_config.json and the options"
+        raise ModelError(what, where=str(directory), how=how) from error
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:

@@ -1,0 +1,143 @@
+"""What modules keep from one call to the next is what the whole model keeps, for rows of any length in any order."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from asloaded import edit_config, farthest_from_whole, llama, opened, rows, write_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from lema import LemaConfig
+from lema.errors import ModelError
+from lema.plan.blueprint import draw_up
+from lema.plan.workload import MicroBatch, measure
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ORIGINAL = 16  # tokens, up to which a model was trained before its rotary embedding was scaled
+SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 10000.0},
+    "linear": {"rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": SCALED,
+    "yarn": SCALED,
+    "longrope": SCALED | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.3, 2.6, 2.9]},
+    "llama3": SCALED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+# Below each threshold, at it, and above it, and then short again.
+LENGTHS = (ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 9, 40, 20, 70, 65, 64, 63, 12, 20)
+
+
+def roped(kind: str, **changes: Any) -> PreTrainedConfig:
+    """Return a config with this kind of rotary embedding. `dynamic` goes by `max_position_embeddings`."""
+    longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
+    return llama(max_position_embeddings=longest, rope_parameters={"rope_type": kind, **ROPES[kind]}, **changes)
+
+
+def packed(*lengths: int) -> dict[str, Tensor]:
+    """Return one row of several texts, whose positions begin anew."""
+    (batch,) = rows(sum(lengths))
+    return batch | {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+
+
+def alternating() -> Sequence[Sequence[Mapping[str, Tensor]]]:
+    """Return steps of a run: each length alone, then several micro-batches of long and short rows."""
+    return [rows(length) for length in LENGTHS] + [rows(40, 9, 70, 12, 20), rows(12, 20)]
+
+
+def test_every_kind_of_rotary_embedding_is_tested() -> None:
+    assert {"default", *ROPE_INIT_FUNCTIONS} == set(ROPES)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_long_and_short_rows_alternate(kind: str, tmp_path: Path) -> None:
+    model = write_model(roped(kind), tmp_path / "model")
+    assert farthest_from_whole(model, *alternating()) == 0
+
+
+@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"loss_chunk_tokens": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rows_alternate_under_other_settings(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = write_model(roped(kind), tmp_path / "model")
+    # Chunks of the loss round otherwise.
+    assert farthest_from_whole(model, *alternating(), **settings) <= (1e-5 if "loss_chunk_tokens" in settings else 0)
+
+
+OWN = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "ownrope"
+
+class Rotary(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim, self.seen, self.made = dim, 0, {}
+
+    def make(self, length):
+        frequencies = 1.0 / (10000.0 ** (torch.arange(0, self.dim, 2).float() / self.dim))
+        # The longest row that was seen decides, so that the order of rows matters.
+        return torch.outer(torch.arange(length).float(), frequencies / (1 + length / 64))
+
+    def forward(self, x, position_ids):
+        length = position_ids.shape[-1]
+        if length > self.seen:
+            self.seen = length
+            KEEP
+        angles = self.table[position_ids]
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.rotary_emb = Rotary(config.head_dim)
+        self.post_init()
+"""
+KEEP = {
+    "attribute": "self.table = self.make(length)",
+    "buffer": 'self.register_buffer("table", self.make(length), persistent=False)',
+    "in a dictionary": "self.made['table'] = self.make(length); self.table = self.made['table']",
+}
+
+
+def own_model(directory: Path, code: str) -> Path:
+    """Write a model whose code lies beside its weights."""
+    model = write_model(llama(), directory)
+    (model / "own.py").write_text(code)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    edit_config(model, model_type="ownrope", architectures=["OwnForCausalLM"], auto_map=classes)
+    return model
+
+
+@pytest.mark.parametrize("kept", KEEP)
+def test_a_table_that_is_made_by_the_first_call_is_made_of_its_inputs(kept: str, tmp_path: Path) -> None:
+    model = own_model(tmp_path / "model", OWN.replace("KEEP", KEEP[kept]))
+    steps = [rows(12), rows(30), rows(9, 20), rows(40, 12)]
+    assert farthest_from_whole(model, *steps, trust=True) == 0
+
+
+def test_a_plan_leaves_no_trace(tmp_path: Path) -> None:
+    blueprint = draw_up(LemaConfig(str(write_model(roped("longrope"), tmp_path / "model")), device="cpu"))
+    rotary = blueprint.model.model.rotary_emb
+    before = dict(vars(rotary)), {name: one.clone() for name, one in rotary.named_buffers()}
+    measure(blueprint.model, blueprint.layers, MicroBatch(1, 4 * ORIGINAL), 16)
+    assert vars(rotary).keys() == before[0].keys()
+    assert all(torch.equal(one, before[1][name]) for name, one in rotary.named_buffers())
+
+
+def test_tuples_that_a_config_asks_for_are_refused_as_transformers_refuses_them(tmp_path: Path) -> None:
+    model = write_model(llama(), tmp_path / "model")
+    edit_config(model, return_dict=False)
+    with pytest.raises(AttributeError, match="'tuple' object has no attribute"):
+        AutoModelForCausalLM.from_pretrained(model)(input_ids=torch.ones(1, 9, dtype=torch.long))
+    with opened(model) as streamed, pytest.raises(ModelError, match="'tuple' object has no attribute"):
+        streamed.adapter.loss(rows(9))
