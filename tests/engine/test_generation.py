@@ -132,6 +132,17 @@ def test_where_weights_wait_changes_no_token(llama: Path, changes: dict[str, Any
     assert all(torch.equal(tokens, found[0]) for tokens in found)
 
 
+@pytest.mark.parametrize("pad", [-1, 10**6])
+def test_a_pad_token_without_a_row_of_embeddings_is_replaced(llama: Path, pad: int, tmp_path: Path) -> None:
+    with opened(settings(llama, tmp_path), adapter=False) as model:
+        right = streamed_tokens(model, PROMPTS)
+        assert torch.equal(streamed_tokens(model, PROMPTS, pad_token_id=pad), right)
+        vocab_size = model.skeleton.config.vocab_size
+        said = f"the prompt holds {vocab_size}, which is outside the vocabulary of {vocab_size} tokens"
+        with pytest.raises(DataError, match=said):
+            complete(model.split, model.memory, model.directory, model.tokenizer, [[1], [2, vocab_size]], NEW, {})
+
+
 def test_a_model_without_an_adapter_speaks_too(llama: Path, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path), adapter=False) as model:
         assert torch.equal(streamed_tokens(model, PROMPTS), whole_tokens(whole_model(llama), PROMPTS))

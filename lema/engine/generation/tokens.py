@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from lema.data.chat.tokens import to_continue
+from lema.data.files import Row
+from lema.data.forms import check_ids
 from lema.engine.generation.ends import Ends, Generated
 from lema.engine.generation.forward import KeyValues, streaming_forward
 from lema.engine.head.pieces import PiecedHead
@@ -42,8 +45,10 @@ def complete(
     are those of `transformers`' `generate`; `told` is called after each token with how many texts got one, of beams it
     is not. `DataError`: there is no prompt, or one has no tokens. `ConfigError`: an option is none that `transformers`
     knows, or a text is to stop at an empty string."""
+    vocab_size: int | None = getattr(split.model.config.get_text_config(), "vocab_size", None)
     settings, rest, strings = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
-    last, width = settings.eos_token_id, max(map(len, checked(prompts)))
+    settings.pad_token_id = _padding(settings, tokenizer, vocab_size)
+    last, width = settings.eos_token_id, max(map(len, checked(prompts, vocab_size)))
     ending = frozenset([] if last is None else [last] if isinstance(last, int) else last)
     rows, given = len(prompts) * (settings.num_return_sequences or 1), rest.pop("stopping_criteria", None) or []
     ends = Ends(width, rows, ending, strings, tokenizer, told)
@@ -77,18 +82,21 @@ def complete(
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of each prompt, special tokens added as the tokenizer does."""
+    """Return the token ids of each prompt, with the special tokens that the tokenizer puts in front of texts."""
     with library_errors(tokenizer.name_or_path):
-        return [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+        return [to_continue(tokenizer, prompt) for prompt in prompts]
 
 
-def checked(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """Return the prompts, each as token ids. `DataError`: there is none, or one has no tokens."""
+def checked(prompts: Sequence[Sequence[int]], vocab_size: int | None = None) -> Sequence[Sequence[int]]:
+    """Return the prompts, each as token ids. `DataError`: there is none, one has no tokens, or one has a token outside
+    the vocabulary of `vocab_size` tokens; None: not checked."""
     if not prompts:
         raise DataError("there is no prompt", where="generate", how="give one text or several")
     if empty := [str(place) for place, prompt in enumerate(prompts, 1) if not len(prompt)]:
         what = "a prompt has no tokens"
         raise DataError(what, where=f"prompt {', '.join(empty)}", how="give a prompt of at least one character")
+    for place, prompt in enumerate(prompts, 1):
+        check_ids(Row({}, "prompt", place), {"the prompt": prompt}, vocab_size)
     return prompts
 
 
@@ -118,14 +126,18 @@ def _asked(
     if unknown := rest.keys() - signature(GenerationMixin.generate).parameters.keys():
         how = "options are those of transformers' generate, such as do_sample, temperature and top_p"
         raise ConfigError(f"unknown option of generation: {', '.join(sorted(unknown))}", where="generate", how=how)
-    if settings.pad_token_id is None:
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        settings.pad_token_id = padding or 0  # masked, so any token will do
     strings = [settings.stop_strings] if isinstance(settings.stop_strings, str) else settings.stop_strings or []
     if "" in strings:
         raise ConfigError("every text contains the empty string", where="stop_strings", how="leave it out")
     settings.stop_strings = None  # because `transformers` would look for them in prompts, too
     return settings, dict(rest), list(strings)
+
+
+def _padding(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:
+    """Return the first token for padding, of those that the settings and the tokenizer name, that the model has a row
+    of embeddings for; else 0. Padding is masked, so any token will do."""
+    named = (settings.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((one for one in named if one is not None and 0 <= one < (vocab_size or one + 1)), 0)
 
 
 def _padded(prompts: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:
