@@ -214,6 +214,10 @@ class TokenDataset(Sequence[TokenRow]):
         """The length of row `index` in tokens."""
         return int(self._table.rows[self._rows[index]]["length"])
 
+    def is_cut(self, index: int) -> bool:
+        """Whether tokens of row `index` were cut off its end."""
+        return bool(self._table.rows[self._rows[index]]["cut"])
+
     def origin(self, index: int) -> str:
         """`file:line` of row `index`."""
         about = self._table.rows[self._rows[index]]

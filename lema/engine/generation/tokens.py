@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from lema.engine.generation.forward import KeyValues, streaming_forward
 from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError, DataError
 from lema.model import Split
-from lema.storage.modelfiles import library_errors, load_generation_config
+from lema.storage.modelfiles import library_errors
 from lema.stream import LayerStream
 
 __all__ = ["checked", "complete", "encoded"]
@@ -31,7 +30,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cuto
 def complete(
     split: Split,
     stream: LayerStream,
-    directory: Path,
+    own: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -41,12 +40,13 @@ def complete(
     told: Callable[[int], object] = lambda _: None,
     head: PiecedHead | None = None,
 ) -> list[Generated]:
-    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each. `options`
-    are those of `transformers`' `generate`; `told` is called after each token with how many texts got one, of beams it
-    is not. `DataError`: there is no prompt, or one has no tokens. `ConfigError`: an option is none that `transformers`
+    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each. `own` are
+    the settings of generation that came with the model, if any did; `options` are those of `transformers`' `generate`.
+    `told` is called after each token with how many texts got one, of beams it is not. `DataError`: there is no prompt,
+    or one has no tokens, or one that the model has no row for. `ConfigError`: an option is none that `transformers`
     knows, or a text is to stop at an empty string."""
     vocab_size: int | None = getattr(split.model.config.get_text_config(), "vocab_size", None)
-    settings, rest, strings = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
+    settings, rest, strings = _asked(own or split.model.generation_config, tokenizer, max_new_tokens, options)
     settings.pad_token_id = _padding(settings, tokenizer, vocab_size)
     last, width = settings.eos_token_id, max(map(len, checked(prompts, vocab_size)))
     ending = frozenset([] if last is None else [last] if isinstance(last, int) else last)
@@ -107,15 +107,14 @@ def _until(row: list[int], ends: frozenset[int]) -> Generated:
 
 
 def _asked(
-    directory: Path,
-    default: GenerationConfig | None,
+    own: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> tuple[GenerationConfig, dict[str, Any], list[str]]:
     """Return the model's own settings with those that this call asks for, the options that are no settings, and the
     strings that texts stop at."""
-    settings = load_generation_config(directory) or copy.deepcopy(default or GenerationConfig())
+    settings = copy.deepcopy(own or GenerationConfig())
     wanted = {"do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens, "max_length": None, **options}
     if not wanted["do_sample"]:
         # Taken out, because `transformers` would warn of settings of sampling that came with the model.

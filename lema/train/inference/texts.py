@@ -139,7 +139,15 @@ def completions(
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
-        given = model.split, model.memory, model.directory, model.tokenizer, ids, max_new_tokens, options
+        given = (
+            model.split,
+            model.memory,
+            model.files.generation_config(),
+            model.tokenizer,
+            ids,
+            max_new_tokens,
+            options,
+        )
         with library_errors(model.directory / "generation_config.json", *WRONG_SETTINGS, WRONG_VALUES):
             made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
         yield [
