@@ -7,6 +7,7 @@ A delta holds new values and not differences, since differences do not restore b
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +20,7 @@ from lema.errors import WeightsError, named_in
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import free_directory
 from lema.storage.header import damaged, read_json
+from lema.storage.rendering import carry_rendering
 from lema.storage.verify import base_fingerprint
 
 __all__ = ["DELTA_NAME", "apply_delta", "is_delta"]
@@ -108,4 +110,7 @@ def apply_delta(
         return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
 
     changes = stored.config_changes
-    return write_model(out, specs, max_shard_size, pieces, stored.directory, changes, code=trust_remote_code)
+    beside = partial(carry_rendering, delta)
+    return write_model(
+        out, specs, max_shard_size, pieces, stored.directory, changes, code=trust_remote_code, beside=beside
+    )

@@ -91,14 +91,16 @@ def write_model(
     changes: Mapping[str, Any],
     *,
     code: bool,
+    beside: Callable[[Path], object] = lambda _: None,
 ) -> Path:
     """Write a model as a directory that appears when it is complete, and return that. What else belongs to it is copied
-    from the directory `source`: its own code too if `code`, and the `config.json` with `changes`. A file that could not
-    be written is a `DiskError`."""
+    from the directory `source`: its own code too if `code`, and the `config.json` with `changes`. At last `beside`
+    writes what else is to be there. A file that could not be written is a `DiskError`."""
     with appearing(out) as partial, torch.no_grad():
         write_shards(partial, specs, max_shard_size, pieces)
         copy_companions(source, partial, code=code)
         write_config(source / "config.json", partial, changes)
+        beside(partial)
     return out
 
 

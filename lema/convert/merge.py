@@ -7,6 +7,7 @@ memory, and the directory appears under its name only when it is complete.
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -25,6 +26,7 @@ from lema.lora.files import load_weights, read_settings, settings_file
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
+from lema.storage.rendering import carry_rendering
 
 __all__ = ["merge_adapter", "untied"]
 
@@ -147,4 +149,7 @@ def merge_adapter(
     else:
         specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
     pieces = MergedTensors(base, rounding, seed).pieces
-    return write_model(out, specs, max_shard_size, pieces, base.directory, changes, code=trust_remote_code)
+    beside = partial(carry_rendering, adapter)
+    return write_model(
+        out, specs, max_shard_size, pieces, base.directory, changes, code=trust_remote_code, beside=beside
+    )

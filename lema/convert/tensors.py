@@ -14,7 +14,7 @@ from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
 from lema.storage.index import PREPARED_MARK, WEIGHTS_KEY, check_inside
-from lema.storage.modelfiles import CODE, COMPANIONS
+from lema.storage.modelfiles import CODE, COMPANIONS, TEMPLATES
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_into, read_pieces
@@ -92,6 +92,10 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
         if name != "config.json" and not name.endswith(".index.json"):
             check_inside(file)
             replace_file(out / name, file.read_bytes())
+    for file in sorted((directory / TEMPLATES).glob("*.jinja")):
+        check_inside(file)
+        (out / TEMPLATES).mkdir(exist_ok=True)
+        replace_file(out / TEMPLATES / file.name, file.read_bytes())
 
 
 def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:

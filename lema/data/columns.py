@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lema.data.chat.messages import Chat, read_conversations, read_messages
 from lema.data.files import Row
-from lema.data.forms import MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
+from lema.data.forms import IGNORED, MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
 from lema.errors import ConfigError
 
 __all__ = [
@@ -25,9 +25,6 @@ __all__ = [
     "parse",
     "unused",
 ]
-
-IGNORED = -100
-"""The label of a token which is read but not trained on; the value `torch.nn.functional.cross_entropy` ignores."""
 
 Kind: TypeAlias = tuple[str, ...]
 """The columns a row is read from. The first entry of `KINDS` whose columns a row has is its kind."""

@@ -201,6 +201,11 @@ class TokenDataset(Sequence[TokenRow]):
         return cast("npt.NDArray[np.int32]", self._table.rows["length"][self._rows])
 
     @property
+    def trained(self) -> npt.NDArray[np.int32]:
+        """How many tokens of each row the loss counts, int32 `[rows]`; no token is read for it."""
+        return cast("npt.NDArray[np.int32]", self._table.rows["trained"][self._rows])
+
+    @property
     def marks(self) -> npt.NDArray[np.int32]:
         """What the reader of each row had to say of it, int32 `[rows]`."""
         return cast("npt.NDArray[np.int32]", self._table.rows["mark"][self._rows] & (LABELLED - 1))
@@ -208,6 +213,10 @@ class TokenDataset(Sequence[TokenRow]):
     def num_tokens(self, index: int) -> int:
         """The length of row `index` in tokens."""
         return int(self._table.rows[self._rows[index]]["length"])
+
+    def is_cut(self, index: int) -> bool:
+        """Whether tokens of row `index` were cut off its end."""
+        return bool(self._table.rows[self._rows[index]]["cut"])
 
     def origin(self, index: int) -> str:
         """`file:line` of row `index`."""

@@ -8,6 +8,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from lema.config import LemaConfig
 from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
 from lema.errors import DataError
@@ -15,7 +18,21 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Forms", "Remarks", "TrainOn", "flag_of", "forms_of", "list_of", "num_alike", "text_of"]
+__all__ = [
+    "IGNORED",
+    "Forms",
+    "Remarks",
+    "TrainOn",
+    "check_ids",
+    "flag_of",
+    "forms_of",
+    "list_of",
+    "num_alike",
+    "text_of",
+]
+
+IGNORED = -100
+"""The label of a token which is read but not trained on; the value `torch.nn.functional.cross_entropy` ignores."""
 
 TrainOn: TypeAlias = Literal["assistant", "last", "all", "completion"]
 """What is trained on: every answer; the last one; every token; or the answers after the user's last message."""
@@ -87,6 +104,19 @@ class Remarks:
             f"{what} ({count:,} {'row' if count == 1 else 'rows'}, the first is {first})"
             for what, (count, first) in self.found.items()
         )
+
+
+def check_ids(row: Row, columns: Mapping[str, Sequence[int] | npt.NDArray[Any]], vocab_size: int | None) -> None:
+    """Refuse token ids of a row that are outside the vocabulary of `vocab_size` tokens; None: any that are ids. Of the
+    `columns`, by their names, `labels` may hold -100. `DataError`: names the column, the id and its position."""
+    limit = 2**31 if vocab_size is None else vocab_size
+    for column, values in columns.items():
+        known = np.asarray(values)
+        wrong = (known < 0) & ((known != IGNORED) | (column != "labels")) | (known >= limit)
+        if wrong.any():
+            at = int(wrong.argmax())
+            what = f"{column} holds {values[at]}, which is outside the vocabulary of {limit} tokens"
+            raise row.broken(what, at=f"position {at}", how="use the tokenizer of the model being trained")
 
 
 _YES_OR_NO = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}

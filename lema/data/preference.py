@@ -23,7 +23,7 @@ from lema.data.chat.tokens import encoded
 from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, TokenDataset, held_out
 from lema.data.files import Row
-from lema.data.forms import Forms, num_alike
+from lema.data.forms import Forms, check_ids, num_alike
 from lema.data.read import Overlong, table_of
 from lema.errors import DataError
 
@@ -279,9 +279,7 @@ def _tokenized(
     for ids in wholes:
         if len(ids) <= max(start, 1):
             raise row.broken("a completion has no token to train on", how="remove the row, or fill it")
-        if vocab_size is not None and (max(ids) >= vocab_size or min(ids) < 0):
-            what = f"a token is outside the vocabulary of {vocab_size} tokens"
-            raise row.broken(what, how="use the tokenizer of the model being trained")
+        check_ids(row, {"input_ids": ids}, vocab_size)
     return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes]
 
 
@@ -291,8 +289,12 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_p
         if end is None:
             what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
             raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
-        text = value if is_prompt or value.endswith(end) else value + end
-        return encoded(tokenizer, text, row, whole=False)
+        if is_prompt:
+            return encoded(tokenizer, value, row, whole=False)
+        ids = encoded(tokenizer, value if value.endswith(end) else value + end, row, whole=False)
+        while len(ids) > 1 and ids[-2] == ids[-1] == tokenizer.eos_token_id:
+            ids.pop()  # because the data, or the tokenizer, may write it too
+        return ids
     rendered = open_template(tokenizer, read_tools(row), row).render(value, row, prompt=is_prompt)
     return encoded(tokenizer, rendered, row, whole=True)
 

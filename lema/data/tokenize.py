@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -16,7 +16,7 @@ from lema.data.chat.tokens import Chats, check_words, tokenizing
 from lema.data.chat.turns import Known, Span
 from lema.data.columns import IGNORED, Kind, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
-from lema.data.forms import Forms, Remarks
+from lema.data.forms import Forms, Remarks, check_ids
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -66,13 +66,13 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
                 yield row, NOTHING, NOTHING
                 continue
             if isinstance(draft, Tokens):
-                _check_range(row, {"input_ids": draft.ids, "labels": draft.labels}, reading.vocab_size)
+                check_ids(row, {"input_ids": draft.ids, "labels": draft.labels}, reading.vocab_size)
                 ids, labels = np.array(draft.ids, np.int32), np.array(draft.labels, np.int32)
             else:
                 ids, learnt = next(encoded)
                 if not draft[2]:
                     ids, learnt = _bordered(ids, learnt, cast("PreTrainedTokenizerBase", reading.tokenizer))
-                _check_range(row, {"input_ids": ids}, reading.vocab_size)
+                check_ids(row, {"input_ids": ids}, reading.vocab_size)
                 labels = np.where(learnt, ids, np.int32(IGNORED))
             if num_trained(labels) == 0:
                 how = "the loss counts tokens after the first; remove the row, or fix its labels"
@@ -127,15 +127,3 @@ def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> 
     while last > first and ids[last - 1] == eos:
         last -= 1
     return np.append(ids[first:last], np.int32(eos)), np.append(learnt[first:last], True)
-
-
-def _check_range(row: Row, columns: Mapping[str, Sequence[int] | Ints], vocab_size: int | None) -> None:
-    limit = 2**31 if vocab_size is None else vocab_size
-    how = "use the tokenizer of the model being trained"
-    for column, values in columns.items():
-        known = np.asarray(values)
-        wrong = (known < 0) & ((known != IGNORED) | (column != "labels")) | (known >= limit)
-        if wrong.any():
-            at = int(wrong.argmax())
-            what = f"{column} holds {values[at]}, which is outside the vocabulary of {limit} tokens"
-            raise row.broken(what, at=f"position {at}", how=how)

@@ -99,7 +99,8 @@ class Packs(Sequence[dict[str, list[int]]]):
 
     `rows`: the data set. `length`: of a pack, at most. `seed`: draws the order of rows that are equally long.
     `wrapped`: lay all rows end to end, in an order that the seed draws, and cut at every `length` tokens. What is cut
-    off begins the next pack as a row of its own. `DataError`: a row is longer than a pack, and not `wrapped`."""
+    off begins the next pack as a row of its own. A pack in which nothing is trained, such as a part of a long prompt,
+    is left out. `DataError`: a row is longer than a pack, and not `wrapped`; or no pack is left."""
 
     def __init__(self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False) -> None:
         self._rows, self._about = rows, (length, seed, wrapped)
@@ -113,9 +114,34 @@ class Packs(Sequence[dict[str, list[int]]]):
         self._places, self._starts, self._ends = order[places], starts, ends
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
         self._sizes = np.bincount(packs, weights=ends - starts).astype(np.int64)
-        full = lengths.sum() / max(1, len(self) * length)
+        left_out = self._keep_trained(lengths) if wrapped else 0
+        full = self._sizes.sum() / max(1, len(self) * length)
         line = f"packed: {len(rows):,} rows in {len(self):,} packs of at most {length:,} tokens, {full:.0%} filled"
         self.notes: tuple[str, ...] = (line,)
+        if left_out:
+            self.notes += (f"packed: {left_out:,} further packs have no token to train on and are left out",)
+
+    def _keep_trained(self, lengths: npt.NDArray[np.int64]) -> int:
+        """Leave out packs in which nothing is trained; return how many. `lengths` are those of the rows. A pack that
+        holds all of a row, or two tokens of one that is trained as a whole, is not read for it."""
+        trained = getattr(self._rows, "trained", np.zeros(len(lengths), dtype=np.int64))[self._places]
+        sizes, of_rows = self._ends - self._starts, lengths[self._places]
+        sure = (trained > 0) & ((sizes == of_rows) | ((trained == of_rows - 1) & (sizes > 1)))
+        packs = np.repeat(np.arange(len(self)), np.diff(self._bounds))
+        known = np.bincount(packs, weights=sure, minlength=len(self)) > 0
+        kept = np.array([bool(known[number]) or self._trains(number) for number in range(len(self))], dtype=bool)
+        if not kept.any():
+            what = "no pack has a token to train on"
+            raise DataError(what, where="packing", how="raise max_length, or remove rows that are mostly prompt")
+        pieces = kept[packs]
+        self._places, self._starts, self._ends = self._places[pieces], self._starts[pieces], self._ends[pieces]
+        counts = np.diff(self._bounds)[kept]
+        self._bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self._sizes = self._sizes[kept]
+        return int((~kept).sum())
+
+    def _trains(self, pack: int) -> bool:
+        return any(label != IGNORED for label in self[pack]["labels"])
 
     def __len__(self) -> int:
         return len(self._sizes)

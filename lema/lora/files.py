@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -228,6 +229,8 @@ def save_adapter(
             trained = [one for one in model.parameters() if one.requires_grad] if whole is None else whole.values()
             check_written(part / WEIGHTS, expected, sum(one.numel() for one in trained))
             for file in part.iterdir():
+                if file.is_dir():  # of further chat templates
+                    shutil.rmtree(directory / file.name, ignore_errors=True)
                 file.replace(directory / file.name)
     except (OSError, SafetensorError) as error:
         raise not_written(f"the adapter could not be written: {error}", error, directory) from error

@@ -2,41 +2,130 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lema.config import LemaConfig
-from lema.data import forms_of, longest_row, needs_tokenizer, prepare_data
+from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
 from lema.data.cache import folder_of
+from lema.data.chat.ends import ends_of
 from lema.data.files import find_files
-from lema.data.preference import prepare_preferences
+from lema.data.packed import PackedTokens
+from lema.data.preference import PreferenceDataset, prepare_preferences
+from lema.errors import DataError
 from lema.model.skeleton import read_config
 from lema.storage import resolve_model
-from lema.storage.modelfiles import load_tokenizer
+from lema.storage.modelfiles import load_generation_config, load_tokenizer
+from lema.storage.rendering import GENERATION, read_templates, write_generation, write_templates
 
 __all__ = ["ModelFiles", "read_data"]
 
 
 class ModelFiles:
-    """A model's directory, opened: its config and its tokenizer, without weights and without a device. `ModelError`:
-    there is no model, or its config cannot be read. `trusted`: whether code that comes with the model may run."""
+    """A model's directory, opened: its config and its tokenizer, without weights and without a device, and how texts of
+    the model are written and end. `ModelError`: there is no model, or its config cannot be read.
 
-    def __init__(self, settings: LemaConfig, *, trust_remote_code: bool = False, directory: Path | None = None) -> None:
+    `trusted`: whether code that comes with the model may run. `adapter`: the directory of an adapter that the model
+    has, whose chat template and ends take the place of the model's; None: the one that training begins with, if any."""
+
+    def __init__(
+        self,
+        settings: LemaConfig,
+        *,
+        trust_remote_code: bool = False,
+        directory: Path | None = None,
+        adapter: Path | None = None,
+    ) -> None:
         name, revision = settings.model_name_or_path, settings.revision
         self.directory = directory or resolve_model(name, revision=revision, trust_remote_code=trust_remote_code)
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
         self.trusted = trust_remote_code
+        self.ends: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
+        self._forms, self._adapter, self._begun = forms_of(settings), adapter, settings.adapter_name_or_path
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer in the directory. `DataError`: there is none."""
+        """Return the tokenizer in the directory, with the chat template of the settings, or else of the adapter.
+        `DataError`: there is none, or the template cannot be read."""
         how = "put the tokenizer's files next to the weights, or train on rows of input_ids and labels; if it has code "
         how += "of its own that you trust, add --trust-remote-code"
-        return load_tokenizer(self.directory, trusted=self.trusted, how=how)
+        tokenizer = load_tokenizer(self.directory, trusted=self.trusted, how=how)
+        if self._forms.chat_template is None and self.adapter is not None:
+            templates = read_templates(self.adapter)
+            if templates not in (None, tokenizer.chat_template):
+                tokenizer.chat_template = templates
+        return self._forms.with_template(tokenizer)
+
+    @cached_property
+    def adapter(self) -> Path | None:
+        """The directory of the adapter that the model has, or begins with; None: it has none of an earlier run."""
+        if self._adapter is None and self._begun is not None:
+            return resolve_model(self._begun)
+        return self._adapter
+
+    def note_ends(self, rows: Any) -> None:
+        """Remember in which tokens the rows end that are trained on; of a data set of the caller's nothing is read."""
+        rows = rows.rows if isinstance(rows, PreferenceDataset) else rows
+        if not isinstance(rows, TokenDataset | PackedTokens | list) or not len(rows):
+            return
+        if isinstance(rows, list) and not {"input_ids", "labels"} <= rows[0].keys():
+            return
+        with suppress(DataError):  # rows of token ids need no tokenizer
+            self.ends += tuple(end for end in ends_of(rows, self.tokenizer) if end not in self.ends)
+
+    def generation_config(self) -> GenerationConfig | None:
+        """Return the settings of generation: those beside the adapter, or the model's, and texts end also where those
+        end that were trained on; None: there are none. Errors are those of `load_generation_config`."""
+        place = self._generation_place()
+        settings = load_generation_config(place)
+        if self.ends:
+            settings = settings or GenerationConfig.from_model_config(self.config)
+            settings.eos_token_id = _with_ends(settings.eos_token_id, self.ends)
+        return settings
+
+    def write_rendering(self, directory: Path) -> None:
+        """Write into the directory of what was trained how its texts are written and end, where the model's own
+        directory does not say the same: the chat template, and `generation_config.json`. `DiskError`: a file could not
+        be written."""
+        with suppress(DataError):
+            templates = self.tokenizer.chat_template
+            if templates is not None and templates != read_templates(self.directory):
+                write_templates(directory, templates)
+        place = self._generation_place()
+        if not self.ends and place == self.directory:
+            return
+        if load_generation_config(place) is not None:
+            values: dict[str, Any] = json.loads((place / GENERATION).read_text(encoding="utf-8"))
+        else:
+            values = GenerationConfig.from_model_config(self.config).to_diff_dict()
+            values.pop("_from_model_config", None)  # because transformers would make it of the model's config again
+        if self.ends:
+            values["eos_token_id"] = _with_ends(values.get("eos_token_id"), self.ends)
+            pad, vocab_size = values.get("pad_token_id"), getattr(self.config.get_text_config(), "vocab_size", None)
+            if pad is None or not 0 <= pad < (vocab_size or pad + 1):
+                named = (self.tokenizer.pad_token_id, self.ends[0])
+                values["pad_token_id"] = next(one for one in named if one is not None and one < (vocab_size or one + 1))
+        write_generation(directory, values)
+
+    def _generation_place(self) -> Path:
+        """The directory whose settings of generation apply."""
+        beside = self.adapter is not None and (self.adapter / GENERATION).is_file()
+        return self.adapter if beside and self.adapter is not None else self.directory
+
+
+def _with_ends(known: int | list[int] | None, ends: Sequence[int]) -> int | list[int]:
+    """Return the tokens that texts end at, and further ones; one alone as a number, as it is published."""
+    found = [] if known is None else [known] if isinstance(known, int) else list(known)
+    found += [end for end in ends if end not in found]
+    return found[0] if len(found) == 1 else found
 
 
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
@@ -48,7 +137,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     if data is config.train_data or data is config.eval_data:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
         data = find_files(cast("Any", data), first)  # of data sets by name, one after the other
-    text, forms = files.config.get_text_config(), forms_of(config)
+    text, forms = files.config.get_text_config(), replace(forms_of(config), chat_template=None)  # the tokenizer has it
     longest = longest_row(config.max_length, getattr(text, "max_position_embeddings", None))
     options: dict[str, Any] = {
         "max_length": sys.maxsize if config.packing == "wrapped" else longest,  # which are cut into packs later

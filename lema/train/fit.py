@@ -181,7 +181,7 @@ class PlainRun:
         writers: list[Writer] = []
         if result or not (self._output / CARD).exists():  # that of a run that came to its end tells its results
             card = model_card(config, base.name, self._told_of_data(), {"steps": self.done, **result})
-            writers = [partial(write_beside, config=config, files=files, card=card)]
+            writers = [partial(write_beside, files=files, card=card)]
         leave = partial(leave_adapter, self._output, backend, adapter, config, base, writers)
         leave() if backend.parallel.size > 1 else alone(leave)  # of several that hold it, each has a part
         if config.push_to_hub:

@@ -49,6 +49,7 @@ from lema.plan.plan import hiding_tokens
 from lema.plan.planner import Planner, opened_planner, settled
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
+from lema.storage.rendering import read_templates
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
@@ -145,10 +146,14 @@ class LemaModel:
         """
         path = Path(directory)
         config, saved = read_settings(path, **overrides)
-        config = config.model_copy(update={"adapter_name_or_path": None})  # its first adapter may be missing
+        gone: dict[str, Any] = {"adapter_name_or_path": None}  # because its first adapter may be missing
+        if overrides.get("chat_template") is None and read_templates(path) is not None:
+            gone["chat_template"] = None  # the one beside the adapter is what it was trained with
+        config = config.model_copy(update=gone)
         own = overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"})
         with named_in(settings_file(path) if own else None):
-            model = cls(config, backend=backend, trust_remote_code=trust_remote_code)
+            files = ModelFiles(config, trust_remote_code=trust_remote_code, adapter=path)
+            model = cls(config, backend=backend, files=files, trust_remote_code=trust_remote_code)
         if own:
             check_base(path, model.gbi)
         model.attach_lora(saved or configured_lora(model.skeleton, config, model.backend.parallel.size))
@@ -223,9 +228,10 @@ class LemaModel:
         return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write PEFT's adapter files and `lema_config.json`, or raise `DiskError`. Only the first process writes."""
+        """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
+        they are not the model's own, or raise `DiskError`. Only the first process writes."""
         given = self.backend, self._require_adapter(), self.config, base_of(self.config, self.gbi)
-        leave_adapter(Path(directory), *given)
+        leave_adapter(Path(directory), *given, [self.files.write_rendering])
 
     @cached_property
     def adapter(self) -> StreamedModel:
@@ -339,7 +345,8 @@ class LemaModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model's directory; `DataError` if there is none."""
+        """The tokenizer of the model's directory, with the chat template of the settings or of the adapter; `DataError`
+        if there is none."""
         return self.files.tokenizer
 
     def generate(

@@ -225,7 +225,10 @@ class LemaTrainer:
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
             read = partial(as_rows, config=self.config, files=self.files, say=say)
-            run, optimizer = PlainRun(self, read(dataset), read(eval_dataset), say), self.ready()
+            rows = read(dataset)
+            if self.files is not None:
+                self.files.note_ends(rows)
+            run, optimizer = PlainRun(self, rows, read(eval_dataset), say), self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
@@ -282,6 +285,7 @@ class LemaTrainer:
             adapter,
             config.save_pretrained,
             partial(write_base, fingerprint=self._base.fingerprint),
+            *([] if self.files is None else [self.files.write_rendering]),
             *writers,
         ]
         write = partial(write_checkpoint, Path(directory), kept, state, every, nbytes)

@@ -303,6 +303,6 @@ def test_generated_tokens_are_those_of_the_whole_model(tmp_path: Path, kind: str
     config = LemaConfig(str(small), device="cpu", device_memory=None, save_steps=0)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     prompts = inputs["input_ids"].tolist()
-    (found,) = complete(model.split, model.memory, model.directory, model.tokenizer, prompts, 5, {})
+    (found,) = complete(model.split, model.memory, model.files.generation_config(), model.tokenizer, prompts, 5, {})
     model.close()
     assert list(found.tokens) == expected[0, inputs["input_ids"].shape[1] :].tolist()

@@ -49,7 +49,7 @@ def complaints() -> Iterator[list[str]]:
 
 def streamed_tokens(model: LemaModel, prompts: list[str], new: int = NEW, **options: Any) -> Tensor:
     ids, end = encoded(model.tokenizer, prompts), model.tokenizer.eos_token_id
-    made = complete(model.split, model.memory, model.directory, model.tokenizer, ids, new, options)
+    made = complete(model.split, model.memory, model.files.generation_config(), model.tokenizer, ids, new, options)
     width = max(len(one.tokens) for one in made)
     return torch.tensor([[*one.tokens, *[end] * (width - len(one.tokens))] for one in made])
 
@@ -115,7 +115,7 @@ def test_an_end_that_comes_first_ends_a_text_as_in_transformers(at: int, tmp_pat
     prompts[2][0] = end
     with opened(settings(tmp_path / "model", tmp_path), adapter=False) as model:
         options = {"eos_token_id": end, "pad_token_id": 0}
-        made = complete(model.split, model.memory, model.directory, tokenizer(), prompts, NEW, options)
+        made = complete(model.split, model.memory, model.files.generation_config(), tokenizer(), prompts, NEW, options)
     expected = [alone(prompt, eos_token_id=end) for prompt in prompts]
     assert len(expected[0]) == at + 1
     assert [list(one.tokens) for one in made] == expected
@@ -130,6 +130,25 @@ def test_where_weights_wait_changes_no_token(llama: Path, changes: dict[str, Any
             found.append(streamed_tokens(model, PROMPTS))
             found.append(streamed_tokens(model, PROMPTS))
     assert all(torch.equal(tokens, found[0]) for tokens in found)
+
+
+@pytest.mark.parametrize("pad", [-1, 10**6])
+def test_a_pad_token_without_a_row_of_embeddings_is_replaced(llama: Path, pad: int, tmp_path: Path) -> None:
+    with opened(settings(llama, tmp_path), adapter=False) as model:
+        right = streamed_tokens(model, PROMPTS)
+        assert torch.equal(streamed_tokens(model, PROMPTS, pad_token_id=pad), right)
+        vocab_size = model.skeleton.config.vocab_size
+        said = f"the prompt holds {vocab_size}, which is outside the vocabulary of {vocab_size} tokens"
+        with pytest.raises(DataError, match=said):
+            complete(
+                model.split,
+                model.memory,
+                model.files.generation_config(),
+                model.tokenizer,
+                [[1], [2, vocab_size]],
+                NEW,
+                {},
+            )
 
 
 def test_a_model_without_an_adapter_speaks_too(llama: Path, tmp_path: Path) -> None:

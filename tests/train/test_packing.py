@@ -78,7 +78,7 @@ def test_packs_have_the_loss_and_gradients_of_their_rows(
 
 @limits(deadline=None, max_examples=50)
 @given(
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
+    lengths=st.lists(st.integers(2, 20), min_size=1, max_size=60),
     length=st.integers(20, 45),
     seed=st.integers(0, 5),
     wrapped=st.booleans(),
@@ -90,10 +90,11 @@ def test_every_token_is_in_one_pack_and_packs_are_few(
     rows = [{"input_ids": one, "labels": [7] * len(one)} for one in ids]
     packs = Packs(rows, length, seed, wrapped=wrapped)
     found = [packs[index] for index in range(len(packs))]
-    assert sorted(token for pack in found for token in pack["input_ids"]) == sorted(
-        token for row in rows for token in row["input_ids"]
-    )
-    best = -(-sum(lengths) // length)
+    packed_tokens = sorted(token for pack in found for token in pack["input_ids"])
+    assert len(set(packed_tokens)) == len(packed_tokens)
+    alone = wrapped and sum(lengths) % length == 1  # one token in a pack of its own, which nothing predicts
+    assert len(packed_tokens) == sum(lengths) - alone
+    best = -(-sum(lengths) // length) - alone
     assert len(packs) == best if wrapped else best <= len(packs) <= max(1, 1.25 * best + 1)  # 11/9 of the fewest
     for index, pack in enumerate(found):
         assert (
@@ -120,6 +121,27 @@ def test_many_rows_are_packed_at_once_and_well() -> None:
     assert sum(packs.num_tokens(index) for index in range(len(packs))) == lengths.sum()
     assert lengths.sum() / (1024 * len(packs)) > 0.99
     assert "99% filled" in packs.notes[0] or "100% filled" in packs.notes[0]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_packs_that_train_nothing_are_left_out(known: bool) -> None:
+    class Known(list[Any]):
+        trained = np.array([2, 5, 9])
+
+    answer = {"input_ids": [*range(40)], "labels": [-100] * 38 + [38, 39]}  # a long prompt, and two tokens after it
+    text = {"input_ids": [*range(100, 106)], "labels": [*range(100, 106)]}
+    tail = {"input_ids": [*range(200, 210)], "labels": [*range(200, 210)]}
+    rows = [answer, text, tail]
+    packs = Packs(Known(rows) if known else rows, 11, 0, wrapped=True)
+    found = [packs[number] for number in range(len(packs))]
+    assert all(any(label != -100 for label in pack["labels"]) for pack in found)
+    every = [token for row in rows for token in row["input_ids"]]
+    dropped = set(every) - {token for pack in found for token in pack["input_ids"]}
+    assert dropped and dropped <= {*range(40), 105, 209}  # of the prompt, or a token that nothing predicts
+    assert packs.notes[1] == f"packed: {6 - len(packs)} further packs have no token to train on and are left out"
+    assert [packs.num_tokens(number) for number in range(len(packs))] == [len(pack["input_ids"]) for pack in found]
+    with pytest.raises(DataError, match="no pack has a token to train on"):
+        Packs([{"input_ids": [1], "labels": [1]}], 11, 0, wrapped=True)
 
 
 def test_a_row_longer_than_a_pack_is_refused() -> None:

@@ -158,7 +158,7 @@ class _Made:
 
         model, first = self.model, self.model.backend.replicas.first
         ids = [prompt_ids(row, model.tokenizer, chat=chat) for row in self.rows]
-        fitting(self.rows, ids, new, getattr(model.skeleton.config, "max_position_embeddings", None))
+        fitting(self.rows, ids, new, model.skeleton.config.get_text_config())
         plan = plan_of(model, ids, new, batch_size, kv, choose=True)
         size = plan.rows if plan is not None else batch_size or min(64, len(ids))
         if plan is not None and first and not self.bare:

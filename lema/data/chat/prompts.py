@@ -12,7 +12,7 @@ from lema.data.chat.messages import read_messages
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles, encoded
 from lema.data.files import Row, load_rows
-from lema.data.forms import text_of
+from lema.data.forms import check_ids, text_of
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -83,11 +83,14 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
     return encoded(tokenizer, rendered, row, whole=True)
 
 
-def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, positions: int | None) -> None:
-    """Refuse prompts with no tokens, or more than the model has positions for. `DataError`: it names the first."""
+def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, model: Any) -> None:
+    """Refuse prompts with no tokens, with tokens that the model has no row of embeddings for, or with more than it has
+    positions for, as the config of its text part says, `model`. `DataError`: it names the first."""
+    positions = getattr(model, "max_position_embeddings", None)
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise row.broken("the prompt has no tokens", how="give a prompt of at least one character")
+        check_ids(row, {"the prompt": prompt}, getattr(model, "vocab_size", None))
         if positions is not None and len(prompt) + new > positions:
             what = f"{len(prompt):,} tokens and {new:,} new ones are more than the {positions:,} that the model takes"
             raise row.broken(what, how="shorten the prompt, or request fewer new tokens")

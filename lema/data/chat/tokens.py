@@ -20,7 +20,7 @@ from lema.storage.modelfiles import library_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chats", "check_roles", "check_words", "encoded", "tokenizing"]
+__all__ = ["Chats", "check_roles", "check_words", "encoded", "to_continue", "tokenizing"]
 
 LONGEST_WORD = 1 << 20  # characters without a space or sign between them
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -126,10 +126,26 @@ def check_words(row: Row, text: str) -> str:
 
 
 def encoded(tokenizer: "PreTrainedTokenizerBase", text: str, row: Row, *, whole: bool) -> list[int]:
-    """Return the token ids of a text of a row. A text that is `whole` has its special tokens; else they are added."""
+    """Return the token ids of a text of a row. A text that is `whole` has its special tokens; to any other one those
+    are added that stand before a text (`to_continue`)."""
     check_words(row, text)
     with library_errors(tokenizer.name_or_path):
-        return list(tokenizer(text, add_special_tokens=not whole, verbose=False)["input_ids"])
+        if not whole:
+            return to_continue(tokenizer, text)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def to_continue(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    """Return the token ids of a text that goes on after its last word. What the tokenizer puts in front of texts stands
+    there once, also where the text already begins with it. What it puts behind them is left out, because a model that
+    has read the end of a text was never trained on what comes then."""
+    plain, ids = (list(tokenizer(text, add_special_tokens=one, verbose=False)["input_ids"]) for one in (False, True))
+    starts = range(len(ids) - len(plain) + 1) if plain else ()
+    start = next((one for one in starts if ids[one : one + len(plain)] == plain), None)
+    if start is not None:
+        del ids[start + len(plain) :]
+    bos = tokenizer.bos_token_id
+    return ids[int(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos) :]
 
 
 def tokenizing(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str, Sequence[Span], bool], tuple[Ids, Learnt]]:

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from lema.data.chat.tokens import to_continue
+from lema.data.files import Row
+from lema.data.forms import check_ids
 from lema.engine.generation.ends import Ends, Generated
 from lema.engine.generation.forward import KeyValues, streaming_forward
 from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError, DataError, LemaError, ModelError
 from lema.model import Split
-from lema.storage.modelfiles import library_errors, load_generation_config
+from lema.storage.modelfiles import library_errors
 from lema.stream import LayerStream
 
 __all__ = ["checked", "complete", "encoded"]
@@ -29,7 +32,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cuto
 def complete(
     split: Split,
     stream: LayerStream,
-    directory: Path,
+    own: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
@@ -39,15 +42,19 @@ def complete(
     told: Callable[[int], object] = lambda _: None,
     head: PiecedHead | None = None,
 ) -> list[Generated]:
-    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each. `options`
-    are those of `transformers`' `generate`; `told` is called after each token with how many texts got one, of beams it
-    is not. `DataError`: there is no prompt, or one has no tokens. `ConfigError`: an option is none that `transformers`
+    """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one for each. `own` are
+    the settings of generation that came with the model, if any did; `options` are those of `transformers`' `generate`.
+    `told` is called after each token with how many texts got one, of beams it is not. `DataError`: there is no prompt,
+    or one has no tokens, or one that the model has no row for. `ConfigError`: an option is none that `transformers`
     knows, or a text is to stop at an empty string; `ModelError`: the model's own code fails."""
+    directory = Path(split.model.config.name_or_path)
     if split.model.config.is_encoder_decoder:
         what = "the model's config says that it has an encoder, which this model has not"
         raise ConfigError(what, where=f"{directory / 'config.json'}: is_encoder_decoder", how="set it to false")
-    settings, rest, strings = _asked(directory, split.model.generation_config, tokenizer, max_new_tokens, options)
-    last, width = settings.eos_token_id, max(map(len, checked(prompts)))
+    vocab_size: int | None = getattr(split.model.config.get_text_config(), "vocab_size", None)
+    settings, rest, strings = _asked(own or split.model.generation_config, tokenizer, max_new_tokens, options)
+    settings.pad_token_id = _padding(settings, tokenizer, vocab_size)
+    last, width = settings.eos_token_id, max(map(len, checked(prompts, vocab_size)))
     ending = frozenset([] if last is None else [last] if isinstance(last, int) else last)
     rows, given = len(prompts) * (settings.num_return_sequences or 1), rest.pop("stopping_criteria", None) or []
     ends = Ends(width, rows, ending, strings, tokenizer, told)
@@ -96,18 +103,21 @@ def _model_errors(directory: Path) -> Iterator[None]:
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of each prompt, special tokens added as the tokenizer does."""
+    """Return the token ids of each prompt, with the special tokens that the tokenizer puts in front of texts."""
     with library_errors(tokenizer.name_or_path):
-        return [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
+        return [to_continue(tokenizer, prompt) for prompt in prompts]
 
 
-def checked(prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """Return the prompts, each as token ids. `DataError`: there is none, or one has no tokens."""
+def checked(prompts: Sequence[Sequence[int]], vocab_size: int | None = None) -> Sequence[Sequence[int]]:
+    """Return the prompts, each as token ids. `DataError`: there is none, one has no tokens, or one has a token outside
+    the vocabulary of `vocab_size` tokens; None: not checked."""
     if not prompts:
         raise DataError("there is no prompt", where="generate", how="give one text or several")
     if empty := [str(place) for place, prompt in enumerate(prompts, 1) if not len(prompt)]:
         what = "a prompt has no tokens"
         raise DataError(what, where=f"prompt {', '.join(empty)}", how="give a prompt of at least one character")
+    for place, prompt in enumerate(prompts, 1):
+        check_ids(Row({}, "prompt", place), {"the prompt": prompt}, vocab_size)
     return prompts
 
 
@@ -118,15 +128,14 @@ def _until(row: list[int], ends: frozenset[int]) -> Generated:
 
 
 def _asked(
-    directory: Path,
-    default: GenerationConfig | None,
+    own: GenerationConfig | None,
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
     options: Mapping[str, Any],
 ) -> tuple[GenerationConfig, dict[str, Any], list[str]]:
     """Return the model's own settings with those that this call asks for, the options that are no settings, and the
     strings that texts stop at."""
-    settings = load_generation_config(directory) or copy.deepcopy(default or GenerationConfig())
+    settings = copy.deepcopy(own or GenerationConfig())
     wanted = {"do_sample": False, "use_cache": True, "max_new_tokens": max_new_tokens, "max_length": None, **options}
     if not wanted["do_sample"]:
         # Taken out, because `transformers` would warn of settings of sampling that came with the model.
@@ -137,14 +146,18 @@ def _asked(
     if unknown := rest.keys() - signature(GenerationMixin.generate).parameters.keys():
         how = "options are those of transformers' generate, such as do_sample, temperature and top_p"
         raise ConfigError(f"unknown option of generation: {', '.join(sorted(unknown))}", where="generate", how=how)
-    if settings.pad_token_id is None:
-        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        settings.pad_token_id = padding or 0  # masked, so any token will do
     strings = [settings.stop_strings] if isinstance(settings.stop_strings, str) else settings.stop_strings or []
     if "" in strings:
         raise ConfigError("every text contains the empty string", where="stop_strings", how="leave it out")
     settings.stop_strings = None  # because `transformers` would look for them in prompts, too
     return settings, dict(rest), list(strings)
+
+
+def _padding(settings: GenerationConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> int:
+    """Return the first token for padding, of those that the settings and the tokenizer name, that the model has a row
+    of embeddings for; else 0. Padding is masked, so any token will do."""
+    named = (settings.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((one for one in named if one is not None and 0 <= one < (vocab_size or one + 1)), 0)
 
 
 def _padded(prompts: Sequence[Sequence[int]], padding: int) -> dict[str, Tensor]:

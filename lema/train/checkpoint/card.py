@@ -15,7 +15,6 @@ from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from lema.config import LemaConfig
-from lema.data import forms_of
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
 
@@ -25,6 +24,7 @@ CARD = "README.md"
 HTTPError = errors.HTTPError  # type: ignore[attr-defined] # httpx's or httpx2's, by the version of the library
 PUBLISHED = (
     *("adapter_*", CARD, "token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.jinja"),
+    "generation_config.json",
 )
 OF_THIS_MACHINE = {"model_name_or_path", "output_dir", "offload_dir", "gbi_path", "train_data", "eval_data", "run_name"}
 
@@ -74,12 +74,14 @@ def _plain(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and "/" in value and Path(value).expanduser().exists() else value
 
 
-def write_beside(directory: Path, *, config: LemaConfig, files: ModelFiles | None, card: str) -> None:
-    """Write the card, and the tokenizer with the chat template that it was used with; of a model that has one."""
+def write_beside(directory: Path, *, files: ModelFiles | None, card: str) -> None:
+    """Write the card, and, of a model that has one, the tokenizer with the chat template that it was used with, and the
+    settings of generation with the tokens in which the texts ended."""
     (directory / CARD).write_text(card, encoding="utf-8")
     if files is not None:
         with suppress(DataError):  # rows of token ids need no tokenizer
-            forms_of(config).with_template(files.tokenizer).save_pretrained(str(directory))
+            files.tokenizer.save_pretrained(str(directory))
+        files.write_rendering(directory)
 
 
 def make_repository(config: LemaConfig) -> None:

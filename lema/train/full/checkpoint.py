@@ -193,7 +193,8 @@ def save_trained(
     specs = tensor_specs(skeleton, model.records, model.dtypes)
     specs = [spec for spec in specs if spec[0] not in skeleton.all_tied_weights_keys]
     pieces, changes = partial(_pieces, model, masters), rewritten_config(model.config.dtype)
-    return write_model(out, specs, max_shard_size, pieces, model.directory, changes, code=model.trusted)
+    beside = model.files.write_rendering
+    return write_model(out, specs, max_shard_size, pieces, model.directory, changes, code=model.trusted, beside=beside)
 
 
 def save_delta(
@@ -211,4 +212,5 @@ def save_delta(
     with appearing(out) as part, torch.no_grad():
         write_shards(part, specs, max_shard_size, partial(_pieces, model, masters), STEM)
         replace_file(part / DELTA_NAME, (json.dumps(asdict(about), indent=2) + "\n").encode())
+        model.files.write_rendering(part)
     return out

@@ -95,7 +95,8 @@ def texts_of(
     options: Mapping[str, Any],
 ) -> list[str]:
     """Return the text that follows each prompt; `batch_size` None: all at once. Errors: of `plan_of`, `completions`."""
-    ids = checked(encoded(model.tokenizer, [prompt] if isinstance(prompt, str) else prompt))
+    prompts = encoded(model.tokenizer, [prompt] if isinstance(prompt, str) else prompt)
+    ids = checked(prompts, getattr(model.skeleton.config.get_text_config(), "vocab_size", None))
     size = batch_size or len(ids)
     plan_of(model, ids, max_new_tokens, size, keys_values)
     batches = completions(model, ids, max_new_tokens, size, options, keys_values=keys_values)
@@ -138,7 +139,15 @@ def completions(
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
-        given = model.split, model.memory, model.directory, model.tokenizer, ids, max_new_tokens, options
+        given = (
+            model.split,
+            model.memory,
+            model.files.generation_config(),
+            model.tokenizer,
+            ids,
+            max_new_tokens,
+            options,
+        )
         with library_errors(model.directory / "generation_config.json", *WRONG_SETTINGS, WRONG_VALUES):
             made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
         yield [
@@ -185,7 +194,7 @@ class Samples(TrainerCallback):
         texts = [Row({"prompt": text}, "eval_prompts", number) for number, text in enumerate(given or (), 1)]
         self._rows = read_prompts(Path(given)) if isinstance(given, str) else texts
         self._ids = [prompt_ids(row, model.tokenizer, chat=False) for row in self._rows]
-        fitting(self._rows, self._ids, self._new, getattr(model.skeleton.config, "max_position_embeddings", None))
+        fitting(self._rows, self._ids, self._new, model.skeleton.config.get_text_config())
         self._model, self._file = model, Path(model.config.output_dir) / SAMPLES
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -191,6 +191,8 @@ class Phases:
             opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
             model = LemaModel(config, trust_remote_code=self.trust_remote_code, **opened)
             stack.callback(model.close, keep_backend=True)
+            for name in sorted({one.full_name for one in phase.mixture}):
+                model.files.note_ends(self.sources[name])
             trainer = trainer_of(model, phase, phase.overrides.get("device_memory", self.config.device_memory))
             if isinstance(trainer, FullTraining):
                 stack.callback(trainer.close)

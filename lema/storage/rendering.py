@@ -1,0 +1,103 @@
+"""How the texts of a model are written and where they end, as the files beside its weights, or an adapter, say.
+
+These are the chat templates and `generation_config.json`, in the form that `save_pretrained` of `transformers` gives
+them. They go with weights that were trained on such texts: beside an adapter, into a merged model.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lema.errors import DataError
+from lema.storage.atomic import replace_file
+from lema.storage.header import regular_size
+from lema.storage.index import check_inside
+from lema.storage.modelfiles import TEMPLATES, check_companions, load_generation_config
+
+__all__ = ["GENERATION", "RENDERING", "TEMPLATE", "Templates", "carry_rendering", "read_templates", "write_generation"]
+__all__ += ["write_templates"]
+
+GENERATION = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
+RENDERING = (GENERATION, TEMPLATE, TEMPLATES)
+"""The files and the folder of this kind in a directory."""
+
+DEFAULT = "default"  # the name of the template in the file above; others are in the folder under their own
+OLDER = ("chat_template.json",)  # files that said the same in earlier versions of `transformers`
+TOKENIZER = "tokenizer_config.json"
+
+Templates: TypeAlias = str | dict[str, str]
+"""One template, or several by name, as the attribute `chat_template` of a tokenizer has them."""
+
+
+def read_templates(directory: Path) -> Templates | None:
+    """Return the chat templates in a directory; None: it has none. `DataError`: a file cannot be read; `WeightsError`:
+    one is a link that leaves the directory, or no regular file."""
+    check_companions(directory)
+    file = directory / TEMPLATE
+    found = {DEFAULT: _text(file)} if file.is_file() else {}
+    found |= {one.stem: _text(one) for one in sorted((directory / TEMPLATES).glob("*.jinja"))}
+    if not found:
+        named = _json(directory / TOKENIZER).get("chat_template")
+        if isinstance(named, list):
+            found = {str(one["name"]): str(one["template"]) for one in named if isinstance(one, dict)}
+        elif isinstance(named, str):
+            found = {DEFAULT: named}
+    return found[DEFAULT] if found.keys() == {DEFAULT} else found or None
+
+
+def write_templates(directory: Path, templates: Templates) -> None:
+    """Let a directory have these chat templates and no others. `DiskError`: a file could not be written."""
+    each = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
+    for name in (*OLDER, TEMPLATE):
+        (directory / name).unlink(missing_ok=True)
+    if (directory / TEMPLATES).is_dir():
+        shutil.rmtree(directory / TEMPLATES)
+    about = _json(directory / TOKENIZER)
+    if about.pop("chat_template", None) is not None:
+        replace_file(directory / TOKENIZER, _written(about))
+    if (default := each.pop(DEFAULT, None)) is not None:
+        replace_file(directory / TEMPLATE, default.encode())
+    for name, text in each.items():
+        (directory / TEMPLATES).mkdir(exist_ok=True)
+        replace_file(directory / TEMPLATES / f"{name}.jinja", text.encode())
+
+
+def write_generation(directory: Path, values: Mapping[str, Any]) -> None:
+    """Write these settings of generation. `DiskError`: the file could not be written."""
+    replace_file(directory / GENERATION, _written(values))
+
+
+def carry_rendering(source: Path, out: Path) -> None:
+    """Let the directory of a model say what that of an adapter says of its texts; of what it does not, nothing changes.
+    Errors are those of `read_templates` and `load_generation_config`, and `DiskError`."""
+    templates = read_templates(source)
+    if templates is not None and templates != read_templates(out):
+        write_templates(out, templates)
+    if load_generation_config(source) is not None:
+        replace_file(out / GENERATION, (source / GENERATION).read_bytes())
+
+
+def _written(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _text(file: Path) -> str:
+    check_inside(file)
+    regular_size(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        how = "correct the file, or delete it"
+        raise DataError(f"the chat template cannot be read: {error}", where=str(file), how=how) from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; any other file counts as empty here, and fails where it is used."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,0 +1,119 @@
+"""Texts end and are written as they were trained: beside the adapter, when it is opened, and after a merge."""
+
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from smallrun import settings, tokenizer, write_model
+from transformers import AutoTokenizer, GenerationConfig
+
+from lema import LemaModel
+from lema.convert import merge_adapter
+from lema.data.chat.ends import ends_of
+from lema.storage.rendering import carry_rendering, read_templates, write_templates
+from lema.train.run import train
+
+CHAT = [{"role": "user", "content": "the miller of"}, {"role": "assistant", "content": "corn and the river"}]
+END = "@"  # a token of the vocabulary that the base model does not end at
+TEMPLATE = "{% for m in messages %}{{ m.content + '@' }}{% endfor %}"
+OWN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
+    """A base model, the directory of an adapter trained on chats with a template of the settings, and its end token."""
+    place = tmp_path_factory.mktemp("rendering")
+    base = write_model(place)
+    encode = tokenizer()
+    encode.chat_template = {"default": OWN, "tool_use": OWN}
+    end = encode.convert_tokens_to_ids(END)
+    encode.add_special_tokens({"additional_special_tokens": [END]})
+    encode.save_pretrained(base)
+    data = place / "chats.jsonl"
+    data.write_text("".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(4)))
+    config = settings(
+        base, place / "run", train_data=str(data), chat_template=TEMPLATE, max_steps=2, save_steps=2, batch_size=2
+    )
+    train(config)
+    return base, Path(config.output_dir), end
+
+
+def ends_in(directory: Path) -> list[int]:
+    found: Any = GenerationConfig.from_pretrained(directory).eos_token_id
+    return found if isinstance(found, list) else [found]
+
+
+def test_an_adapter_its_checkpoint_and_the_merged_model_render_and_end_as_the_texts(
+    trained: tuple[Path, Path, int], tmp_path: Path
+) -> None:
+    base, adapter, end = trained
+    merged = merge_adapter(adapter, tmp_path / "merged")
+    for directory in (adapter, adapter / "checkpoint-2", merged):
+        assert read_templates(directory) == TEMPLATE, directory
+        assert end in ends_in(directory), directory
+    assert AutoTokenizer.from_pretrained(merged).chat_template == TEMPLATE
+    assert (merged / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert read_templates(base) == {"default": OWN, "tool_use": OWN}  # the base is as it was
+
+
+def test_an_opened_adapter_keeps_both_though_the_settings_name_a_file_that_is_gone(
+    trained: tuple[Path, Path, int], tmp_path: Path
+) -> None:
+    _, adapter, end = trained
+    copy = tmp_path / "copy"
+    shutil.copytree(adapter, copy)
+    said = json.loads((copy / "lema_config.json").read_text())
+    (copy / "lema_config.json").write_text(json.dumps(said | {"chat_template": "gone.jinja"}))
+    with closing(LemaModel.from_pretrained(copy)) as model:
+        assert model.tokenizer.chat_template == TEMPLATE
+        own = model.files.generation_config()
+        assert own is not None and end in own.eos_token_id
+        model.save_pretrained(tmp_path / "again")
+    assert read_templates(tmp_path / "again") == TEMPLATE
+    assert end in ends_in(tmp_path / "again")
+    with closing(LemaModel.from_pretrained(copy, chat_template=OWN)) as model:
+        assert model.tokenizer.chat_template == OWN
+
+
+def test_a_merge_without_a_template_of_the_adapter_keeps_every_template_of_the_model(
+    trained: tuple[Path, Path, int], tmp_path: Path
+) -> None:
+    _, adapter, _ = trained
+    bare = tmp_path / "bare"
+    shutil.copytree(adapter, bare)
+    for name in ("chat_template.jinja", "generation_config.json"):
+        (bare / name).unlink()
+    assert read_templates(merge_adapter(bare, tmp_path / "merged")) == {"default": OWN, "tool_use": OWN}
+
+
+def test_templates_of_an_adapter_take_the_place_of_all_others(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (out / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": OWN}))
+    assert read_templates(out) == OWN
+    carry_rendering(source, out)
+    assert read_templates(out) == OWN
+    write_templates(source, {"default": TEMPLATE, "tool_use": OWN})
+    carry_rendering(source, out)
+    assert read_templates(out) == {"default": TEMPLATE, "tool_use": OWN}
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {"eos_token": "</s>"}
+    write_templates(out, TEMPLATE)
+    assert read_templates(out) == TEMPLATE and not (out / "additional_chat_templates").exists()
+
+
+def test_ends_are_special_tokens_that_are_trained_at_the_end_of_whole_rows() -> None:
+    encode = tokenizer()
+    encode.add_special_tokens({"additional_special_tokens": ["@", "#"]})
+    turn, tool, word = (encode.convert_tokens_to_ids(text) for text in ("@", "#", "c"))
+
+    def row(ids: list[int], trained: int) -> dict[str, list[int]]:
+        return {"input_ids": ids, "labels": [-100] * (len(ids) - trained) + ids[len(ids) - trained :]}
+
+    assert ends_of([row([word, word, turn], 2), row([word, tool], 1), row([word, turn], 1)], encode) == (turn, tool)
+    assert ends_of([row([word, turn, word], 2)], encode) == ()  # within an answer
+    unlearnt = {"input_ids": [word, word, turn], "labels": [-100, word, -100]}
+    assert ends_of([unlearnt], encode) == ()
