@@ -133,6 +133,16 @@ def test_a_part_that_is_missing_is_named(form: PackedForm, part: str, message: s
         names_of(streamed)
 
 
+def test_modules_may_have_other_bits_and_groups_than_the_model(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic` and AutoRound's `extra_config` say which; what is stored tells the same."""
+    streamed, name = write_packed(GPTQ, tmp_path, num_hidden_layers=1).streamed, "model.layers.0.mlp.up_proj.weight"
+    stored, own = load_file(streamed / FILE), replace(GPTQ, bits=8, group_size=32, desc_act=True)
+    parts = packed(name, torch.randn(256, 128), own)
+    save_file({key: one.contiguous() for key, one in (stored | parts).items()}, streamed / FILE, {"format": "pt"})
+    found = read_tensor(names_of(streamed).stored[name], torch.float32)
+    assert torch.equal(found, expanded(parts, own)[name].float())
+
+
 def test_a_module_that_keeps_its_weight_transposed_is_refused(tmp_path: Path) -> None:
     """What is packed is [outputs, inputs], and GPT-2's modules want the other."""
     published = write_checkpoint("gpt2", tmp_path).published

@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import compressedforms
 import fulltraining
+import packedforms
 import pytest
 import torch
+from compressedforms import write_compressed
 from everytype import write_model
+from packedforms import write_packed
 from phaseruns import SOURCES, two
 from phaseruns import weights as weights_of
 from quantized import KINDS, prepared, published
@@ -91,6 +95,20 @@ def test_experts_are_leased_in_groups(tmp_path: Path, size: int) -> None:
 def test_quantised_weights_are_expanded_there(tmp_path: Path, kind: str) -> None:
     model = prepared(published(tmp_path / "published"), kind).path
     on_device, on_cpu = on_both(model, micro_batches(2))
+    assert on_device.distance(on_cpu) < WITHIN
+
+
+@pytest.mark.parametrize("form", ["gptq, groups of 32, desc_act", "awq, groups of 32"])
+def test_packed_weights_are_expanded_there(tmp_path: Path, form: str) -> None:
+    model = write_packed(packedforms.FORMS[form], tmp_path, num_hidden_layers=4).streamed
+    on_device, on_cpu = on_both(model, micro_batches(2), dtype="float32")
+    assert on_device.distance(on_cpu) < WITHIN
+
+
+@pytest.mark.parametrize("form", ["int4, groups", "int8, channels", "int4, numbered groups"])
+def test_compressed_integers_are_expanded_there(tmp_path: Path, form: str) -> None:
+    model = write_compressed(compressedforms.FORMS[form], tmp_path, num_layers=4).streamed
+    on_device, on_cpu = on_both(model, micro_batches(2), dtype="float32")
     assert on_device.distance(on_cpu) < WITHIN
 
 
