@@ -15,7 +15,7 @@ from lema.config import types
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.config.batching import BatchSettings, disagreements_of_batches
-from lema.config.objective import ObjectiveName, disagreements_of_objective
+from lema.config.objective import ObjectiveName, Reference, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Said, Settings, Silent
@@ -205,7 +205,10 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Seconds without progress after which the process ends; None: it only writes the stacks of its threads."""
     objective: Refused[ObjectiveName] = "sft"
     """What the run trains on. `sft`: tokens of rows; `dpo`, `ipo`, `orpo`, `simpo`: pairs of `chosen` and `rejected`
-    rows; `kto`: rows with a `label`, or pairs. The reference is the model without adapters."""
+    rows; `kto`: rows with a `label`, or pairs."""
+    reference: Refused[Reference | None] = None
+    """What dpo, ipo and kto compare with: the `adapter` that training begins with, as it is at the start, or the `base`
+    model without adapters. None: adapter with `adapter_name_or_path`, otherwise base."""
     loss_type: Said[types.Name | None] = None
     """Variant of the loss, by TRL's name. sft: nll or dft; dpo: sigmoid, hinge, robust, ...; kto: kto or
     apo_zero_unpaired. None: the first of these."""

@@ -8,12 +8,13 @@ from lema.config.problems import Problem, meant
 if TYPE_CHECKING:
     from lema.config.lemaconfig import LemaConfig
 
-__all__ = ["OF_OBJECTIVES", "ObjectiveName", "disagreements_of_objective"]
+__all__ = ["OF_OBJECTIVES", "ObjectiveName", "Reference", "disagreements_of_objective", "reference_of"]
 
 ObjectiveName = Literal["sft", "dpo", "ipo", "orpo", "simpo", "kto"]
+Reference = Literal["adapter", "base"]
 
 OF_PAIRS = ("dpo", "ipo", "orpo", "simpo")  # objectives whose examples are pairs of rows
-WITH_REFERENCE = ("dpo", "ipo", "kto")  # those that compare with the model without adapters
+WITH_REFERENCE = ("dpo", "ipo", "kto")  # those that compare with another model
 
 # The values of `loss_type`; the first is the default.
 LOSS_TYPES: dict[str, tuple[str, ...]] = {
@@ -31,6 +32,7 @@ OF_TOKENS = ("eval_loss", "eval_perplexity")  # what an evaluation of sft measur
 # The objectives that each further setting says something of.
 SAYS = {
     "loss_type": tuple(LOSS_TYPES),
+    "reference": ("sft", *WITH_REFERENCE),  # of sft, because a loop in Python may set an objective of its own
     "beta": (*OF_PAIRS, "kto"),
     "label_smoothing": ("dpo", "simpo"),
     "simpo_gamma": ("simpo",),
@@ -39,6 +41,16 @@ SAYS = {
     "undesirable_weight": ("kto",),
 }
 OF_OBJECTIVES = ("objective", *SAYS)
+
+
+def reference_of(config: "LemaConfig", *, begun: bool = False) -> Reference | None:
+    """Return what the settings compare with: the adapter that training begins with, as it is then, or the base model;
+    None: with nothing. `begun`: it begins with a saved adapter, even if the settings name none."""
+    if config.reference is not None:
+        return config.reference
+    if config.objective not in WITH_REFERENCE:
+        return None
+    return "adapter" if begun or config.adapter_name_or_path is not None else "base"
 
 
 def disagreements_of_objective(config: "LemaConfig") -> Iterator[Problem]:
@@ -74,9 +86,9 @@ def disagreements_of_objective(config: "LemaConfig") -> Iterator[Problem]:
     if config.lora_dropout:
         what = f"objective: {objective} trains without dropout, as the reference and the published losses do"
         yield Problem("lora_dropout", what, "leave it out")
-    if objective in WITH_REFERENCE and config.lora_bias != "none":
+    if reference_of(config) == "base" and config.lora_bias != "none":
         what = f"objective: {objective} compares with the base model, but trained biases cannot be undone"
-        yield Problem("lora_bias", what, "set it to none")
+        yield Problem("lora_bias", what, "set it to none, or compare with reference: adapter")
     if objective == "kto" and kind != "apo_zero_unpaired":
         if config.batch_size == 1:
             what = "kto estimates its KL term from other rows of the batch, but there are none"

@@ -1,13 +1,14 @@
 """Extra rows that go through each layer with those that train, under the same lease: they read no more weights.
 
-Such are the rows of a step as the model without its adapters sees them, the reference of preference losses. No gradient
-is formed of them, and nothing of them is kept but the hidden states between two layers.
+Such are the rows of a step as the reference of preference losses sees them: the model without its adapters, or with
+the adapter that training began with. No gradient is formed of them, and nothing of them is kept but the hidden states
+between two layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
     from lema.engine.visit import Engine
 
-__all__ = ["Beside", "beside_of_pass", "settled"]
+__all__ = ["Beside", "StartingAdapter", "beside_of_pass", "settled"]
 
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
 Calls: TypeAlias = Sequence[Sequence[LayerCall]]
@@ -50,13 +51,62 @@ def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
             one._disable_adapters = was
 
 
+def as_reference(start: StartingAdapter | None, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Return the context in which modules compute as the reference does: with the adapter that training began with, or
+    without any (None)."""
+    return adapters_off(modules) if start is None else start.standing_in(modules)
+
+
+class StartingAdapter:
+    """What trains in a model, as it is when this is made: copies on the device that no optimizer knows.
+
+    The copies are parameters in the modules' places for a `with` block, in which no gradient is formed. So everything
+    that computes with an adapter, saves it or loads it does the same with this one. `model` has the trained parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                copy = nn.Parameter(parameter.detach().clone())
+                vars(copy).update(vars(parameter))  # such as how it lies over processes
+                self._copies[parameter] = copy
+
+    def values(self) -> list[Tensor]:
+        """Return the copies, in the order of the model's parameters."""
+        return list(self._copies.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that the copies take."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    @contextmanager
+    def standing_in(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Have modules, and those in them, compute with the copies in a `with` block."""
+        places = [
+            (part._parameters, name, parameter)
+            for module in modules
+            for part in module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None and parameter in self._copies
+        ]
+        try:
+            for parameters, name, parameter in places:
+                parameters[name] = self._copies[parameter]
+            yield
+        finally:
+            for parameters, name, parameter in places:
+                parameters[name] = parameter
+
+
 @dataclass(eq=False)
 class Group:
     """Some micro-batches on their way through the layers."""
 
     calls: Calls  # for each layer, the call of each micro-batch
     targets: Sequence[Tensor]  # of each micro-batch, `[rows, sequence]`: whose log-probabilities are wanted, -100 else
-    adapters: bool  # whether the layers have their adapters
+    policy: bool  # whether the layers are those that train; otherwise they are the reference's
     hidden: list[Tensor] | None = None  # at the layer that comes next; None: those of `source`, where adapters begin
     source: Group | None = None  # what these rows are the same as up to there; None: the rows that train
 
@@ -66,9 +116,10 @@ class Beside:
     """The extra rows of one pass."""
 
     engine: Engine  # what visits work with
-    reference: Group | None  # the rows that train, without adapters; None: not needed
-    mismatched: Sequence[Group]  # of KTO's KL term, with adapters and without; none: not needed
-    forks: int  # the lowest layer at which a model without adapters makes something else; -1: before the layers
+    start: StartingAdapter | None  # the reference's adapter; None: the reference has none
+    reference: Group | None  # the rows that train, as the reference sees them; None: not needed
+    mismatched: Sequence[Group]  # of KTO's KL term, of the model and of the reference; none: not needed
+    forks: int  # the lowest layer at which the reference makes something else; -1: before the layers
     outside: bool  # whether something outside the layers trains
 
     @torch.no_grad()
@@ -83,12 +134,13 @@ class Beside:
 
         def run(group: Group, call: LayerCall, given: Tensor) -> Tensor:
             # Not compiled without adapters, because that would be another graph of each layer.
-            return engine.split.run_layer(layer, lease.weights, call, given.detach(), compiled=group.adapters)
+            compiled = group.policy or self.start is not None
+            return engine.split.run_layer(layer, lease.weights, call, given.detach(), compiled=compiled)
 
         for group in groups:
             if group.hidden is None:
                 continue
-            with nullcontext() if group.adapters else adapters_off([engine.split.layers[layer]]):
+            with nullcontext() if group.policy else as_reference(self.start, [engine.split.layers[layer]]):
                 for index, call in enumerate(group.calls[layer]):
                     engine.stop.poll()
                     made = partial(run, group, call, group.hidden[index])
@@ -111,8 +163,8 @@ class Beside:
     def _logps(self, loss: RowLoss, group: Group) -> list[Tensor]:
         hidden, group.hidden = group.hidden or [], None
         # Looked for only where something outside the layers trains, because else the head has no adapters.
-        adapted = [] if group.adapters or not self.outside else [self.engine.split.model]
-        with adapters_off(adapted), self.engine.retry.at("in the head and the loss"):
+        adapted = [] if group.policy or not self.outside else [self.engine.split.model]
+        with as_reference(self.start, adapted), self.engine.retry.at("in the head and the loss"):
             return [loss.forward(state, target) for state, target in zip(hidden, group.targets, strict=True)]
 
 
@@ -127,29 +179,29 @@ def beside_of_pass(
     """Return the extra rows that go through the layers, before the first layer; None: there are none. The
     micro-batches are in host memory, `placed` on the device, `calls` those of each layer. `first` is the first layer's
     lease, where the prelude needs its weights."""
-    objective, split = model.objective, model.split
+    objective, split, start = model.objective, model.split, model.reference
     if objective is None or not isinstance(loss, RowLoss):
         return None
     outside = bool(model.trained_outside())
     below = outside and model.starts_below is not False
     forks = -1 if below else model.lowest_trained
 
-    def without(batches: Batches, targets: Sequence[Tensor], calls: Calls, source: Group | None = None) -> Group:
+    def as_seen(batches: Batches, targets: Sequence[Tensor], calls: Calls, source: Group | None = None) -> Group:
         if not below:
-            return Group(calls, targets, adapters=False, source=source)
-        with adapters_off([split.model]):
+            return Group(calls, targets, policy=False, source=source)
+        with as_reference(start, [split.model]):
             hidden, own = model.prelude(batches, first)
-        return Group(own, targets, adapters=False, hidden=list(split.enter(hidden)))
+        return Group(own, targets, policy=False, hidden=list(split.enter(hidden)))
 
     rows = [model.padding.of(mismatched_of(batch)) for batch in micro_batches if objective.mismatched]
     others, wanted = model.inputs.place_step(rows, [targets_of(row["labels"]) for row in rows], split.tables)
-    reference = without(placed, loss.targets, calls) if objective.reference else None
+    reference = as_seen(placed, loss.targets, calls) if objective.reference else None
     if not objective.mismatched:
-        return Beside(model.engine, reference, (), forks, outside)
+        return Beside(model.engine, start, reference, (), forks, outside)
     hidden, own = model.prelude(others, first)
-    policy = Group(own, wanted, adapters=True, hidden=list(split.enter(hidden)))
-    mismatched = policy, without(others, wanted, own, policy)
-    return Beside(model.engine, reference, mismatched, forks, outside)
+    policy = Group(own, wanted, policy=True, hidden=list(split.enter(hidden)))
+    mismatched = policy, as_seen(others, wanted, own, policy)
+    return Beside(model.engine, start, reference, mismatched, forks, outside)
 
 
 def settled(

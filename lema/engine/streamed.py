@@ -22,7 +22,7 @@ from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import TorchCarrier
 from lema.backend.watchdog import Watchdog
-from lema.engine.beside import Beside, beside_of_pass
+from lema.engine.beside import Beside, StartingAdapter, beside_of_pass
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
@@ -66,6 +66,7 @@ class StreamedModel:
         retry: attempts again what ran out of device memory, with less at once.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
         objective: what the loss of rows is; None: the cross-entropy of tokens.
+        reference: the adapter of the model that an objective compares with; None: that model has no adapter.
         dft: weigh the cross-entropy of each token with its probability. smoothing: see `LossChunks`.
         measured: what the objective has measured in the last pass, or the loss of routers (`Engine.routers`).
     """
@@ -108,6 +109,7 @@ class StreamedModel:
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
         self.objective: Objective | None = None
+        self.reference: StartingAdapter | None = None
         self.dft, self.smoothing = False, 0.0
         self.measured: Measured = {}
         self.starts_below: bool | None = None  # whether something before the layers trains; learnt from a step

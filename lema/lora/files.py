@@ -96,7 +96,10 @@ def with_adapter(config: LemaConfig) -> LemaConfig:
     if config.adapter_name_or_path is None:
         return config
     directory = resolve_model(config.adapter_name_or_path)
-    return _agreed(config, the_lora_config(directory), config.model_dump(exclude_unset=True), directory)
+    saved = the_lora_config(directory)
+    if config.objective != "sft":
+        saved.lora_dropout = 0.0  # because these objectives train without, as TRL's `disable_dropout` has it
+    return _agreed(config, saved, config.model_dump(exclude_unset=True), directory)
 
 
 def settings_of(config: LoraConfig, task: str = "CAUSAL_LM") -> dict[str, Any]:

@@ -183,7 +183,8 @@ def ample(planner: Planner) -> bool:
     weights = sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers) + blueprint.outside_bytes
     weights *= 1 + (blueprint.trained is not None)  # with their gradients
     activations = 4 * width * rows * batch.length * (1 + batch.beside)
-    return bool(weights + blueprint.head.nbytes + blueprint.adapter_bytes + activations < planner.limits[0])
+    trains = blueprint.adapter_bytes + blueprint.reference_bytes
+    return bool(weights + blueprint.head.nbytes + trains + activations < planner.limits[0])
 
 
 def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:

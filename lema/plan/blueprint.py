@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel, SingleProcess, load
 from lema.config import LemaConfig
+from lema.config.objective import reference_of
 from lema.engine.head.cut import HeadCut, open_ends
 from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
@@ -32,7 +33,7 @@ from lema.storage.quantized.records import Stored
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 
-__all__ = ["Blueprint", "draw_up"]
+__all__ = ["Blueprint", "draw_up", "reference_bytes"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Blueprint:
     adapter_parameters: int  # how many train
     stored_bytes: int  # of the model's files
     parameters: int  # of the model, adapters not counted
+    reference_bytes: int = 0  # on the device, of the adapter that a preference loss compares with
     trained: TrainedBytes | None = None  # weights of the model that train instead of an adapter
     cut_experts: Callable[[int], ExpertParts] | None = None  # returns layers with so many experts in a group
     parts: ExpertParts | None = None  # the layers with their experts in groups; None: they are whole
@@ -98,8 +100,9 @@ class Blueprint:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: of each parameter that trains its value and two moments, in fp32."""
-        return (MASTER_BYTES + MOMENT_BYTES) * self.adapter_parameters
+        """Bytes of one checkpoint: of each parameter that trains its value and two moments, in fp32; and those of the
+        reference's adapter."""
+        return (MASTER_BYTES + MOMENT_BYTES) * self.adapter_parameters + self.reference_bytes
 
     @property
     def names(self) -> Sequence[frozenset[str]]:
@@ -166,10 +169,19 @@ def draw_up(
         *trains,
         index.nbytes,
         parameters,
+        reference_bytes=reference_bytes(config, model) if chosen is None else 0,
         trained=trained,
         cut_experts=lambda size: expert_parts(records, dtypes, name, stack, tables.names, size),
         parallel=parallel,
     )
+
+
+def reference_bytes(config: LemaConfig, model: PreTrainedModel) -> int:
+    """Return the bytes of what trains in a model if the settings compare with it as it is at the start, because then
+    there is a copy; otherwise 0."""
+    if reference_of(config) != "adapter":
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex, PreTrainedModel, Mapping[str, Stored]]:

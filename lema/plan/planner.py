@@ -75,7 +75,7 @@ class Planner:
             None if self.timings is None else self.timings.times(scale),
             None if workload is None else shape or self.shape,
             outside_bytes=self.blueprint.outside_bytes,
-            adapter_bytes=self.blueprint.adapter_bytes - self._elsewhere(),
+            adapter_bytes=self.blueprint.adapter_bytes + self.blueprint.reference_bytes - self._elsewhere(),
             lowest=self.blueprint.lowest_adapted,
             shared=self.site.machine.shared,
             trained=self.blueprint.trained,

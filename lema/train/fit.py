@@ -175,14 +175,14 @@ class PlainRun:
     def leave(self, result: Mapping[str, Any], base: Base, files: ModelFiles | None) -> None:
         """Leave the adapter, or the best, with card and tokenizer, and upload them."""
         config, backend, alone = self._config, self.steps.model.backend, partial(first_alone, self._replicas)
-        adapter = cast(PeftModel, self.steps.module)
+        adapter, reference = cast(PeftModel, self.steps.module), self.steps.model.reference
         if config.load_best_model_at_end and self.best is not None:
             self._take_best(adapter)
         writers: list[Writer] = []
         if result or not (self._output / CARD).exists():  # that of a run that came to its end tells its results
             card = model_card(config, base.name, self._told_of_data(), {"steps": self.done, **result})
             writers = [partial(write_beside, files=files, card=card)]
-        leave = partial(leave_adapter, self._output, backend, adapter, config, base, writers)
+        leave = partial(leave_adapter, self._output, backend, adapter, config, base, reference, writers)
         leave() if backend.parallel.size > 1 else alone(leave)  # of several that hold it, each has a part
         if config.push_to_hub:
             alone(lambda: self._say(f"uploaded: {upload(config)}"))

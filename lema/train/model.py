@@ -21,6 +21,7 @@ from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
+from lema.engine.beside import StartingAdapter
 from lema.engine.generation import KeyValues
 from lema.engine.head.cut import open_ends
 from lema.engine.head.loss import CHUNK_TOKENS
@@ -44,7 +45,7 @@ from lema.model.skeleton import compute_fast, other_outputs
 from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
-from lema.plan.blueprint import Blueprint
+from lema.plan.blueprint import Blueprint, reference_bytes
 from lema.plan.plan import hiding_tokens
 from lema.plan.planner import Planner, opened_planner, settled
 from lema.storage import GlobalBinaryIndex, resolve_model
@@ -56,6 +57,7 @@ from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
 from lema.train.checkpoint.format import leave_adapter
 from lema.train.checkpoint.resume import newest_settings
+from lema.train.reference import begins_with, check_reference, reopened
 from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
@@ -124,6 +126,7 @@ class LemaModel:
         self._drawn = draw_head(self.skeleton, self.backend.device, config.seed) if scores else None
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
+        self.reference: StartingAdapter | None = None  # that preference losses compare with
         positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
         self._padding = padding_of(config, self.backend.parallel.size, positions)
         self._numerics = Numerics(config.tf32, config.deterministic)  # last: a model that is not opened closes nothing
@@ -157,7 +160,9 @@ class LemaModel:
         if own:
             check_base(path, model.gbi)
         model.attach_lora(saved or configured_lora(model.skeleton, config, model.backend.parallel.size))
-        load_weights(model._require_adapter(), path, model.split.layers_name, model.backend.parallel)
+        given = path, model.split.layers_name, model.backend.parallel
+        load_weights(adapters := model._require_adapter(), *given)
+        model.config, model.reference = reopened(model.config, adapters, *given)
         return model
 
     def initialize_lora(self) -> None:
@@ -170,6 +175,7 @@ class LemaModel:
         if self.config.lora_target_modules is None:
             warn_of_left_out(self.skeleton, lora, experts=self.config.lora_target_parameters is None)
         self.attach_lora(lora, seed=self.config.seed)
+        self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=False)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
         """Attach an adapter of PEFT's config, with values drawn from `seed`, or without values that will be loaded."""
@@ -194,14 +200,16 @@ class LemaModel:
 
     def begin_with_adapter(self, directory: str | PathLike[str], *, dropout: float | None = None) -> None:
         """Attach a saved adapter, in PEFT's files, instead of a new one. Its rank, targets, options and values apply,
-        and its dropout unless the settings give another. Raises `AdapterError` if no complete adapter fits;
-        `ConfigError` if the model already has an adapter."""
+        and its dropout unless the settings give another. Preference losses compare with it, as it is now, unless the
+        settings say `reference: base`. Raises `AdapterError` if no complete adapter fits; `ConfigError` if the model
+        already has an adapter."""
         path = Path(directory)
         saved = the_lora_config(path, self._task)
         saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
         check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
         self.attach_lora(saved)
         load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
+        self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=True)
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
         """Return the adapter's fp32 parameters in the order of the model, as a list for an optimizer."""
@@ -218,6 +226,7 @@ class LemaModel:
             raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
         from lema.train.trainer import LemaTrainer
 
+        check_reference(self.config, self.reference)
         self.settle_tokens()
         add_router_loss(adapter := self.adapter, self.config, self.directory)  # which settles what settings leave open
         given = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
@@ -230,7 +239,7 @@ class LemaModel:
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
         they are not the model's own, or raise `DiskError`. Only the first process writes."""
-        given = self.backend, self._require_adapter(), self.config, base_of(self.config, self.gbi)
+        given = self.backend, self._require_adapter(), self.config, base_of(self.config, self.gbi), self.reference
         leave_adapter(Path(directory), *given, [self.files.write_rendering])
 
     @cached_property
@@ -257,6 +266,7 @@ class LemaModel:
         adapter.engine.runs_again = self.allocation.runs_again
         adapter.retry.advise = partial(advise, self.planner, self.allocation)
         pursue(adapter, self.config)
+        adapter.reference = self.reference
         return adapter
 
     @cached_property
@@ -316,7 +326,9 @@ class LemaModel:
         given = self.directory, self.skeleton, layers, *ends, *adapter, self.gbi.nbytes, count
         where = self.split.layers_name, self.split.layers, self._tables.names
         cut, parallel = partial(expert_parts, self.records, self.dtypes, *where), self.backend.parallel
-        return opened_planner(self.config, Blueprint(*given, cut_experts=cut, parallel=parallel), self.backend)
+        kept = reference_bytes(self.config, self.skeleton)
+        blueprint = Blueprint(*given, reference_bytes=kept, cut_experts=cut, parallel=parallel)
+        return opened_planner(self.config, blueprint, self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:
         """Return the head in pieces, which are leased after the layers; None: it is on the device."""

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
+from lema.config.objective import WITH_REFERENCE
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.dataset import first_rows
@@ -98,6 +99,8 @@ def _about(model: LemaModel) -> Iterator[str]:
     adapters = f"{model.num_adapter_parameters:,} adapter parameters; device {model.backend.device}"
     weights = f"{model.split.num_layers} layers ({model.allocation.summary()}), {human_bytes(model.gbi.nbytes)}"
     yield f"{weights} of weights; {adapters}"
+    if model.config.objective in WITH_REFERENCE:
+        yield "reference: " + ("the base model" if model.reference is None else "the adapter that the run began with")
     if model.fused is not None:
         yield f"arithmetic: fast: {model.fused}"
     known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)

@@ -43,6 +43,7 @@ from lema.train.checkpoint.resume import SCHEDULE, UPDATE, check_sound, restore_
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
 from lema.train.guards import Passes, watched, worst
+from lema.train.reference import reference_writers, restore_reference
 from lema.train.steps import (
     StepResult,
     Update,
@@ -247,11 +248,12 @@ class LemaTrainer:
 
     def require_room(self, count: int) -> None:
         """Raise `DiskFull`, in every process, if `output_dir` has no space for this many checkpoints."""
-        optimizer, adapters = self.ready(), nbytes_of(self._parameters())
+        optimizer, adapters, reference = self.ready(), nbytes_of(self._parameters()), self.model.reference
         kept = (one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
         moments = nbytes_of(kept)
         if (not moments or self.update.over) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             moments = 2 * adapters  # which there are after its first step, in all processes together
+        adapters += 0 if reference is None else reference.nbytes
         check_room_for(count, adapters + moments, Path(self.config.output_dir), self.backend.replicas)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
@@ -276,16 +278,18 @@ class LemaTrainer:
             "extra": dict(extra or {}),
         }
         adapters, parallel, config = self._adapters(), self.backend.parallel, self.config
+        reference = self.model.reference
         kept = optimizer_state(self.ready(), parallel, self.update.over)
         whole = whole_adapter(adapters, parallel)
         state = {**about_run(config, "adapters", self._base.fingerprint), **states_of_all(self.backend), **about}
-        nbytes = nbytes_of(self._parameters() if whole is None else whole.values())
+        nbytes = nbytes_of(self._parameters() if whole is None else whole.values()) * (1 + (reference is not None))
         adapter = partial(save_adapter, adapters, base=self._base.name, revision=self._base.revision, whole=whole)
         every: list[Writer] = [
             adapter,
             config.save_pretrained,
             partial(write_base, fingerprint=self._base.fingerprint),
             *([] if self.files is None else [self.files.write_rendering]),
+            *reference_writers(reference, adapters, self._base, parallel),
             *writers,
         ]
         write = partial(write_checkpoint, Path(directory), kept, state, every, nbytes)
@@ -304,7 +308,9 @@ class LemaTrainer:
         state = read_state(path)
         check_same_adapter(adapters, path)
         check_base(path, self.gbi)
-        load_weights(adapters, path, self.model.split.layers_name, self.backend.parallel)
+        given = adapters, path, self.model.split.layers_name, self.backend.parallel
+        restore_reference(self.model.reference, *given)
+        load_weights(*given)
         if not weights_only:
             own = None if self.update.over is None else own_share(optimizer, self.update.over)
             restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel, own)

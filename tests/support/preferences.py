@@ -49,8 +49,15 @@ def sums(model: Any, batch: Mapping[str, Tensor], prefix: str = "") -> Tensor:
 
 
 def reference_sums(model: PeftModel, batch: Mapping[str, Tensor], prefix: str = "") -> Tensor:
-    with torch.no_grad(), model.disable_adapter():
-        return sums(model, batch, prefix)
+    """Sum as the reference does: the adapter `ref`, if there is one, or no adapter."""
+    if "ref" not in model.peft_config:
+        with torch.no_grad(), model.disable_adapter():
+            return sums(model, batch, prefix)
+    model.set_adapter("ref", inference_mode=True)
+    with torch.no_grad():
+        found = sums(model, batch, prefix)
+    model.set_adapter("default")
+    return found
 
 
 def dpo(model: PeftModel, batch: Mapping[str, Tensor]) -> Tensor:

@@ -47,7 +47,7 @@ def complete(
     `told` is called after each token with how many texts got one, of beams it is not. `DataError`: there is no prompt,
     or one has no tokens, or one that the model has no row for. `ConfigError`: an option is none that `transformers`
     knows, or a text is to stop at an empty string; `ModelError`: the model's own code fails."""
-    directory = Path(split.model.config.name_or_path)
+    directory = Path(split.model.config.name_or_path or "")
     if split.model.config.is_encoder_decoder:
         what = "the model's config says that it has an encoder, which this model has not"
         raise ConfigError(what, where=f"{directory / 'config.json'}: is_encoder_decoder", how="set it to false")

@@ -38,7 +38,7 @@ class Scored:
     rejected: Tensor  # of the others, in the same way
     num_examples: int  # of the whole batch, in all processes: pairs, or rows
     num_tokens: int = 0  # requested tokens of the batch's chosen rows, in all processes
-    reference: Tensor | None = None  # like `logps`, of the model without adapters; None: it was not requested
+    reference: Tensor | None = None  # like `logps`, of the reference; None: it was not requested
     # `[rows]`, of each prompt with another row's completion: the model's, and the reference's.
     mismatched: tuple[Tensor, Tensor] | None = None
     advantages: Tensor | None = None  # `[rows]` or `[rows, tokens]`, of GRPO
@@ -72,7 +72,7 @@ class Objective:
     """A loss of rows."""
 
     score: Score  # makes this process's share of a batch's mean loss, and what is measured, of the rows it has
-    reference: bool = False  # whether it compares with the model without adapters
+    reference: bool = False  # whether it compares with a reference
     mismatched: bool = False  # whether it needs prompts with other rows' completions, as KTO's KL term does
     of_batch: bool = False  # whether it compares rows of a whole batch with each other
     prompts: bool = False  # whether the prompts of chosen rows are trained on too

@@ -138,7 +138,7 @@ class RowLoss:
         differentiate: bool = True,
     ) -> Tensor:
         """Return this process's share of the loss of the pass, an fp32 scalar; its gradients are formed as well.
-        `logps` are of each micro-batch, `reference` are those of the model without adapters, and `mismatched` of each
+        `logps` are of each micro-batch, `reference` are those of the reference, and `mismatched` of each
         micro-batch's mismatched rows, by the model and by the reference; none: not asked for."""
         given = [one.detach().requires_grad_(differentiate) for one in logps]
         with torch.set_grad_enabled(differentiate):

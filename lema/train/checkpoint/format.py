@@ -29,6 +29,7 @@ from lema.backend import Backend, Parallel, Replicas
 from lema.backend.group import first_alone
 from lema.backend.layout import Layout
 from lema.config import LemaConfig
+from lema.engine.beside import StartingAdapter
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError
 from lema.lora import save_adapter
 from lema.lora.checks import Base, write_base
@@ -36,6 +37,7 @@ from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_te
 from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
 from lema.storage.verify import check_finite, check_written
+from lema.train.reference import reference_writers
 
 STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -135,13 +137,17 @@ def leave_adapter(
     adapters: PeftModel,
     config: LemaConfig,
     base: Base,
+    reference: StartingAdapter | None,
     writers: Sequence[Writer] = (),
 ) -> None:
-    """Write PEFT's files and the settings, and what `writers` add, or raise `DiskError`. Processes that hold the
-    model together all call this, and the first of all writes."""
+    """Write PEFT's files and the settings, the adapter of the `reference`, if there is one, and what `writers` add, or
+    raise `DiskError`. Processes that hold the model together all call this, and the first of all writes."""
     whole = whole_adapter(adapters, backend.parallel)
+    of_reference = reference_writers(reference, adapters, base, backend.parallel)
 
     def write() -> None:
+        for write_reference in of_reference:
+            write_reference(directory)
         save_adapter(adapters, directory, base.name, base.revision, whole, writers)
         config.save_pretrained(directory)
         write_base(directory, base.fingerprint)
