@@ -128,7 +128,7 @@ class Numbers:
 
     name_or_path, pad_token_id, eos_token_id = "numbers", 0, None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
