@@ -28,9 +28,9 @@ from gpu_arms import ARMS, Job, Prepared
 from gpu_device import Device
 from gpu_machine import link, matmul
 from gpu_parity import parity
-from lema_cuda.attention import switch_off
 
 from lema.errors import MemoryLimitError
+from lema_cuda.attention import switch_off
 
 __all__ = ["Arm", "job_of"]
 
