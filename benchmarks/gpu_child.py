@@ -30,6 +30,7 @@ from gpu_machine import link, matmul
 from gpu_parity import parity
 
 from lema.errors import MemoryLimitError
+from lema_cuda.attention import switch_off
 
 __all__ = ["Arm", "job_of"]
 
@@ -68,6 +69,8 @@ class Arm:
     def __init__(self, job: Job, device: Device) -> None:
         self._job, self._device = job, device
         self.capped = device.cap(job.cap)
+        if device.torch.type == "cuda":
+            switch_off(device.torch)  # for every arm as for LEMA's, so that all choose among the same attentions
         self._prepare = ARMS[job.arm](job)
         self._prepared: Prepared | None = None
 
