@@ -13,9 +13,10 @@ from typing import Self
 
 import torch
 from pydantic import StrictStr, TypeAdapter, ValidationError
+from torch import Tensor
 
-from lema.convert.hubformat import open_stored, tensor_specs, write_model
-from lema.convert.tensors import cast_pieces
+from lema.convert.hubformat import open_stored, write_model
+from lema.convert.tensors import read_tensor, stored_name
 from lema.errors import WeightsError, named_in
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import free_directory
@@ -93,24 +94,34 @@ def apply_delta(
         what = f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}"
         how = f"name the directory of the unchanged base model ({about.base})"
         raise WeightsError(what, where=str(stored.index.path), how=how)
-    tied = stored.skeleton.all_tied_weights_keys
-    specs = [spec for spec in tensor_specs(stored.skeleton, stored.records, stored.dtypes) if spec[0] not in tied]
     # Each of the delta's tensors must be one of the model's, of its shape and the type it is written in.
-    wanted = {spec[0]: spec for spec in specs}
     single = delta / f"{STEM}.safetensors"
     new = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
     if other := sorted(new.keys() ^ set(about.tensors)):
         raise damaged(delta / DELTA_NAME, f"it and the other files list different tensors: {other[0]!r}")
+    state = stored.skeleton.state_dict()
     for name, record in new.items():
-        if name not in wanted or (record.dtype, record.shape) != wanted[name][1:]:
+        own = stored.classes.in_own(name)
+        wanted = (stored_name(own, stored.dtypes[own]), tuple(state[own].shape)) if own in stored.records else None
+        if (record.dtype, record.shape) != wanted:
             what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the base model"
             raise WeightsError(what, where=str(record.file), how="the delta is of another model")
+    form, trained = stored.form(), stored.by_own_names(new)
+
+    def value(name: str) -> Tensor:
+        return read_tensor(trained[name], stored.dtypes[name])
 
     def pieces(name: str) -> Iterable[memoryview]:
-        return cast_pieces(new.get(name, stored.records[name]), stored.dtypes[name])
+        return form.pieces(name, trained.__contains__, value)
 
     changes = stored.config_changes
-    beside = partial(carry_rendering, delta)
     return write_model(
-        out, specs, max_shard_size, pieces, stored.directory, changes, code=trust_remote_code, beside=beside
+        out,
+        form.specs(),
+        max_shard_size,
+        pieces,
+        stored.directory,
+        changes,
+        code=trust_remote_code,
+        beside=partial(carry_rendering, delta),
     )

@@ -2,20 +2,24 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from lema.convert.prepare import visit_order
-from lema.convert.tensors import METADATA, copy_companions, stored_name, write_config
+from lema.convert.published import PublishedForm
+from lema.convert.tensors import copy_companions, write_config
+from lema.errors import WeightsError
+from lema.lora.class_names import ClassNames, compare_classes
 from lema.model import meta_model, read_config
-from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
+from lema.model.weight_names import NameMap, checkpoint_dtype, map_names, target_dtypes
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.atomic import appearing
 from lema.storage.header import DTYPE_BITS
@@ -23,23 +27,47 @@ from lema.storage.hub import own_weights
 from lema.storage.quantized.records import Stored
 from lema.storage.tensorfile import TensorSpec, tensor_file
 
-__all__ = ["StoredModel", "open_stored", "rewritten_config", "tensor_specs", "write_model", "write_shards"]
+__all__ = ["StoredModel", "open_stored", "published_skeleton", "rewritten_config", "write_model", "write_shards"]
 
 SHARD_NAME = "{}-{:05}-of-{:05}.safetensors"  # the hub's, of "model"
+Value = TypeVar("Value")
 Pieces = Callable[[str], Iterable[memoryview]]
 """Returns the bytes of a tensor by its name; called in the order in which they are written."""
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model as it lies on disk."""
+    """A model as it lies on disk, of the class that its config names."""
 
     directory: Path  # with its `config.json`
     index: GlobalBinaryIndex  # its files
     skeleton: PreTrainedModel  # itself, on `meta`, without adapters
-    records: Mapping[str, Stored]  # where each of its tensors is, by the names they have in memory
+    classes: ClassNames  # what the class that trains calls its tensors
+    names: NameMap  # where each of its tensors is
     dtypes: Mapping[str, torch.dtype]  # the dtype that `transformers` gives each of them, for the requested dtype
     config_changes: Mapping[str, Any]  # what the `config.json` of a copy in these dtypes must say otherwise
+
+    @cached_property
+    def records(self) -> Mapping[str, Stored]:
+        """Where the values of each tensor are, by the names they have in memory; tied ones are at the same place."""
+        return self.names.stored | {name: self.names.stored[source] for name, source in self.names.tied.items()}
+
+    def by_own_names(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
+        """Return what is known by the names of the class that trains by the names of this one; of tensors that are tied
+        by each name."""
+        found = {self.classes.in_own(name): one for name, one in tensors.items()}
+        for pair in self.skeleton.all_tied_weights_keys.items():
+            if (one := next((found[name] for name in pair if name in found), None)) is not None:
+                found |= dict.fromkeys(pair, one)
+        return found
+
+    def form(self) -> PublishedForm:
+        """Return how it is written again; to be asked before an adapter is attached. Of what cannot be written there is
+        a warning."""
+        form = PublishedForm(self.skeleton, self.names, self.index, self.dtypes)
+        if (sentence := form.sentence_on_left_out()) is not None:
+            warnings.warn(sentence, stacklevel=3)
+        return form
 
 
 def open_stored(
@@ -51,15 +79,36 @@ def open_stored(
     trust_remote_code: bool = False,
 ) -> StoredModel:
     """Open a model's config and headers, of a directory, one of its files, or a hub id with its `revision`. `weights`
-    says where these lie if elsewhere; `dtype` is what to write the model in, None: the checkpoint's. `WeightsError`:
+    says where these lie if elsewhere; `dtype` is what to write the model in, None: the checkpoint's. Where the files do
+    not have all of the class that the config names, the class that trains is opened, with a warning. `WeightsError`:
     the model is missing or damaged, does not fit its config, or must be prepared first."""
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     index = GlobalBinaryIndex(weights or own_weights(name_or_path, directory))
     chosen = getattr(torch, dtype) if dtype else checkpoint_dtype(config, index)
-    skeleton = meta_model(config, chosen, trust_remote_code=trust_remote_code)
-    records, dtypes = match_names(skeleton, index), target_dtypes(skeleton)
-    return StoredModel(directory, index, skeleton, records, dtypes, rewritten_config(dtype))
+    model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust_remote_code)
+    classes = compare_classes(model, config, trust_remote_code=trust_remote_code)
+    changes = changes | rewritten_config(dtype)
+    return StoredModel(directory, index, model, classes, names, target_dtypes(model), changes)
+
+
+def published_skeleton(
+    config: PreTrainedConfig, index: GlobalBinaryIndex, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, NameMap, dict[str, Any]]:
+    """Return a model on `meta` of the class that its config names, where its tensors are, and what the config must say
+    otherwise: where the files have only what trains, that class. `WeightsError`: as `map_names`."""
+    trains = meta_model(deepcopy(config), dtype, trust_remote_code=trust_remote_code)
+    classes = compare_classes(trains, config, trust_remote_code=trust_remote_code)
+    if classes.published is not None:
+        model = meta_model(deepcopy(config), dtype, kind=type(classes.published))
+        try:
+            return model, map_names(model, index), {}
+        except WeightsError as error:
+            names = map_names(trains, index)
+            said = f"config.json names {type(model).__name__}, which these files do not have all of ({error.what:.200})"
+            warnings.warn(f"{said}; what is written is a {type(trains).__name__}", stacklevel=3)
+        return trains, names, {"architectures": [type(trains).__name__]}
+    return trains, map_names(trains, index), {}
 
 
 def rewritten_config(dtype: str | None) -> dict[str, Any]:
@@ -67,19 +116,6 @@ def rewritten_config(dtype: str | None) -> dict[str, Any]:
     nothing is quantised, since what was is written expanded."""
     changes: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     return changes | {"quantization_config": None}
-
-
-def tensor_specs(
-    model: PreTrainedModel, records: Mapping[str, Stored], dtypes: Mapping[str, torch.dtype]
-) -> list[TensorSpec]:
-    """Return every stored tensor of a model without adapters in the order of a forward pass, with the type to write.
-    Tied tensors are listed by each of their names."""
-    state: dict[str, Tensor] = model.state_dict()
-    return [
-        (name, stored_name(name, dtypes[name]), tuple(state[name].shape))
-        for name in visit_order(model)
-        if name in records
-    ]
 
 
 def write_model(
@@ -120,7 +156,7 @@ def write_shards(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = SHARD_NAME.format(stem, number, len(shards)) if len(shards) > 1 else f"{stem}.safetensors"
-        with tensor_file(directory / name, shard, METADATA) as out:
+        with tensor_file(directory / name, shard, {"format": "pt"}) as out:
             for tensor, _, _ in shard:
                 out.write(tensor, pieces(tensor))
                 weight_map[tensor] = name

@@ -16,13 +16,13 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lema.convert.hubformat import StoredModel, open_stored, tensor_specs, write_model
-from lema.convert.tensors import bytes_of, cast_pieces, read_tensor
+from lema.convert.hubformat import StoredModel, open_stored, write_model
+from lema.convert.tensors import read_tensor
 from lema.errors import AdapterError, ConfigError, named_in
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.lora.checks import check_base
-from lema.lora.files import load_weights, read_settings, settings_file
+from lema.lora.files import adapter_config, load_weights, read_settings, settings_file
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
@@ -32,8 +32,8 @@ __all__ = ["merge_adapter", "untied"]
 
 
 class MergedTensors:
-    """The tensors of the merged model, asked for in turn; it holds those of one adapted module. The skeleton of `base`
-    has an adapter whose values are loaded."""
+    """The tensors of the merged model that training changed, asked for in turn; it holds those of one adapted module.
+    The skeleton of `base` has an adapter whose values are loaded."""
 
     def __init__(self, base: StoredModel, rounding: Rounding, seed: int) -> None:
         self._records, self._dtypes, model = base.records, base.dtypes, base.skeleton
@@ -43,19 +43,19 @@ class MergedTensors:
         self._module = ""
         self._merged: dict[str, Tensor] = {}
 
-    def pieces(self, name: str) -> Iterable[memoryview]:
-        """Return the bytes of one tensor."""
+    def changed(self, name: str) -> bool:
+        """Whether a tensor has other values than the stored ones."""
+        return name in self._trained or self._owner(name) is not None
+
+    def value(self, name: str) -> Tensor:
+        """Return a tensor that changed, in the type that is written."""
         if (module := self._owner(name)) is None:
-            if name not in self._trained:
-                return cast_pieces(self._records[name], self._dtypes[name])
-            merged = self._trained[name].detach()
-        else:
-            if module != self._module:
-                self._merged = {}  # so that two modules are never in memory at once
-                self._merged = merge_module(module, self._adapted[module], self._weight, self._dtypes, *self._how)
-                self._module = module
-            merged = self._merged[name]
-        return [bytes_of(merged.to(self._dtypes[name]))]
+            return self._trained[name].detach().to(self._dtypes[name])
+        if module != self._module:
+            self._merged = {}  # so that two modules are never in memory at once
+            self._merged = merge_module(module, self._adapted[module], self._weight, self._dtypes, *self._how)
+            self._module = module
+        return self._merged[name].to(self._dtypes[name])
 
     def _owner(self, name: str) -> str | None:
         """Return the adapted module that a tensor belongs to."""
@@ -84,15 +84,21 @@ def check_mergeable(model: nn.Module) -> None:
 def untied(model: PreTrainedModel) -> bool:
     """Whether tensors that are one in the model are no longer, once the adapter is merged."""
     adapted = dict(wrapped(model))
-    for one, other in model.all_tied_weights_keys.items():
-        first, second = (adapted.get(name.rpartition(".")[0]) for name in (one, other))
-        if first is None and second is None:
-            continue
-        both = (first, second)
-        tokens = all(isinstance(module, TrainableTokensWrapper) for module in both)
-        if not tokens and not (_saved(first) is not None and _saved(first) is _saved(second)):
-            return True
-    return False
+    pairs = (
+        tuple(adapted.get(name.rpartition(".")[0]) for name in pair) for pair in model.all_tied_weights_keys.items()
+    )
+    return any(not _alike(first, second) for first, second in pairs)
+
+
+def _alike(first: nn.Module | None, second: nn.Module | None) -> bool:
+    """Whether two modules that share a weight still do when each is merged, if it is adapted."""
+    if first is None or second is None:
+        return first is second
+    if isinstance(first, TrainableTokensWrapper) and isinstance(second, TrainableTokensWrapper):
+        # Only rows that PEFT ties are the same ones; those of a map with other rows are two adapters.
+        rows = first.token_adapter, second.token_adapter
+        return rows[0].tied_adapter is rows[1] or rows[1].tied_adapter is rows[0]
+    return _saved(first) is not None and _saved(first) is _saved(second)
 
 
 def _saved(module: nn.Module | None) -> Any:
@@ -111,8 +117,9 @@ def merge_adapter(
 ) -> Path:
     """Write the model an adapter belongs to, with the adapter merged into its weights, in the hub's format.
 
-    The weights have the dtype the adapter was trained with: the one its config names, else the checkpoint's. Tensors
-    have the names `transformers` uses in memory. Of a quantised base the weights are expanded, and stay so.
+    The weights have the dtype the adapter was trained with: the one its config names, else the checkpoint's. It is
+    of the class that its config names, with every tensor and the names of the base's files. Of a quantised base the
+    weights are expanded, and stay so.
     `ConfigError`: `out_dir` is not empty, `max_shard_size` is not positive, or there is no such `rounding`;
     `AdapterError`: there is no adapter, it does not fit the model, or the model has changed since it was trained;
     `WeightsError`: the base model is damaged, does not fit its config, or must be prepared first; `DiskError`: a file
@@ -136,20 +143,26 @@ def merge_adapter(
             dtype=settings.dtype,
             trust_remote_code=trust_remote_code,
         )
-    lora = saved or configured_lora(base.skeleton, settings)
-    specs = tensor_specs(base.skeleton, base.records, base.dtypes)
-    layers_name, _ = find_layers(base.skeleton)
+    lora = configured_lora(base.skeleton, settings) if saved is None else adapter_config(base.skeleton, saved, adapter)
+    form = base.form()
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
-    load_weights(model, adapter, layers_name)
+    load_weights(model, adapter, find_layers(base.skeleton)[0])
     check_base(adapter, base.index)
     check_mergeable(base.skeleton)
-    changes = dict(base.config_changes)
-    if untied(base.skeleton):
-        changes["tie_word_embeddings"] = False
-    else:
-        specs = [spec for spec in specs if spec[0] not in base.skeleton.all_tied_weights_keys]
-    pieces = MergedTensors(base, rounding, seed).pieces
-    beside = partial(carry_rendering, adapter)
+    parted = untied(base.skeleton)
+    changes = dict(base.config_changes) | ({"tie_word_embeddings": False} if parted else {})
+    merged = MergedTensors(base, rounding, seed)
+
+    def pieces(name: str) -> Iterable[memoryview]:
+        return form.pieces(name, merged.changed, merged.value)
+
     return write_model(
-        out, specs, max_shard_size, pieces, base.directory, changes, code=trust_remote_code, beside=beside
+        out,
+        form.specs(parted=parted),
+        max_shard_size,
+        pieces,
+        base.directory,
+        changes,
+        code=trust_remote_code,
+        beside=partial(carry_rendering, adapter),
     )

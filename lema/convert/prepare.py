@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lema.convert.hubformat import published_skeleton
+from lema.convert.published import PublishedForm, visit_order
 from lema.convert.quantize import Precision, Quantizer, check_kind
 from lema.convert.tensors import METADATA, bytes_of, copy_companions, read_tensor, stored_name, write_cast, write_config
 from lema.errors import ConfigError, ModelError
@@ -29,7 +31,7 @@ from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, origin_of
 from lema.storage.tensorfile import TensorSpec, ends_apart, tensor_file
 
-__all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors", "visit_order"]
+__all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors"]
 
 Source = str | os.PathLike[str] | PreTrainedModel
 Progress = Callable[[int, int], None]
@@ -45,6 +47,8 @@ class Prepared:
     precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
     refused: tuple[str, ...] = ()  # linear weights with a shape that the format does not support
     changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of the weights
+    left_out: tuple[str, ...] = ()  # tensors of a quantised source that no model reads, and that cannot be copied
+    published: bool = False  # it has the names of the source, and all of its tensors
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +58,12 @@ class Prepared:
     def notes(self) -> list[str]:
         """List, one line each, the tensors that are not plain copies: rearranged, left out or added ones."""
         names = self.names or NameMap()
+        if self.published:
+            lines = {
+                "expanded": names.quantized,
+                "left out, because they are quantised and no model reads them": list(self.left_out),
+            }
+            return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
         lines = {
             "rearranged": names.rearranged,
             "left out, because transformers does not load them into this type": [r.name for r in names.ignored],
@@ -62,17 +72,6 @@ class Prepared:
             "not quantised, because of their shape": list(self.refused),
         }
         return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
-
-
-def visit_order(model: PreTrainedModel) -> list[str]:
-    """The names of the model's state dict in the order of a forward pass: before the layers, each layer, after them.
-    `ModelError`: the model has no single stack of decoder layers."""
-    layers_name, layers = find_layers(model)
-    names = list(model.state_dict())
-    inside = [name for i in range(len(layers)) for name in names if name.startswith(f"{layers_name}.{i}.")]
-    in_layers = set(inside)
-    first = next((position for position, name in enumerate(names) if name in in_layers), len(names))
-    return names[:first] + inside + [name for name in names[first:] if name not in in_layers]
 
 
 def write_weights(
@@ -125,14 +124,45 @@ def write_weights(
     return Prepared(file, file, names, changes=changes)
 
 
-def _aligned(specs: list[TensorSpec], layers_name: str) -> list[TensorSpec]:
+def write_published(
+    directory: Path,
+    source: str | os.PathLike[str],
+    file: Path,
+    dtype: torch.dtype | None,
+    trust: bool,
+    progress: Progress | None,
+) -> Prepared:
+    """Write a checkpoint into one file in the order it is streamed, under the names it is published with, with every
+    tensor that it has; arguments and errors as of `prepare`."""
+    index, config = GlobalBinaryIndex(own_weights(source, directory)), read_config(directory, trust_remote_code=trust)
+    chosen = dtype or checkpoint_dtype(config, index)
+    model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust)
+    form = PublishedForm(model, names, index, target_dtypes(model))
+    layers_name = find_layers(model)[0]
+    specs = _aligned(form.specs(), layers_name, form.owner)
+    metadata = {"format": "pt", ORIGIN_MARK: origin_of(index)}
+    with disk_errors(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with tensor_file(file, specs, metadata, progress) as out:
+        for name, tensor in ((spec[0], form.tensors[spec[0]]) for spec in form.specs()):
+            if tensor.record is not None and tensor.dtype is not None:
+                write_cast(out, name, tensor.record, tensor.dtype)
+            else:
+                out.write(name, form.pieces(name))
+    if names.quantized:
+        changes |= {"quantization_config": None, "dtype": main_dtype(model)}
+    return Prepared(file, file, names, changes=changes, left_out=tuple(form.left_out), published=True)
+
+
+def _aligned(specs: list[TensorSpec], layers_name: str, owner: Callable[[str], str] = str) -> list[TensorSpec]:
     """Return what is written in an order in which those of each layer that are whole vectors long come before others,
-    so that they begin at whole vectors: a file has no padding between tensors."""
+    so that they begin at whole vectors: a file has no padding between tensors. `owner`: a tensor of the model that one
+    of the files has values of."""
     prefix = f"{layers_name}."
 
     def layer(spec: TensorSpec) -> str:
-        inside = spec[0].startswith(prefix)
-        return spec[0].removeprefix(prefix).partition(".")[0] if inside else ""
+        name = owner(spec[0])
+        return name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
 
     return [spec for _, group in groupby(specs, layer) for spec in sorted(group, key=ends_apart)]
 
@@ -162,7 +192,9 @@ def prepare(
 ) -> Prepared:
     """Write a model in the order it is streamed, as one `.safetensors` file or as a directory with all that it needs.
 
-    Tied weights are written under each of their names. What is written appears only when it is complete; what a killed
+    A directory that is not quantised has every tensor of the checkpoint, under its name there, so that it is read as
+    the checkpoint is. A single file, and one that is quantised, has the names and shapes that `transformers` uses in
+    memory, and tied weights under each of their names. What is written appears only when it is complete; what a killed
     run to the same place left is removed. The header of the file names what it was made of, for adapters that are
     trained on it. Tensors on disk that the model has no place for are left out, and named in what is returned; a tensor
     of the model that is not on disk is an error, though `from_pretrained` would draw it.
@@ -196,7 +228,10 @@ def prepare(
     directory = resolve_model(model_or_dir)
     if place.exists() and place.samefile(directory):
         raise ConfigError("a model cannot be prepared into its own directory", where=str(place), how="choose another")
-    written = write_weights(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
+    if quantize is None:
+        written = write_published(directory, model_or_dir, weights, wanted, trust_remote_code, progress)
+    else:
+        written = write_weights(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
     copy_companions(directory, place, code=trust_remote_code)
     changes = ({} if wanted is None else {"dtype": wanted}) | written.changes
     write_config(directory / "config.json", place, changes)  # last: a directory without it is visibly not complete

@@ -99,9 +99,10 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
 
 
 def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
-    """Copy a `config.json` into the directory `out`, with `changes`: dtypes by name; None takes a key away. Where they
-    say how weights are quantised, no part of the config says so any more: some have it in `text_config`. The key that
-    names other files of weights than the usual ones goes too, because those that are written have the usual names."""
+    """Copy a `config.json` into the directory `out`, with `changes`: dtypes by name; None takes a key away. What a part
+    of the config, as that of the text, says of the same is changed too; where changes say how weights are quantised, no
+    part says so any more. The key that names other files of weights than the usual ones is left out, because those that
+    are written have the usual names."""
     config = json.loads(source.read_text(encoding="utf-8"))
     plain = {
         key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
@@ -112,8 +113,24 @@ def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
         config.pop("torch_dtype", None)  # the older name of the same key
     if "quantization_config" in plain:
         _drop_quantization(config)
-    changed = {key: value for key, value in (config | plain).items() if value is not None or key not in plain}
-    replace_file(out / "config.json", (json.dumps(changed, indent=2) + "\n").encode())
+    added = {key: value for key, value in plain.items() if value is not None and key not in config}
+    replace_file(out / "config.json", (json.dumps(_changed(config, plain) | added, indent=2) + "\n").encode())
+
+
+OF_PARTS = ("dtype", "torch_dtype", "tie_word_embeddings")
+
+
+def _changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, or a part of one, with what it says already changed."""
+    changes = {**changes, **({"torch_dtype": changes["dtype"]} if "dtype" in changes else {})}
+    inside = {key: value for key, value in changes.items() if key in OF_PARTS}
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in changes:
+            found |= {} if changes[key] is None else {key: changes[key]}
+        else:
+            found[key] = _changed(value, inside) if isinstance(value, dict) else value
+    return found
 
 
 def _drop_quantization(config: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from peft.utils import set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lema.backend import Parallel
 from lema.config import LemaConfig
@@ -24,6 +25,7 @@ from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import check_ranks, check_types, read_json, read_records
+from lema.lora.published import config_in_own, publish_files, tensors_in_files, tensors_in_own
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
 from lema.model.partition import held_adapter
@@ -193,6 +195,14 @@ def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | N
     return config
 
 
+def adapter_config(model: PreTrainedModel, saved: LoraConfig, directory: Path) -> LoraConfig:
+    """Return the config of a saved adapter for this model, which has no adapters: the names of modules may be those of
+    the class that trains or of the published one. `AdapterError`: it adapts modules that the model does not have, or
+    its weights are damaged."""
+    file = directory / WEIGHTS
+    return config_in_own(model, saved, read_records(file), directory) if file.is_file() else saved
+
+
 def save_adapter(
     model: PeftModel,
     directory: Path,
@@ -225,6 +235,9 @@ def save_adapter(
                 check_finite(expected, directory / WEIGHTS)
                 model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state)
             (part / "README.md").unlink(missing_ok=True)  # a form with nothing filled in
+            base_model = cast(PreTrainedModel, model.get_base_model())
+            publish_files(base_model, part, CONFIG, WEIGHTS)
+            expected = tensors_in_files(base_model, expected)
             for write in writers:
                 write(part)
             settle(part)
@@ -253,6 +266,7 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
         how = "choose a directory that save_pretrained, save_checkpoint or `lema train` wrote"
         raise AdapterError(what, where=str(directory), how=how)
+    tensors = tensors_in_own(cast(PreTrainedModel, model.get_base_model()), tensors, file)
     if parallel is not None:
         tensors = held_adapter(model, parallel, tensors)
     _begin_frozen(model, tensors, layers_name, file)

@@ -143,16 +143,18 @@ def meta_model(
     *,
     trust_remote_code: bool = False,
     scores: bool = False,
+    kind: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """Build the language model of `config`, as `auto_class` says, with every parameter on `meta` and every buffer real.
     Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint. `ModelError`:
     `transformers` has no causal language model for this config, or it asks for sizes no model has. `dtype`: of the
     parameters; None: the one the config names, else float32. `attn_implementation`: as in `from_pretrained`; None:
-    transformers' choice. `scores`: build the model that scores texts, with `config.num_labels` outputs."""
+    transformers' choice. `scores`: build the model that scores texts, with `config.num_labels` outputs. `kind`:
+    another class to build."""
     asked: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **asked}
-    kind = AutoModelForSequenceClassification if scores else auto_class(config)
+    builder: Any = kind or (AutoModelForSequenceClassification if scores else auto_class(config))
     for part in _parts(config):
         # Older trainers left this in the file. Layers are recomputed under their leases; a recomputation of their own
         # would run when their weights are gone.
@@ -162,9 +164,9 @@ def meta_model(
             if getattr(part, name, usual) != usual:
                 setattr(part, name, usual)
     try:
-        model = _build(kind, config, options, EmptyOnMeta())
+        model = _build(builder, config, options, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
-            model = _build(kind, config, options, nullcontext())
+            model = _build(builder, config, options, nullcontext())
     except LemaError as error:
         raise ModelError(error.what, where=_place(config), how=error.how) from error
     except Exception as error:
@@ -237,12 +239,16 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def _build(
-    kind: Any, config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]
+    builder: Any, config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]
 ) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), no_init_weights(), SizeLimit(), mode:
-        model = kind.from_config(config, **options)
+        if isinstance(builder, type) and issubclass(builder, PreTrainedModel):
+            options = {name: value for name, value in options.items() if name != "trust_remote_code"}
+            model = builder._from_config(config, **options)
+        else:
+            model = builder.from_config(config, **options)
     assert isinstance(model, PreTrainedModel)
     if main_dtype(model) != torch.get_default_dtype():
         with SizeLimit():

@@ -34,7 +34,8 @@ from lema.engine.padding import padding_of
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.lora.checks import base_of, check_base, check_named_base
-from lema.lora.files import load_weights, read_settings, settings_file, the_lora_config, with_adapter
+from lema.lora.class_names import compare_classes
+from lema.lora.files import adapter_config, load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
 from lema.model.files import ModelFiles
@@ -113,6 +114,7 @@ class LemaModel:
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
         given = hf_config, dtype, config.attn_implementation
         self.skeleton = meta_model(*given, trust_remote_code=trust_remote_code, scores=scores)
+        compare_classes(self.skeleton, hf_config, trust_remote_code=trust_remote_code)
         self.fused = compute_fast(self.skeleton, config, self.backend)
         self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
         self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
@@ -159,7 +161,11 @@ class LemaModel:
             model = cls(config, backend=backend, files=files, trust_remote_code=trust_remote_code)
         if own:
             check_base(path, model.gbi)
-        model.attach_lora(saved or configured_lora(model.skeleton, config, model.backend.parallel.size))
+        if saved is None:
+            saved = configured_lora(model.skeleton, config, model.backend.parallel.size)
+        else:
+            saved = adapter_config(model.skeleton, saved, path)
+        model.attach_lora(saved)
         given = path, model.split.layers_name, model.backend.parallel
         load_weights(adapters := model._require_adapter(), *given)
         model.config, model.reference = reopened(model.config, adapters, *given)
@@ -207,7 +213,7 @@ class LemaModel:
         saved = the_lora_config(path, self._task)
         saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
         check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
-        self.attach_lora(saved)
+        self.attach_lora(adapter_config(self.skeleton, saved, path))
         load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=True)
 

@@ -30,10 +30,10 @@ from transformers.core_model_loading import Concatenate, Transpose, WeightConver
 import lema.utils.model_utils
 from lema.cli.app import app
 from lema.cli.exitcodes import run
-from lema.convert import prepare as preparing
-from lema.convert import prepare_monolithic_safetensors
+from lema.convert import hubformat, prepare_monolithic_safetensors
 from lema.convert import tensors as rewrite
-from lema.convert.prepare import prepare, visit_order
+from lema.convert.prepare import prepare
+from lema.convert.published import visit_order
 from lema.errors import ConfigError, DiskError, ModelError, ReadError, WeightsError
 from lema.model import meta_model, read_config
 from lema.storage import GlobalBinaryIndex, tensorfile
@@ -157,7 +157,7 @@ def test_preparing_twice_changes_nothing(tmp_path: Path, kind: str) -> None:
     source = saved(CONFIGS[kind](), tmp_path / "model", max_shard_size="4KB")
     once = prepare(source, tmp_path / "once").path
     twice = prepare(once, tmp_path / "twice").path
-    assert GlobalBinaryIndex(once).in_memory_names
+    assert GlobalBinaryIndex(once).keys() == GlobalBinaryIndex(source).keys()
     assert (once / SINGLE_NAME).read_bytes() == (twice / SINGLE_NAME).read_bytes()
 
 
@@ -180,9 +180,13 @@ def test_a_prepared_file_is_not_converted_again_and_fused_ties_are_written_twice
     source = saved(llama(tied=True), tmp_path / "model")
     assert "model.embed_tokens.second.weight" in GlobalBinaryIndex(source)
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
-    once = prepare(source, tmp_path / "once").path
-    assert_equal(once / SINGLE_NAME, expected)
-    assert_equal(prepare(once, tmp_path / "twice").path / SINGLE_NAME, expected)
+    once = prepare(source, source / "once.safetensors").path
+    assert_equal(once, expected)
+    assert_equal(prepare(once, tmp_path / "twice.safetensors").path, expected)
+    # A directory is as it was published, whether it is made of that or of the converted file.
+    stored = load_file(source / SINGLE_NAME)
+    assert_equal(prepare(source, tmp_path / "published").weights, stored)
+    assert_equal(prepare(once, tmp_path / "again").weights, stored)
 
 
 def test_a_buffer_the_checkpoint_need_not_store_gets_the_value_the_model_gives_it(tmp_path: Path) -> None:
@@ -303,14 +307,14 @@ def test_a_source_that_fails_under_way_leaves_nothing(tmp_path: Path) -> None:
     source = saved(mixtral(), tmp_path / "model")
     record = GlobalBinaryIndex(source)["model.layers.1.block_sparse_moe.experts.1.w2.weight"]
     before = set(threading.enumerate())  # other tests may have left theirs to the garbage collector
-    meta_model = preparing.meta_model
+    meta_model = hubformat.meta_model
 
     def cut_short(*arguments: Any, **options: Any) -> Any:
         os.truncate(record.file, record.offset)  # after the header was read
         return meta_model(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ReadError):
-        patch.setattr(preparing, "meta_model", cut_short)
+        patch.setattr(hubformat, "meta_model", cut_short)
         prepare(source, tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
     assert not [one for one in set(threading.enumerate()) - before if one.name.startswith("lema-")]
@@ -330,20 +334,23 @@ def test_what_was_left_out_or_added_is_said_in_a_line_each(tmp_path: Path) -> No
     tensors = load_file(source / SINGLE_NAME)
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)}
     save_file(tensors | masks | {"score.weight": torch.ones(2)}, source / SINGLE_NAME, metadata={"format": "pt"})
-    assert prepare(source, tmp_path / "out").notes() == [
+    assert prepare(source, tmp_path / "one.safetensors").notes() == [
         "3 tensors left out, because transformers does not load them into this type: transformer.h.*.attn.bias (3)",
         "1 tensors left out, because the model does not have them: score.weight",
     ]
     assert prepare(AutoModelForCausalLM.from_pretrained(source), tmp_path / "more").notes() == []
+    whole = prepare(source, tmp_path / "out")
+    assert whole.notes() == []
+    assert_equal(whole.weights, load_file(source / SINGLE_NAME))
 
 
 def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved(mixtral(), tmp_path / "model")
     capsys.readouterr()
-    assert run(app, ["prepare", str(source), str(tmp_path / "out")]) == 0
+    assert run(app, ["prepare", str(source), str(tmp_path / "out.safetensors")]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("6 tensors rearranged: model.layers.*.mlp.experts.gate_up_proj (3), ")
-    assert re.fullmatch(rf"wrote {tmp_path / 'out'}: [\d.]+ kB in \d+\.\d s, [\d.]+ .?B/s", last)
+    assert re.fullmatch(rf"wrote {tmp_path / 'out.safetensors'}: [\d.]+ kB in \d+\.\d s, [\d.]+ .?B/s", last)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -172,7 +172,9 @@ def renamed(pattern: str, replacement: str) -> Callable[[dict[str, Tensor]], dic
 
 
 def assert_prepared_as_loaded(source: Path, out: Path) -> None:
-    assert_same(load_file(prepare(source, out).weights), from_pretrained(source).state_dict())
+    expected = from_pretrained(source).state_dict()
+    assert_same(load_file(prepare(source, out.with_suffix(".safetensors")).weights), expected)
+    assert_same(from_pretrained(prepare(source, out).path).state_dict(), expected)
 
 
 def test_experts_stored_one_by_one(tmp_path: Path) -> None:
@@ -273,12 +275,12 @@ def with_extra_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("config", [llama, mixtral])
-def test_a_layer_more_than_the_model_has_is_left_out_and_named(
+def test_a_layer_more_than_the_model_has_is_left_out_of_one_file_and_named(
     tmp_path: Path, config: Callable[[], PreTrainedConfig]
 ) -> None:
     source = published(config(), tmp_path / "model")
     edit(source, with_extra_layer)
-    prepared = prepare(source, tmp_path / "out")
+    prepared = prepare(source, tmp_path / "one.safetensors")
     assert_same(load_file(prepared.weights), from_pretrained(source).state_dict())
     (note,) = [note for note in prepared.notes() if "left out, because the model does not have them" in note]
     extra = [name for name in GlobalBinaryIndex(source) if ".layers.3." in name]
@@ -288,19 +290,28 @@ def test_a_layer_more_than_the_model_has_is_left_out_and_named(
     assert caught[0].filename == __file__
 
 
-def test_a_layer_that_transformers_knows_of_is_left_out_without_a_warning(
+def test_a_layer_that_transformers_knows_of_is_left_out_of_one_file_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = published(mixtral(), tmp_path / "model")
     edit(source, with_extra_layer)
     monkeypatch.setattr(MixtralForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
-    prepare(source, tmp_path / "out")
-    prepared = prepare(source, tmp_path / "again")
+    prepare(source, tmp_path / "out.safetensors")
+    prepared = prepare(source, tmp_path / "again.safetensors")
     assert_same(load_file(prepared.weights), from_pretrained(source).state_dict())
     assert [note.split(":")[0] for note in prepared.notes()] == [
         "6 tensors rearranged",
         "22 tensors left out, because transformers does not load them into this type",
     ]
+
+
+def test_a_layer_more_than_the_model_has_stays_in_a_directory(tmp_path: Path) -> None:
+    source = published(mixtral(), tmp_path / "model")
+    edit(source, with_extra_layer)
+    stored = GlobalBinaryIndex(prepare(source, tmp_path / "out").path)
+    shapes = {name: record.shape for name, record in GlobalBinaryIndex(source).items()}
+    assert any(".layers.3." in name for name in shapes)
+    assert {name: record.shape for name, record in stored.items()} == shapes
 
 
 def test_a_base_model_without_its_head_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tinyconfig import tiny_config
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
+import lema
 from lema import LemaModel
 from lema.convert.merge import merge_adapter
 from lema.engine import complete
@@ -32,7 +33,7 @@ from lema.model.skeleton import auto_class
 __all__ = ["Verdict", "compare", "write"]
 
 NEW = 3  # tokens
-STAGES = ("open", "train", "generate", "merge", "auto")
+STAGES = ("open", "train", "generate", "streamed", "merge", "auto")
 TOKENIZER: Any = SimpleNamespace(eos_token_id=2, pad_token_id=0)
 
 
@@ -177,6 +178,7 @@ def _lema(
 
     if stage("open", all_stages) and adapter is not None and "save" in outcome.values:
         outcome.values.pop("save")
+        stage("streamed", lambda: _streamed(model, directory / "adapter", mutation, batches[0]))
         stage("merge", lambda: _merged(merge_adapter(directory / "adapter", directory / "merged")))
         shutil.rmtree(directory / "merged", ignore_errors=True)
     if mutation.auto:
@@ -196,6 +198,28 @@ def _step(model: PeftModel, loss: Tensor) -> dict[str, Any]:
     values: dict[str, Any] = {name: one.grad for name, one in trained(model).items()}
     model.zero_grad(set_to_none=True)
     return values | {"loss": loss.detach()}
+
+
+def _streamed(model: Path, adapter: Path, mutation: Mutation, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Call the model as another trainer does, by `lema.streamed`."""
+    settings = {"dtype": "float32", "device": "cpu", "save_steps": 0} | dict(mutation.opened)
+    streamed = lema.streamed(str(model), str(adapter), **settings)
+    try:
+        return _called(streamed, batch, mutation)
+    finally:
+        streamed.close()
+
+
+def _called(model: Any, batch: dict[str, Tensor], mutation: Mutation) -> dict[str, Any]:
+    """Return what a model in evaluation makes of a batch, and the tokens that its own `generate` adds."""
+    model.eval()
+    with torch.no_grad():
+        output = model(**batch, use_cache=False)
+        values = {"loss": output[0], "logits": output[1]}
+        if mutation.generates:
+            options = {"do_sample": False, "use_cache": True, "max_new_tokens": NEW, "return_dict_in_generate": False}
+            values["tokens"] = model.generate(batch["input_ids"], **options)
+    return values
 
 
 def _generated(streamed: LemaModel, model: Path, prompts: Tensor) -> dict[str, Any]:
@@ -241,6 +265,7 @@ def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], ad
         stage("train", lambda: _whole_step(whole, batches))
         if mutation.generates:
             stage("generate", lambda: _whole_generated(whole, batches[0]["input_ids"]))
+        stage("streamed", lambda: _called(whole, batches[0], mutation))
         stage("merge", lambda: dict(whole.merge_and_unload().state_dict()))
     if mutation.auto:
         stage("auto", lambda: _loaded_values(_load(model)))

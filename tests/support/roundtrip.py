@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 
-from lema.convert.prepare import Prepared, prepare, visit_order
+from lema.convert.prepare import Prepared, prepare
+from lema.convert.published import visit_order
 from lema.convert.tensors import records_of
 from lema.model import meta_model, read_config
 from lema.model.conversions import Conversion
+from lema.model.outer_weights import read_stored
 from lema.model.weight_names import map_names, match_names
 from lema.storage import GlobalBinaryIndex
 from lema.storage.quantized.records import Stored
@@ -54,10 +56,14 @@ def roundtrip(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = to
     consumed = {one.name for record in names.stored.values() for one in records_of(record)}
     assert consumed | {record.name for record in (*names.ignored, *names.unused)} == set(index)
     operations = {type(operation).__name__ for converter in converters for operation in converter.operations}
-    prepared = prepare(source, directory / "prepared")
-    assert_same(load_file(prepared.weights), expected)
-    stored = GlobalBinaryIndex(prepared.path)
-    assert list(stored) == visit_order(skeleton)
+    prepared = prepare(source, directory / "one.safetensors")
+    assert_same(load_file(prepared.path), expected)
+    assert list(GlobalBinaryIndex(prepared.path)) == visit_order(skeleton)
+    whole = prepare(source, directory / "prepared")
+    stored = GlobalBinaryIndex(whole.path)
+    assert stored.keys() == index.keys()
+    for name, tensor in load_file(whole.weights).items():
+        assert torch.equal(tensor, read_stored(index[name], tensor.dtype)), name
     assert set(match_names(skeleton, stored)) == set(expected)  # it streams as it is
     return Roundtrip(source, prepared, expected, frozenset(operations))
 

@@ -23,8 +23,9 @@ from lema.backend import Backend
 from lema.backend.group import first_alone
 from lema.config import LemaConfig
 from lema.convert.delta import DELTA_NAME, FORMAT, STEM, DeltaFile
-from lema.convert.hubformat import rewritten_config, tensor_specs, write_model, write_shards
-from lema.convert.tensors import bytes_of, cast_pieces
+from lema.convert.hubformat import open_stored, write_model, write_shards
+from lema.convert.published import visit_order
+from lema.convert.tensors import bytes_of, stored_name
 from lema.errors import AdapterError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import appearing, free_directory, replace_file
@@ -176,9 +177,8 @@ def _fill(
 
 
 def _pieces(model: LemaModel, masters: Masters, name: str) -> Iterable[memoryview]:
-    """Return the bytes of a weight: of one that trains from its master, of another from where it lies."""
-    dtype, master = model.dtypes[name], masters.by_name.get(name)
-    return cast_pieces(model.records[name], dtype) if master is None else [bytes_of(master.detach().to("cpu", dtype))]
+    """Return the bytes of a weight that trains, from its master."""
+    return [bytes_of(masters.by_name[name].detach().to("cpu", model.dtypes[name]))]
 
 
 def save_trained(
@@ -189,12 +189,28 @@ def save_trained(
     from where it is stored. Files hold at most `max_shard_size` bytes of tensors, or one larger tensor. Raises
     `ConfigError` for another directory or size, `DiskError` where a file cannot be written; nothing is left behind."""
     out = free_directory(out_dir, max_shard_size)
-    skeleton = model.skeleton
-    specs = tensor_specs(skeleton, model.records, model.dtypes)
-    specs = [spec for spec in specs if spec[0] not in skeleton.all_tied_weights_keys]
-    pieces, changes = partial(_pieces, model, masters), rewritten_config(model.config.dtype)
-    beside = model.files.write_rendering
-    return write_model(out, specs, max_shard_size, pieces, model.directory, changes, code=model.trusted, beside=beside)
+    base = open_stored(
+        model.directory, weights=model.gbi.path, dtype=model.config.dtype, trust_remote_code=model.trusted
+    )
+    trained = base.by_own_names(masters.by_name)
+    form = base.form()
+
+    def value(name: str) -> Tensor:
+        return trained[name].detach().to("cpu", base.dtypes[name])
+
+    def pieces(name: str) -> Iterable[memoryview]:
+        return form.pieces(name, trained.__contains__, value)
+
+    return write_model(
+        out,
+        form.specs(),
+        max_shard_size,
+        pieces,
+        model.directory,
+        base.config_changes,
+        code=model.trusted,
+        beside=model.files.write_rendering,
+    )
 
 
 def save_delta(
@@ -203,8 +219,9 @@ def save_delta(
     """Write the weights that were trained, rounded from their masters; of it and of the base `apply_delta` makes, bit
     for bit, what `save_trained` writes. Errors are as its."""
     out = free_directory(out_dir, max_shard_size)
-    specs = [spec for spec in tensor_specs(model.skeleton, model.records, model.dtypes) if spec[0] in masters.by_name]
-    assert len(specs) == len(masters.by_name), "what trains is stored under one name"
+    order = [name for name in visit_order(model.skeleton) if name in masters.by_name and name in model.records]
+    assert len(order) == len(masters.by_name), "what trains is stored under one name"
+    specs = [(name, stored_name(name, model.dtypes[name]), tuple(masters.by_name[name].shape)) for name in order]
     config = model.config
     base = config.model_name_or_path, config.revision, config.gbi_path, base_fingerprint(model.gbi)
     about = DeltaFile(FORMAT, *base, config.dtype, [name for name, _, _ in specs])

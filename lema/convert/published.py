@@ -1,0 +1,222 @@
+"""The published form of a checkpoint: the names, shapes and files' tensors that are written when a model is.
+
+What is written again has the names it was read by: every tensor of the source is there, and one that holds parts of
+tensors of the model that have changed gets these parts, wherever `transformers` had put them. What was expanded has no
+such name; `revert_weight_conversion` of `transformers` says what it is called and how it is laid out, as it does in
+`save_pretrained`. Tensors that the model does not read, those of image towers or of prediction layers, are copied as
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import core_model_loading as loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from lema.convert.tensors import bytes_of, cast_pieces, read_tensor, records_of, stored_name
+from lema.model.skeleton import find_layers
+from lema.model.weight_names import NameMap, grouped
+from lema.storage import GlobalBinaryIndex
+from lema.storage.header import DTYPE_BITS, TensorRecord
+from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.slices import AssembledRecord, Move
+from lema.storage.tensorfile import TensorSpec, read_pieces
+
+__all__ = ["PublishedForm", "visit_order"]
+
+PLAIN = ("F64", "F32", "F16", "BF16")  # of tensors that are not quantised
+Values = Callable[[str], Tensor]
+"""Name of a tensor of the model -> its value, in the type that is written."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of the files."""
+
+    name: str
+    dtype: torch.dtype | None  # None: as it is stored
+    shape: tuple[int, ...]
+    record: TensorRecord | None = None  # where it is stored under this name
+    # The tensors of the model whose elements it holds, and which go where in it.
+    held: tuple[tuple[str, Move], ...] = ()
+    group: tuple[str, ...] = ()  # the tensors of the model that it is made of by `revert_weight_conversion`
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The tensors of the model that it has values of."""
+        return self.group or tuple(dict.fromkeys(name for name, _ in self.held))
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Its name, type and shape, as a file is told."""
+        if self.dtype is None:
+            assert self.record is not None, self.name
+            return self.name, self.record.dtype, self.shape
+        return self.name, stored_name(self.name, self.dtype), self.shape
+
+
+class PublishedForm:
+    """How a model that was read from files is written again. `names`: where its tensors are in the files of `index`,
+    `dtypes`: what each is written as. What is left out of a quantised source is in `left_out`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        names: NameMap,
+        index: GlobalBinaryIndex,
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        self._model = model
+        self._records = names.stored | {name: names.stored[source] for name, source in names.tied.items()}
+        self._dtypes = dtypes
+        expanded = {
+            name for name, one in names.stored.items() if index.in_memory_names or isinstance(one, QuantizedRecord)
+        }
+        # A file in the names of memory has tied tensors under each name.
+        repeated = expanded & model.all_tied_weights_keys.keys() if index.in_memory_names else set()
+        expanded -= repeated
+        held = _held({name: one for name, one in names.stored.items() if name not in expanded}, index)
+        tensors = [
+            FileTensor(name, dtypes[parts[0][0]], index[name].shape, index[name], tuple(parts))
+            for name, parts in held.items()
+        ]
+        tensors += _reverted(model, expanded, dtypes)
+        alone = list(_reverted(model, [*names.tied, *repeated], dtypes))
+        self._alone = {one.name for one in alone}
+        tensors += alone
+        read = held.keys() | {one.name for name in {*expanded, *repeated} for one in records_of(names.stored[name])}
+        rest = [record for name, record in index.items() if name not in read]
+        packed = {_module(one) for one in index.values() if one.dtype not in PLAIN} if names.quantized else set()
+        expanded_modules = {_module(index[name]) for name in read}
+        self.left_out = [one.name for one in rest if _module(one) in packed - expanded_modules]
+        rest = [one for one in rest if _module(one) not in packed]
+        order = {name: place for place, name in enumerate(visit_order(model))}
+        tensors.sort(key=lambda one: _place(one, order))
+        tensors += [FileTensor(one.name, None, one.shape, one) for one in rest]
+        self.tensors = {one.name: one for one in tensors}
+        self._group: tuple[str, ...] = ()
+        self._made: dict[str, Tensor] = {}  # of that group
+
+    def specs(self, *, parted: bool = False) -> list[TensorSpec]:
+        """Return what is written, in the order of a forward pass. `parted`: tied tensors that are stored once are no
+        longer one, and each is written for itself."""
+        return [one.spec for name, one in self.tensors.items() if parted or name not in self._alone]
+
+    def owner(self, name: str) -> str:
+        """Return the first tensor of the model that one of the files has values of; empty: none."""
+        return next(iter(self.tensors[name].owners), "")
+
+    def pieces(
+        self, name: str, changed: Callable[[str], bool] = lambda _: False, values: Values | None = None
+    ) -> Iterable[memoryview]:
+        """Return the bytes of one tensor of the files. `changed`: whether a tensor of the model has other values than
+        the stored ones, which `values` returns then."""
+        one = self.tensors[name]
+        now = {} if values is None else {owner: values(owner) for owner in one.owners if changed(owner)}
+        if one.group:
+            return [bytes_of(self._reverted(one, now))]
+        assert one.record is not None, one.name
+        if one.dtype is None:
+            return read_pieces(one.record)
+        if not now:
+            return cast_pieces(one.record, one.dtype)
+        covered = sum(move.count for owner, move in one.held if owner in now) == prod(one.shape)
+        whole = torch.empty(one.shape, dtype=one.dtype) if covered else read_tensor(one.record, one.dtype)
+        for owner, move in one.held:
+            if owner in now:
+                _copy(now[owner].to(one.dtype), whole, move)
+        return [bytes_of(whole)]
+
+    def _reverted(self, one: FileTensor, now: Mapping[str, Tensor]) -> Tensor:
+        if one.group != self._group:
+            self._made = {}  # so that two groups are never in memory at once
+            state = {
+                name: now[name] if name in now else read_tensor(self._records[name], self._dtypes[name])
+                for name in one.group
+            }
+            self._made = loading.revert_weight_conversion(self._model, state)
+            self._group = one.group
+        return self._made.pop(one.name).to(one.dtype)
+
+    def sentence_on_left_out(self) -> str | None:
+        """Return a sentence on what is left out; None: nothing is."""
+        if not self.left_out:
+            return None
+        what = f"{len(self.left_out)} tensors on disk are quantised and not read by the model"
+        return f"{what}; what is written is not quantised, so they are left out: {grouped(self.left_out)}"
+
+
+def visit_order(model: PreTrainedModel) -> list[str]:
+    """The names of the model's state dict in the order of a forward pass: before the layers, each layer, after them.
+    `ModelError`: the model has no single stack of decoder layers."""
+    layers_name, layers = find_layers(model)
+    names = list(model.state_dict())
+    inside = [name for i in range(len(layers)) for name in names if name.startswith(f"{layers_name}.{i}.")]
+    in_layers = set(inside)
+    first = next((position for position, name in enumerate(names) if name in in_layers), len(names))
+    return names[:first] + inside + [name for name in names[first:] if name not in in_layers]
+
+
+def _held(stored: Mapping[str, Stored], index: GlobalBinaryIndex) -> dict[str, list[tuple[str, Move]]]:
+    """Return, by stored tensor, the tensors of the model that its elements go to, and how they come back."""
+    found: dict[str, list[tuple[str, Move]]] = {}
+    for name, record in stored.items():
+        if isinstance(record, AssembledRecord):
+            for piece in record.pieces:
+                # A piece may be a part of the tensor in the file that it names.
+                move = piece.move
+                dims = tuple((size, write, read) for size, read, write in move.dims)
+                begin = _begin(piece.record, index)
+                found.setdefault(piece.record.name, []).append((name, Move(move.write, move.read + begin, dims)))
+        elif isinstance(record, TensorRecord):
+            dims = ((prod(record.shape), 1, 1),)
+            found.setdefault(record.name, []).append((name, Move(0, _begin(record, index), dims)))
+    return found
+
+
+def _begin(record: TensorRecord, index: GlobalBinaryIndex) -> int:
+    """Return where a part of a stored tensor begins in it, in elements."""
+    return (record.offset - index[record.name].offset) * 8 // DTYPE_BITS[record.dtype]
+
+
+def _copy(source: Tensor, whole: Tensor, move: Move) -> None:
+    """Copy elements of one tensor to their places in another, both contiguous."""
+    sizes = [size for size, _, _ in move.dims]
+    flat = source.contiguous()  # which may be a view into memory with others
+    begin = int(flat.storage_offset()) + move.read
+    read = flat.as_strided(sizes, [read for _, read, _ in move.dims], begin)
+    begin = int(whole.storage_offset()) + move.write
+    whole.as_strided(sizes, [write for _, _, write in move.dims], begin).copy_(read)
+
+
+def _reverted(
+    model: PreTrainedModel, names: Collection[str], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[FileTensor]:
+    """Yield what `revert_weight_conversion` makes of tensors of the model, in groups that it converts together."""
+    state: dict[str, Tensor] = model.state_dict()
+    mapping = [] if not names else get_model_conversion_mapping(model, add_legacy=False)[::-1]
+    reverse = [one.reverse_transform() for one in mapping]
+    converters = [one for one in reverse if isinstance(one, loading.WeightConverter)]
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in names:
+        target, pattern = loading.apply_converters(name, converters)
+        groups.setdefault((target, pattern is not None), []).append(name)
+    for group in groups.values():
+        given = {name: torch.empty_like(state[name], dtype=dtypes[name], device="meta") for name in group}
+        for name, tensor in loading.revert_weight_conversion(model, given).items():
+            yield FileTensor(name, tensor.dtype, tuple(tensor.shape), group=tuple(group))
+
+
+def _module(record: TensorRecord) -> str:
+    return record.name.rpartition(".")[0]
+
+
+def _place(one: FileTensor, order: Mapping[str, int]) -> tuple[int, int]:
+    first = min(one.owners, key=order.__getitem__)
+    return order[first], min((move.read for name, move in one.held if name == first), default=0)
