@@ -25,7 +25,7 @@ from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import check_ranks, check_types, read_json, read_records
-from lema.lora.published import config_in_own, publish_files, tensors_in_files, tensors_in_own
+from lema.lora.published import config_in_files, config_in_own, publish_files, tensors_in_files, tensors_in_own
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
 from lema.model.partition import held_adapter
@@ -146,9 +146,12 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
     """Return each setting of the adapter in `directory` that is another of the one attached: its name, then and now."""
     if (saved := read_lora_config(directory)) is None:
         return []
-    then, now = _facts(saved), _facts(cast(LoraConfig, model.peft_config["default"]))
+    attached = cast(LoraConfig, model.peft_config["default"])
+    then, now = _facts(saved), _facts(attached)
+    base_model = cast(PreTrainedModel, model.get_base_model())
+    written = _facts(config_in_files(base_model, attached, [name for name, _ in model.named_parameters()]))
     names = [name for name in then if name not in ("lora_dropout", "lora_init")]
-    differing = [name for name in names if not _same(name, now[name], then[name])]
+    differing = [name for name in names if not any(_same(name, one[name], then[name]) for one in (now, written))]
     none: dict[str, Any] = {"lora_target_parameters": []}  # an empty list means none, and None would mean the default
     return [(name, none.get(name) if then[name] is None else then[name], now[name]) for name in differing]
 

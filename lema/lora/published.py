@@ -28,7 +28,7 @@ from lema.errors import AdapterError
 from lema.lora.class_names import class_names
 from lema.lora.shards import PREFIX
 
-__all__ = ["config_in_own", "publish_files", "tensors_in_files", "tensors_in_own"]
+__all__ = ["config_in_files", "config_in_own", "publish_files", "tensors_in_files", "tensors_in_own"]
 
 Rename = Callable[[str], str]
 
@@ -68,6 +68,14 @@ def config_in_own(model: PreTrainedModel, config: LoraConfig, names: Iterable[st
     return _fitted(config, names, classes.in_own, model)
 
 
+def config_in_files(model: PreTrainedModel, config: LoraConfig, names: Iterable[str]) -> LoraConfig:
+    """Return the config that is written of an adapter of this model; `names`: of the adapter's tensors."""
+    classes = class_names(model)
+    if classes.published is None or classes.own_published:
+        return config
+    return _fitted(config, names, classes.in_published, classes.published)
+
+
 def publish_files(model: PreTrainedModel, directory: Path, config_name: str, weights_name: str) -> None:
     """Rewrite the files that PEFT wrote of an adapter of this model such that they fit the published class, too."""
     classes = class_names(model)
@@ -75,7 +83,7 @@ def publish_files(model: PreTrainedModel, directory: Path, config_name: str, wei
         return
     tensors = load_file(directory / weights_name)
     config = LoraConfig.from_pretrained(str(directory))
-    fitted = _fitted(config, tensors, classes.in_published, classes.published)
+    fitted = config_in_files(model, config, tensors)
     save_file(tensors_in_files(model, tensors), directory / weights_name, metadata={"format": "pt"})
     written = json.loads((directory / config_name).read_text(encoding="utf-8"))
     changed = {

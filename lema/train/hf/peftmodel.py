@@ -8,16 +8,19 @@ takes no memory: the layers' weights are on `meta`, and in no state dict.
 """
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, Self
 
 import torch
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lema.backend.group import check_alike
@@ -27,8 +30,10 @@ from lema.engine.head.routers import coefficient_of
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
 from lema.lora.checks import base_of, read_json
-from lema.lora.files import CONFIG, settings_of
+from lema.lora.class_names import class_names
+from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, settings_of
 from lema.lora.materialize import make_real
+from lema.lora.published import publish_files, tensors_in_own
 from lema.storage.modelfiles import load_generation_config
 from lema.train.model import LemaModel
 
@@ -194,6 +199,25 @@ class StreamedPeftModel(PeftModel):
         for name, one in self.named_parameters():
             one.requires_grad_(trains[name])
         split.adapters_changed()
+
+    def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """Write adapters as PEFT does, such that they fit the class that the base's `config.json` names, too."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        for name in self.peft_config:
+            directory = Path(save_directory) / ("" if name == "default" else name)
+            if (directory / WEIGHTS).is_file() and (directory / CONFIG).is_file():
+                publish_files(self.opened.skeleton, directory, CONFIG, WEIGHTS)
+
+    def load_adapter(self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter as PEFT does, with the names of either class."""
+        classes, place = class_names(self.opened.skeleton), Path(model_id)
+        if classes.published is None or not (place / WEIGHTS).is_file():
+            return super().load_adapter(str(model_id), adapter_name, *args, **kwargs)
+        tensors = tensors_in_own(self.opened.skeleton, read_safetensors(place / WEIGHTS), place / WEIGHTS)
+        with TemporaryDirectory() as scratch:
+            shutil.copyfile(place / CONFIG, Path(scratch) / CONFIG)
+            save_file({name: one.clone() for name, one in tensors.items()}, Path(scratch) / WEIGHTS)
+            return super().load_adapter(scratch, adapter_name, *args, **kwargs)
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter as PEFT does."""
