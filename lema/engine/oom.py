@@ -22,6 +22,7 @@ from lema.backend import Backend
 from lema.engine.head.loss import split_batch
 from lema.engine.numerics import deterministic_only
 from lema.errors import MemoryLimitError, is_out_of_memory
+from lema.model.state.attention import supported_only
 from lema.stream import LayerStream
 
 __all__ = ["OomRetry", "Shortage"]
@@ -137,10 +138,10 @@ class OomRetry:
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
         """Note on an out-of-memory error that leaves the `with` block where it was, unless an inner block noted it.
-        `ConfigError`: an operation in the block has no deterministic form, and must have one."""
+        `ConfigError`: the device lacks an operation in the block, or the deterministic form that it must have."""
         self.place = place
         try:
-            with deterministic_only(place):
+            with supported_only(place), deterministic_only(place):
                 yield
         except RuntimeError as error:
             if is_out_of_memory(error) and not _place_of(error):

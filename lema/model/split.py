@@ -111,6 +111,7 @@ class Split:
         forward takes. `first_layer_weights`: of layer 0, by name; used once, to learn what a layer returns.
         `differentiate`: let the hidden state keep its graph, where something before the layers trains. `run`: what to
         run; None: the model on `batch`."""
+        self.outer.begin()
         if self.model.training not in self._cut:
             with self.outer.learning():
                 self._learn(self._few(batch), first_layer_weights)
@@ -325,7 +326,12 @@ class Split:
                 raise
             # None stays None, because the code may compute with other results of layers than the hidden state.
             self._mark_absent = False
-            self._check(few)
+            try:
+                self._check(few)
+            except PASSED_THROUGH_THE_MODEL as again:
+                if is_out_of_memory(again):
+                    raise
+                raise self._refusal(f"its forward fails on only a few token ids: {again}") from again
         self._backend.set_rng_state(state)
 
     def _check(self, few: Mapping[str, Tensor]) -> None:

@@ -32,6 +32,7 @@ from lema.model import Split
 from lema.model.capture import replaced_tensors, tensors_in
 from lema.model.flow import LayerCall
 from lema.model.skeleton import main_dtype
+from lema.model.state.snapshot import rehearsed
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Overhead, Speeds
 from lema.plan.machine import Machine
@@ -174,7 +175,7 @@ def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backen
     model, layers, whole = blueprint.model, blueprint.layers, shape.micro_batch
     few = replace(whole, rows=min(whole.rows, math.ceil(ENOUGH_TOKENS / whole.length)))
     state, training = backend.rng_state(), model.training
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), rehearsed(model.modules()):
         speeds, held = _speeds(layers, backend)
         split, clock = Split(model, backend), time.perf_counter
         _, found, _ = _one_of_each(split, layers, few, backend, clock, seen=blueprint.split, held=held)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from lema.backend import Exchange, Parallel, SingleProcess
 from lema.model.capture import replaced_tensors
 from lema.model.skeleton import find_layers
+from lema.model.state.attention import attention_without_values
 from lema.model.state.snapshot import rehearsed
 
 __all__ = ["FORMULAS", "Tally", "without_values"]
@@ -119,7 +120,7 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
         return made
 
     apart = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
-    with apart[0], apart[1], replaced_tensors(model, like):
+    with attention_without_values(model), apart[0], apart[1], replaced_tensors(model, like):
         try:
             model.train()
             yield

@@ -1,6 +1,8 @@
 """What modules keep from one call to the next is what the whole model keeps, for rows of any length in any order."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,47 @@ def test_a_plan_leaves_no_trace(tmp_path: Path) -> None:
     measure(blueprint.model, blueprint.layers, MicroBatch(1, 4 * ORIGINAL), 16)
     assert vars(rotary).keys() == before[0].keys()
     assert all(torch.equal(one, before[1][name]) for name, one in rotary.named_buffers())
+
+
+def own_table(directory: Path) -> Path:
+    return own_model(directory, OWN.replace("KEEP", KEEP["in a dictionary"]))
+
+
+@pytest.mark.parametrize(
+    "make", [partial(write_model, roped("dynamic")), own_table], ids=["dynamic", "a table of the model's own code"]
+)
+def test_a_run_that_is_resumed_goes_on_with_what_modules_held(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    model = make(tmp_path / "model")
+    first, later = rows(40)[0]["input_ids"], rows(20)[0]["input_ids"]
+
+    def losses(*, saved: bool, resumed: bool) -> list[float]:
+        with opened(model, trust=True) as streamed:
+            trainer = streamed.get_trainer(torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1))
+            if resumed:
+                trainer.load_checkpoint(tmp_path / "checkpoint-1")
+            else:
+                trainer.train_step(first)
+            if saved:
+                trainer.save_checkpoint(tmp_path / "checkpoint-1")
+            return [trainer.train_step(later)[1] for _ in range(2)]
+
+    expected = losses(saved=True, resumed=False)
+    assert losses(saved=False, resumed=True) == expected
+    # Saved once more, with nothing changed by a call since: what was restored is saved as well.
+    with opened(model, trust=True) as streamed:
+        trainer = streamed.get_trainer(torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1))
+        trainer.load_checkpoint(tmp_path / "checkpoint-1")
+        trainer.save_checkpoint(tmp_path / "checkpoint-1")
+    assert losses(saved=False, resumed=True) == expected
+    state = json.loads((tmp_path / "checkpoint-1" / "state.json").read_text())
+    assert "model.rotary_emb" in next(iter(state["generators"]["modules"]))
+
+
+def test_a_model_that_changes_nothing_adds_nothing_to_a_checkpoint(tmp_path: Path) -> None:
+    with opened(write_model(llama(), tmp_path / "model")) as streamed:
+        trainer = streamed.get_trainer(torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1))
+        trainer.train_step(rows(9)[0]["input_ids"])
+        assert streamed.split.outer.saved() == {}
 
 
 def test_tuples_that_a_config_asks_for_are_refused_as_transformers_refuses_them(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ ALLOWED: Mapping[tuple[str, str], str] = {
         "gather_objects",
     ): "torch.distributed's own way to send plain data between one run's processes",
     ("backends/lema_neuron/comm.py", "split"): "the ranks of a group",
+    ("lema/model/split.py", "_learn"): "torch's own code, which transformers has compiled for flex attention",
+    ("lema/model/split.py", "_logits"): "the same, of later calls",
+    ("lema/model/split.py", "call_layer"): "the same, of a layer",
     ("lema/model/compiled.py", "_compile"): "torch's own code, which it compiled before, in the user's cache directory",
 }
 

@@ -6,12 +6,14 @@ Only the run before the layers, on the inputs of a micro-batch, leaves its state
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from lema.model.state.saved import from_json, to_json
 from lema.model.state.snapshot import Snapshot, rehearsed
 
 __all__ = ["OuterState"]
@@ -23,6 +25,8 @@ class OuterState:
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
         self._model, self._layers = model, layers
         self._modules: list[nn.Module] | None = None
+        self._first: Snapshot | None = None  # before the first call
+        self._restored: dict[nn.Module, set[str]] = {}
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -34,6 +38,26 @@ class OuterState:
     def forget(self) -> None:
         """Look the modules up again, because adapters were attached or taken off."""
         self._modules = None
+
+    def begin(self) -> None:
+        """Note what the modules hold before the first call, with which what is saved is compared."""
+        if self._first is None:
+            self._first = self.now()
+
+    def saved(self) -> dict[str, Any]:
+        """Return, as JSON types, what the modules hold that calls have changed. `ConfigError`: it cannot be saved."""
+        changed = {module: set(names) for module, names in self._restored.items()}
+        for module, names in ({} if self._first is None else self._first.changed()).items():
+            changed.setdefault(module, set()).update(names)
+        return to_json(self._named(), changed)
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Let the modules hold what was saved. `KeyError`: there is none of a name."""
+        self.begin()
+        self._restored = from_json(self._named(), saved)
+
+    def _named(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self._model.named_modules() if module in self.modules}
 
     def now(self) -> Snapshot:
         """Return what the modules hold now."""

@@ -22,7 +22,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 __all__ = ["Snapshot", "rehearsed"]
 
 # What every module has, and none of it is made by a call, but buffers and modules that are added.
-TORCH = ("_buffers", "_modules", "_non_persistent_buffers_set")
+PERSISTENCE = "_non_persistent_buffers_set"
+TORCH = ("_buffers", "_modules", PERSISTENCE)
 NOT_KEPT = (vars(nn.Module()).keys() - {*TORCH}) | {"forward", "all_tied_weights_keys", *vars(PreTrainedModel)}
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, Enum)
 OPAQUE = (nn.Module, PreTrainedConfig, GenerationConfig, PeftConfig, ModuleType)
@@ -125,8 +126,10 @@ class _Module:
         """Name what is other than it was."""
         found = set(self._replaced())
         for name, kept in self._containers:
-            found |= {inner if name in TORCH else name for inner in kept.names()}
-        return found | {name for name, tensor, version, _ in self._tensors if tensor._version != version}
+            if name != PERSISTENCE:  # which says how a buffer is saved, and its name is among the buffers
+                found |= {inner if name in TORCH else name for inner in kept.names()}
+        found |= {name for name, tensor, version, _ in self._tensors if tensor._version != version}
+        return {name.partition(".")[0] for name in found}  # of what a container holds, the attribute
 
     def _replaced(self) -> list[str]:
         """Name the attributes that are there no more, or are another object, or were not there."""

@@ -27,6 +27,7 @@ from lema.convert.hubformat import open_stored, write_model, write_shards
 from lema.convert.published import visit_order
 from lema.convert.tensors import bytes_of, stored_name
 from lema.errors import AdapterError
+from lema.model.state.outer import OuterState
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import appearing, free_directory, replace_file
 from lema.storage.verify import base_fingerprint, check_finite
@@ -54,13 +55,14 @@ def write_full(
     backend: Backend,
     masters: Masters,
     optimizer: Optimizer,
+    outer: OuterState,
     about: Mapping[str, Any],
     config: LemaConfig,
     base: str | None = None,
     writers: Iterable[Writer] = (),
 ) -> None:
-    """Write a checkpoint of what trains and its AdamW; `base` is the fingerprint of the model. All processes call this,
-    the first writes. Errors are as `write_checkpoint`'s, in every process."""
+    """Write a checkpoint of what trains, its AdamW, and what modules keep; `base` is the fingerprint of the model. All
+    processes call this, the first writes. Errors are as `write_checkpoint`'s, in every process."""
 
     def write_weights(part: Path) -> None:  # with the memory of one more layer
         files: dict[str, Iterable[str]] = {
@@ -73,7 +75,8 @@ def write_full(
             check_finite(tensors, directory / file)
             save_file(tensors, part / file)
 
-    state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states_of_all(backend), **about}
+    states = states_of_all(backend, outer)
+    state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states, **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
     every: list[Writer] = [write_weights, config.save_pretrained, *writers]
     settings = optimizer_state(settings_of(optimizer))
@@ -89,8 +92,11 @@ def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None)
         raise AdapterError(what, where=f"{directory}, on {gbi.path}", how=how)
 
 
-def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int) -> dict[str, Any]:
-    """Restore masters, optimizer and generators; return the state, or raise `AdapterError` of what does not fit."""
+def read_full(
+    directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int, outer: OuterState
+) -> dict[str, Any]:
+    """Restore masters, optimizer, generators and what modules keep; return the state, or raise `AdapterError` of what
+    does not fit."""
     state = _state(directory)
     saved, expected = _index(directory), {f"{MASTER}.{name}": tuple(one.shape) for name, one in masters.by_name.items()}
     found = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
@@ -105,7 +111,7 @@ def read_full(directory: Path, backend: Backend, masters: Masters, optimizer: Op
     _fill(directory, masters, optimizer, saved, (MASTER, STEP, *MOMENTS))
     masters.round(masters.by_name)
     try:
-        restore_own(backend, state, seed)
+        restore_own(backend, state, seed, outer)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(directory)) from error
     return state

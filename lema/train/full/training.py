@@ -133,7 +133,8 @@ class FullTraining:
         """Write masters, optimizer, generators and step; errors are as `write_full`'s."""
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places
-        write_full(Path(directory), backend, places, self.optimizer, about, self.config, self._base, writers)
+        outer = self.model.split.outer
+        write_full(Path(directory), backend, places, self.optimizer, outer, about, self.config, self._base, writers)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError` of what does not fit."""
@@ -142,7 +143,8 @@ class FullTraining:
         for layer in self.places.by_layer:
             self.model.stream.rewrite(layer, lambda: None)
         try:
-            state = read_full(path, self.model.backend, self.places, self.optimizer, self.config.seed)
+            outer = self.model.split.outer
+            state = read_full(path, self.model.backend, self.places, self.optimizer, self.config.seed, outer)
         finally:
             self.model.stream.settle()
         self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
