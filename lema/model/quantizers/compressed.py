@@ -5,11 +5,12 @@ neighbours (`weight_g_idx`), which the library no longer reads.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps
@@ -30,7 +31,6 @@ ZEROS = "weight_zero_point"
 PACKED = "weight_packed"
 SHAPE = "weight_shape"
 NAMES = (PACKED, "weight_scale", SHAPE, ZEROS, GROUPS)
-ROWS = 32  # codes that are whole words, whatever bits one has
 
 
 def without_order(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -118,7 +118,7 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str) -> Tensor:
         made: Tensor = BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)["weight"]
         return made
     bits, inputs = scheme.weights.num_bits, shape[-1]
-    if list(packed.shape) != [*shape[:-1], -(-inputs * bits // ROWS)]:
+    if list(packed.shape) != [*shape[:-1], _words(inputs, bits)]:
         raise ValueError(f"{PACKED} is {list(packed.shape)}, which is not {shape} with {bits} bits")
     weight = torch.empty(shape, dtype=scales.dtype, device=packed.device)
     if weight.is_meta:
@@ -127,12 +127,15 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str) -> Tensor:
     # -1: the writer had a place for the numbers, but did not group the inputs by them.
     number_of = torch.where((parts[GROUPS] < 0).any(), neighbours, parts[GROUPS].long())
     single = scheme.weights.model_copy(update={"group_size": 1})  # each input has its scale beside it then
-    for span in pieces(weight, block=ROWS):
-        rows = weight[span].shape[0]
-        codes = unpack_from_int32(packed[span], bits, (rows, inputs))
-        zeros = None
-        if ZEROS in parts:
-            words = parts[ZEROS][span.start * bits // ROWS : -(-span.stop * bits // ROWS)]
-            zeros = unpack_from_int32(words, bits, (rows, scales.shape[-1]), packed_dim=0)[:, number_of]
-        weight[span] = dequantize(codes, scales[span][:, number_of], zeros, single)
+    zeros = unpack_from_int32(parts[ZEROS], bits, scales.shape, packed_dim=0) if ZEROS in parts else None
+    for span in pieces(weight):
+        codes = unpack_from_int32(packed[span], bits, weight[span].shape)
+        beside = None if zeros is None else zeros[span][:, number_of]
+        weight[span] = dequantize(codes, scales[span][:, number_of], beside, single)
     return weight
+
+
+@cache
+def _words(codes: int, bits: int) -> int:
+    """Return how many words the library packs so many codes in: older ones leave bits free that do not make a code."""
+    return int(pack_to_int32(torch.zeros(1, codes, dtype=torch.int8), bits).shape[-1])
