@@ -95,6 +95,8 @@ def assert_close(streamed: Outcome, whole: Outcome) -> None:
         assert relative_difference(gradient, other) < 10 * WITHIN, name
 
 
+@pytest.mark.covered(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_peft_with_a_second_adapter(
     checkpoint_of: CheckpointOf, kind: str, tmp_path: Path
@@ -117,6 +119,7 @@ def test_loss_and_gradients_are_those_of_peft_with_a_second_adapter(
                     moved(one, seed=step)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -186,7 +189,8 @@ def test_trained_biases_can_be_compared_with_what_they_were(checkpoint_of: Check
         )
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("objective", ["kto", "dpo"])
 def test_no_byte_of_a_weight_is_read_for_the_adapter_of_the_reference(
     checkpoint_of: CheckpointOf, objective: str, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from everytype import write_model
 from packedforms import write_packed
 from phaseruns import SOURCES, two
 from phaseruns import weights as weights_of
+from preferences import batch_of, examples, parts_of
 from quantized import KINDS, prepared, published
 from seconddevice import SecondDevice
 from seconddevice.backend import SecondBackend
@@ -115,6 +117,14 @@ def test_compressed_integers_are_expanded_there(tmp_path: Path, form: str) -> No
 def test_fast_arithmetic_is_the_cpus_to_rounding(checkpoint_of: CheckpointOf) -> None:
     on_device, on_cpu = on_both(checkpoint_of("llama").streamed, micro_batches(2), arithmetic="fast")
     assert on_device.distance(on_cpu) < 1e-5
+
+
+def test_a_preference_loss_compares_with_the_adapter_of_the_start(checkpoint_of: CheckpointOf) -> None:
+    batch = batch_of(examples())
+    settings = {"objective": "dpo", "reference": "adapter", "lora_use_dora": True, "lora_modules_to_save": ["lm_head"]}
+    on_device, on_cpu = on_both(checkpoint_of("llama").streamed, parts_of(batch, 3, 5), steps=2, **settings)
+    assert on_device.distance(on_cpu) < WITHIN * 10
+    assert abs(float(on_cpu.loss) - math.log(2)) > 1e-4  # what trains was moved since
 
 
 def test_dropout_is_drawn_again_in_the_backward(checkpoint_of: CheckpointOf) -> None:
