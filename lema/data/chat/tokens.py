@@ -20,9 +20,10 @@ from lema.storage.modelfiles import library_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chats", "check_roles", "check_words", "encoded", "to_continue", "tokenizing"]
+__all__ = ["DATED", "Chats", "check_roles", "check_words", "encoded", "to_continue", "tokenizing"]
 
 LONGEST_WORD = 1 << 20  # characters without a space or sign between them
+DATED = "the chat template writes the day's date, here {}; a run keeps that of its first start (template_date)"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -34,13 +35,16 @@ class Chats:
     train_on: TrainOn
     remarks: Remarks
     known: Known
+    date: str | None = None  # that templates are told for today; None: none of them asks
 
     def render(self, chat: Chat, row: Row) -> tuple[str, list[Span]] | None:
         """The rendered chat, with all its special tokens, and the stretches that are trained on; None: the data say so
         of none. `DataError`: no template, it refuses the chat, no assistant message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise row.broken("no message is the assistant's, so there is nothing to train on")
-        template = open_template(self.tokenizer, chat.tools, row)
+        template = open_template(self.tokenizer, chat.tools, row, self.date)
+        if self.date is not None:
+            self.remarks.add(row, DATED.format(self.date))
         check_roles(chat, template, row)
         trained = self._trained(chat, row)
         if not trained:
