@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jinja2
 
@@ -102,26 +102,31 @@ def told_date(date: str | None) -> Iterator[None]:
     It is the clock of its module, because what is handed to a rendering may be data alone."""
     from transformers.utils import chat_template_utils
 
+    if date is None:
+        yield
+        return
+    day = datetime.fromisoformat(date)
+
     class Clock(datetime):
         @classmethod
-        def now(cls, tz: tzinfo | None = None) -> "Clock":
-            return cls.fromisoformat(date or "").replace(tzinfo=tz)
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(day.year, day.month, day.day, tzinfo=tz)
 
-    own = chat_template_utils.datetime  # type: ignore[attr-defined] # imported there, not exported
-    if date is not None:
-        chat_template_utils.datetime = Clock  # type: ignore[attr-defined]
+    module: Any = chat_template_utils
+    own = module.datetime
+    module.datetime = Clock
     try:
         yield
     finally:
-        chat_template_utils.datetime = own  # type: ignore[attr-defined]
+        module.datetime = own
 
 
 def _today() -> str:
     """Return the date, YYYY-MM-DD, by the clock that `transformers` gives to templates."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, _ = render_jinja_template([[]], chat_template="{{ " + CLOCK + "('%Y-%m-%d') }}")
-    return str(texts[0])
+    made: Any = render_jinja_template([[]], chat_template="{{ " + CLOCK + "('%Y-%m-%d') }}")
+    return str(made[0][0])
 
 
 def date_for(tokenizer: "PreTrainedTokenizerBase", date: str | None) -> str | None:

@@ -24,6 +24,7 @@ __all__ = ["DATED", "Chats", "check_roles", "check_words", "encoded", "to_contin
 
 LONGEST_WORD = 1 << 20  # characters without a space or sign between them
 DATED = "the chat template writes the day's date, here {}; a run keeps that of its first start (template_date)"
+ENDED = "the chat template's {% generation %} marks leave out the token that ends an answer; LEMA trains it"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -60,8 +61,10 @@ class Chats:
                     return text + frame.ending, known
         rendered = render_chat(template, self.known, chat.messages, row)
         spans, ending, remarks = [rendered.span(number) for number in trained], "", _remarks(rendered, chat)
-        if trained[-1] == len(chat.messages) - 1 and rendered.said is None:
+        if trained[-1] == len(chat.messages) - 1:
             spans[-1], ending = _ended(rendered, spans[-1], remarks)
+        if rendered.ended:
+            remarks.append(ENDED)
         if self.train_on == "all":
             spans = [(0, len(rendered.text) + len(ending))]
         for what in remarks:
@@ -107,9 +110,11 @@ def _ended(rendered: Rendered, span: Span, remarks: list[str]) -> tuple[Span, st
     if rendered.ends_in_token(end):
         return span, ""
     token = rendered.next_token()
+    if token and rendered.said is not None:
+        rendered.ended.add(len(rendered.messages) - 1)
     if not token and not rendered.tail[2].strip():
         remarks.append("the chat template does not end an answer with a token at which a model could stop")
-    return (start, end + len(token)), token
+    return (start, len(rendered.text) + len(token) if token else end), token
 
 
 def check_roles(chat: Chat, template: Template, row: Row) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -69,6 +70,7 @@ class Rendered:
     places: dict[int, list[int]]  # of the marks that are there
     tail: tuple[int | None, int, str]  # the last mark, how often it is there, and what follows it
     said: list[Span] | None  # what the template itself says is the assistant's; None: it does not say
+    ended: set[int] = field(default_factory=set)  # answers whose end token the template leaves out of what it says
 
     def span(self, number: int) -> Span:
         """The answer that is message `number`, from the end of its generation prompt to the end of its turn.
@@ -77,7 +79,7 @@ class Rendered:
         if self.said is None:
             start, end = self._start(number, shown), self._end(number)
         else:
-            start, end = self._said(number, shown)
+            start, end = self._with_end(number, shown, self._said(number, shown))
         first, last = self._ends(shown)
         others = (places[0] for mark, places in self.places.items() if self._piece(mark).message != number)
         if not start <= first <= last <= end or any(start < place < end for place in others):
@@ -85,8 +87,10 @@ class Rendered:
         return start, end
 
     def ends_in_token(self, end: int) -> bool:
-        """Whether a special token ends there."""
+        """Whether a special token ends there, but for what the template marks behind it."""
         words = len(self.text) - len(self.tail[2])
+        if self.said is not None:
+            return self.known.specials.search(self.text, words, end) is not None
         return any(found.end() == end for found in self.known.specials.finditer(self.text, words))
 
     def next_token(self) -> str:
@@ -156,6 +160,20 @@ class Rendered:
             what = "the chat template marks the assistant's words, but not these"
             raise self.row.broken(what, at=f"message {number + 1}", how="correct the {% generation %} of the template")
         return min(one[0] for one in spans), max(one[1] for one in spans)
+
+    def _with_end(self, number: int, shown: list[int], said: Span) -> Span:
+        """What the template marks as an answer, and the token that ends its turn where the marks leave that outside:
+        a model that is not trained on it would not stop."""
+        _, last = self._ends(shown)
+        if self.known.specials.search(self.text, last, said[1]):
+            return said
+        with suppress(DataError):  # where nothing tells the end of the turn, the marks are all there is
+            end = self._end(number)
+            between = self.text[said[1] : end]
+            if end > said[1] and between.strip() and not self.known.specials.sub("", between).strip():
+                self.ended.add(number)
+                return said[0], end
+        return said
 
     def _start(self, number: int, shown: list[int]) -> int:
         """The end of the generation prompt in a finished turn, which may lack its last part (opened reasoning)."""
