@@ -79,6 +79,7 @@ def prepare_data(
 
     settings: dict[str, Any] = {"task": "sft", "train_on": forms.train_on, "columns": dict(forms.columns)}
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
+    settings |= {"trains_prompt": forms.trains_prompt}
     settings |= {} if forms.template_date is None else {"template_date": forms.template_date}
     return TokenDataset(table_of(data, gather, tokenizer, settings, cache))
 

@@ -41,13 +41,15 @@ class Known:
     tails: dict[Any, tuple[int, str, str]] = field(default_factory=dict)
     frames: dict[Any, Any] = field(default_factory=dict)  # of chats by their shape: a `lema.data.chat.frame.Frame`
 
+    trains_prompt: bool = False  # whether what a generation prompt gives beyond the beginning of a turn is trained
+
     @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "Known":
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", *, trains_prompt: bool = False) -> "Known":
         """Nothing is known yet but the tokenizer's special tokens."""
         tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         tokens |= set(tokenizer.all_special_tokens)
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-        return cls(re.compile("|".join(map(re.escape, longest_first)) or "(?!)"))
+        return cls(re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), trains_prompt=trains_prompt)
 
 
 def keep(found: dict[Any, T], key: Any, value: T) -> None:
@@ -182,6 +184,7 @@ class Rendered:
             raise self.row.broken("the chat begins with the assistant, before anything to answer", at=at, how=MARK_IT)
         _, anchor, closed, prompted = self._tails(number)
         first, lead = self._ends(shown)[0], self.marked.pieces[shown[0]].before
+        words = first
         first -= len(lead) if lead and self.text.endswith(lead, 0, first) else 0
         if self.text.startswith(prompted, anchor) and anchor + len(prompted) <= first:
             start = anchor + len(prompted)
@@ -190,7 +193,13 @@ class Rendered:
             headed = prompted == closed and self.marked.pieces[shown[0]].part == "content"
             return first if headed and self.text[start:first].strip() else start
         given = _common(closed, prompted)
-        cuts = [tag.start() for tag in TAG.finditer(prompted) if tag.start() > given]
+        tags = [tag for tag in TAG.finditer(prompted) if tag.start() > given]
+        if not self.known.trains_prompt:
+            for tag in reversed(tags):
+                place = _after(prompted[: tag.end()], self.text, anchor)
+                if place is not None and place <= words:
+                    return place  # the prompt gives the model this tag, so it never writes it
+        cuts = [tag.start() for tag in tags]
         for cut in reversed(cuts):
             if self.text.startswith(prompted[:cut], anchor) and anchor + cut <= first:
                 return anchor + cut
@@ -263,6 +272,22 @@ def signatures_of(template: Template, messages: Sequence[dict[str, Any]]) -> lis
         held = [number for number, one in enumerate(literals) if one in content]
         found.append((message["role"], *shape, *held))
     return found
+
+
+def _after(prompt: str, text: str, start: int) -> int | None:
+    """Return where in a text, from a place on, a prompt ends that it repeats, whatever blanks either has; None: it is
+    another text there."""
+    at = start
+    for one in prompt.split():
+        while at < len(text) and text[at].isspace():
+            at += 1
+        for sign in one:
+            while at < len(text) and text[at] != sign and text[at].isspace():
+                at += 1
+            if at == len(text) or text[at] != sign:
+                return None
+            at += 1
+    return at
 
 
 def _common(one: str, other: str) -> int:
