@@ -106,6 +106,12 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     fields of a message."""
     chat_template: OfData[types.Name | None] = None
     """A .jinja file, the Jinja text itself, or the name of a tokenizer's template; None: the tokenizer's default."""
+    train_generation_prompt: OfData[bool] = False
+    """Train also on tags that the chat template's prompt for generation gives, such as an opened `<think>`. The model
+    never writes them there."""
+    template_date: OfData[types.Day | None] = None
+    """The date, YYYY-MM-DD, that a chat template is told which writes the day's date; None: that of the run's first
+    start, which every resume keeps."""
     train_on: OfData[Literal["assistant", "last", "all", "completion"]] = "assistant"
     """Which words are trained on. `assistant`: all answers; `last`: the last answer; `completion`: the answers after
     the user's last message; `all`: everything, including prompts."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from datetime import date
 from enum import StrEnum
 from os import PathLike
 from typing import Annotated, Any, Literal
@@ -21,6 +22,13 @@ class MemoryStrategy(StrEnum):
     """On disk; a few layers at a time pass through host memory."""
     RESIDENT = "resident"
     """In host memory, all of them."""
+
+
+def _day(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"must be a date such as 2026-03-31, not {value!r}") from None
 
 
 def _kept(value: int) -> int:
@@ -166,6 +174,7 @@ Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), Before
 Offloading = Annotated[bool | Literal["legacy", "hidden_states", "disk"], _switch("legacy", "hidden_states", "disk")]
 Packing = Annotated[bool | Literal["wrapped"], _switch("wrapped")]
 Scale = Annotated[int | float, Field(gt=0)]
+Day = Annotated[str, AfterValidator(_day)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 

@@ -48,6 +48,8 @@ class Forms:
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a column to the data's
     chat_template: str | None = None  # a file, a Jinja text, or a name among the tokenizer's; None: the tokenizer's own
     train_on: TrainOn = "assistant"
+    trains_prompt: bool = False  # whether what a generation prompt gives, such as an opened <think>, is trained
+    template_date: str | None = None  # that chat templates are told for today, YYYY-MM-DD; None: today's
 
     def renamed(self, row: Row) -> Row:
         """Return the row with the columns under our names. `DataError`: the row lacks a column that was named."""
@@ -84,7 +86,13 @@ class Forms:
 
 def forms_of(config: LemaConfig) -> Forms:
     """Return what a run's settings say of the form of its data."""
-    return Forms(dict(config.columns), config.chat_template, config.train_on)
+    return Forms(
+        dict(config.columns),
+        config.chat_template,
+        config.train_on,
+        config.train_generation_prompt,
+        config.template_date,
+    )
 
 
 @dataclass

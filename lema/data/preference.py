@@ -18,12 +18,12 @@ import torch
 
 from lema.data.batches import Batch, collate
 from lema.data.chat.messages import read_messages, read_tools
-from lema.data.chat.template import open_template
-from lema.data.chat.tokens import encoded
+from lema.data.chat.template import date_for, open_template
+from lema.data.chat.tokens import DATED, encoded
 from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, TokenDataset, held_out
 from lema.data.files import Row
-from lema.data.forms import Forms, check_ids, num_alike
+from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
 from lema.errors import DataError
 
@@ -163,15 +163,18 @@ def prepare_preferences(
     completion would be left. `DataError`: no rows, a malformed row (named by file and line), or none left."""
     forms = forms or Forms()
     tokenizer = forms.with_template(tokenizer)
+    date = date_for(tokenizer, forms.template_date)
 
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
-        columns = Columns()
+        columns, remarks = Columns(), Remarks()
         for row in map(forms.renamed, rows):
             if left_out(row):
                 columns.leave_out(row)
                 continue
             for number, (sides, label) in enumerate(_examples(row, labelled=labelled)):
-                tokens = _tokenized(tokenizer, sides, row, vocab_size)
+                tokens = _tokenized(tokenizer, sides, row, vocab_size, date)
+                if date is not None and not isinstance(sides[0][0], str):
+                    remarks.add(row, DATED.format(date))
                 if not _fits(row, tokens, max_length, overlong):
                     columns.drop(row, max(len(ids) for ids, _ in tokens))
                     continue
@@ -180,10 +183,12 @@ def prepare_preferences(
                     # Labelled rows stay whole, because completions also stand behind shorter prompts.
                     end = len(ids) if labelled else max_length
                     columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
+        columns.remarks = remarks.found
         return columns
 
     settings: dict[str, Any] = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
+    settings |= {} if date is None else {"template_date": date}
     rows = TokenDataset(table_of(data, gather, tokenizer, settings, cache))
     marks = rows.marks[:: 1 if labelled else 2]
     made = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
@@ -270,11 +275,11 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
 
 
 def _tokenized(
-    tokenizer: PreTrainedTokenizerBase, sides: Sequence[Side], row: Row, vocab_size: int | None
+    tokenizer: PreTrainedTokenizerBase, sides: Sequence[Side], row: Row, vocab_size: int | None, date: str | None
 ) -> list[tuple[list[int], list[int]]]:
     """Return the tokens of each side, and labels that are -100 in the prompt, which is as long on all sides."""
-    before = _encoded(tokenizer, sides[0][0], row, is_prompt=True)
-    wholes = [_encoded(tokenizer, prompt + completion, row) for prompt, completion in sides]  # type: ignore[operator]
+    before = _encoded(tokenizer, sides[0][0], row, date, is_prompt=True)
+    wholes = [_encoded(tokenizer, prompt + completion, row, date) for prompt, completion in sides]  # type: ignore[operator]
     start = min(num_alike(before, ids) for ids in wholes)
     for ids in wholes:
         if len(ids) <= max(start, 1):
@@ -283,7 +288,9 @@ def _tokenized(
     return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes]
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_prompt: bool = False) -> list[int]:
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, date: str | None, *, is_prompt: bool = False
+) -> list[int]:
     if isinstance(value, str):
         end = tokenizer.eos_token
         if end is None:
@@ -295,7 +302,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, *, is_p
         while len(ids) > 1 and ids[-2] == ids[-1] == tokenizer.eos_token_id:
             ids.pop()  # because the data, or the tokenizer, may write it too
         return ids
-    rendered = open_template(tokenizer, read_tools(row), row).render(value, row, prompt=is_prompt)
+    rendered = open_template(tokenizer, read_tools(row), row, date).render(value, row, prompt=is_prompt)
     return encoded(tokenizer, rendered, row, whole=True)
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lema.config import LemaConfig
 from lema.data import cache as kept
+from lema.data.chat.template import date_for
 from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
 from lema.data.files import Row, find_files, read_rows
@@ -62,6 +64,7 @@ def prepare_data(
     forms = forms or Forms()
     if tokenizer is not None:
         tokenizer = forms.with_template(tokenizer)
+        forms = replace(forms, template_date=date_for(tokenizer, forms.template_date))
     reading = Reading(tokenizer, forms, vocab_size)
 
     def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
@@ -76,6 +79,8 @@ def prepare_data(
 
     settings: dict[str, Any] = {"task": "sft", "train_on": forms.train_on, "columns": dict(forms.columns)}
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
+    settings |= {"trains_prompt": forms.trains_prompt}
+    settings |= {} if forms.template_date is None else {"template_date": forms.template_date}
     return TokenDataset(table_of(data, gather, tokenizer, settings, cache))
 
 

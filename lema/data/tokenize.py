@@ -51,7 +51,8 @@ class Reading:
     def chats(self) -> Chats:
         """The tokenizer's chats."""
         assert self.tokenizer is not None
-        return Chats(self.tokenizer, self.forms.train_on, self.remarks, Known.of(self.tokenizer))
+        known = Known.of(self.tokenizer, trains_prompt=self.forms.trains_prompt)
+        return Chats(self.tokenizer, self.forms.train_on, self.remarks, known, self.forms.template_date)
 
 
 def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:

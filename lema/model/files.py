@@ -17,6 +17,7 @@ from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
 from lema.data.cache import folder_of
 from lema.data.chat.ends import ends_of
+from lema.data.chat.template import date_for
 from lema.data.files import find_files
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
@@ -70,6 +71,16 @@ class ModelFiles:
         if self._adapter is None and self._begun is not None:
             return resolve_model(self._begun)
         return self._adapter
+
+    def dated(self, settings: LemaConfig, then: str | None = None) -> LemaConfig:
+        """Return the settings with the date of today where a chat template asks for it and they have none, so that the
+        rows of a run stay the same when it is resumed on another day. `then`: the date when the run began, if it has
+        begun."""
+        with suppress(DataError):  # rows of token ids need no tokenizer
+            date = date_for(self.tokenizer, settings.template_date or then)
+            if date != settings.template_date and date is not None:
+                return settings.model_copy(update={"template_date": date})
+        return settings
 
     def note_ends(self, rows: Any) -> None:
         """Remember in which tokens the rows end that are trained on; of a data set of the caller's nothing is read."""

@@ -400,6 +400,10 @@ class LemaModel:
         self.config = self.config.model_copy(update={"tokens_per_step": tokens})
         return True
 
+    def settle_date(self) -> None:
+        """Set the date of today in `config` if a chat template asks for it; one that is there stays."""
+        self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config))
+
     def spend_anew(self) -> None:
         """Forget the use of memory and drop the layers in it, so that `allocation` is computed or set again."""
         self.__dict__.pop("allocation", None)

@@ -75,6 +75,7 @@ def train(
             tokens = model.config.tokens_per_step
             out(f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind computing")
         model.allocation  # noqa: B018 - now, because what does not fit should be known before any data is read
+        model.settle_date()
         train_data, eval_data = load_data(model)
         out("\n".join((f"training data: {train_data.counts}", *train_data.notes)))
         if eval_data is not None:

@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lema.backend.group import first_alone
 from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
+from lema.data import TokenDataset
+from lema.data.preference import PreferenceDataset
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, own_share, set_rates, set_update
@@ -39,7 +41,7 @@ from lema.train.checkpoint.format import (
     restore_optimizer,
     write_checkpoint,
 )
-from lema.train.checkpoint.resume import SCHEDULE, UPDATE, check_sound, restore_own, states_of_all
+from lema.train.checkpoint.resume import SCHEDULE, UPDATE, check_sound, newest_settings, restore_own, states_of_all
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
 from lema.train.guards import Passes, watched, worst
@@ -225,6 +227,9 @@ class LemaTrainer:
         there is no space for two checkpoints, or for the last one at the end of the run.
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
+            if self.files is not None and not isinstance(dataset, TokenDataset | PreferenceDataset):
+                then = newest_settings(Path(self.config.output_dir)).get("template_date") if resume else None
+                self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config, then))
             read = partial(as_rows, config=self.config, files=self.files, say=say)
             rows = read(dataset)
             if self.files is not None:

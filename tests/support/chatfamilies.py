@@ -373,8 +373,8 @@ FAMILIES = {
         NEMOTRON,
         IM,
         "<|im_end|>",
-        answer=lambda words, last: "<think></think>" + words,
-        call="<think></think>" + XML_CALL + "<|im_end|>",
+        answer=lambda words, last: "</think>" + words,
+        call="</think>" + XML_CALL + "<|im_end|>",
         thought="Wheels turn.\n</think>\nOld.<|im_end|>",
     ),
     "gpt-oss": Family(

@@ -8,9 +8,11 @@ says that the caller must), so rendering has a limit of time and memory here.
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, tzinfo
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jinja2
 
@@ -21,11 +23,13 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_SECONDS", "Template", "guarded", "in_forms", "literals_of", "open_template"]
+__all__ = ["MAX_SECONDS", "Template", "date_for", "guarded", "in_forms", "literals_of", "open_template"]
 
 MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
 MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+CLOCK = "strftime_now"  # the function by which templates ask for the time
 
 Messages = list[dict[str, Any]]
 T = TypeVar("T")
@@ -65,6 +69,7 @@ class Template:
     text: str
     tokenizer: "PreTrainedTokenizerBase"
     tools: list[Any] | None
+    date: str | None = None  # that it is told for today, YYYY-MM-DD; None: today's
 
     @property
     def marks_answers(self) -> bool:
@@ -74,7 +79,8 @@ class Template:
     def render(self, messages: Messages, row: Row, *, prompt: bool = False) -> str:
         """Render messages, with a generation prompt if asked. `DataError`: the template refuses, or takes too long."""
         how: dict[str, Any] = {"tools": self.tools, "tokenize": False, "add_generation_prompt": prompt}
-        return str(guarded(row, lambda: self.tokenizer.apply_chat_template(messages, **how)))
+        with told_date(self.date):
+            return str(guarded(row, lambda: self.tokenizer.apply_chat_template(messages, **how)))
 
     def render_marked(self, messages: Messages, row: Row) -> tuple[str, list[tuple[int, int]]]:
         """Render messages with a template that marks the assistant's words; return also where these are."""
@@ -83,8 +89,50 @@ class Template:
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         how: dict[str, Any] = dict(self.tokenizer.special_tokens_map, tools=self.tools, chat_template=self.text)
 
-        texts, places = guarded(row, lambda: render_jinja_template([present], return_assistant_tokens_mask=True, **how))
+        with told_date(self.date):
+            texts, places = guarded(
+                row, lambda: render_jinja_template([present], return_assistant_tokens_mask=True, **how)
+            )
         return str(texts[0]), [(int(start), int(end)) for start, end in places[0] if start < end]
+
+
+@contextmanager
+def told_date(date: str | None) -> Iterator[None]:
+    """Let the clock that `transformers` gives to templates show a date, YYYY-MM-DD, within a `with` block; None: today.
+    It is the clock of its module, because what is handed to a rendering may be data alone."""
+    from transformers.utils import chat_template_utils
+
+    if date is None:
+        yield
+        return
+    day = datetime.fromisoformat(date)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(day.year, day.month, day.day, tzinfo=tz)
+
+    module: Any = chat_template_utils
+    own = module.datetime
+    module.datetime = Clock
+    try:
+        yield
+    finally:
+        module.datetime = own
+
+
+def _today() -> str:
+    """Return the date, YYYY-MM-DD, by the clock that `transformers` gives to templates."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    made: Any = render_jinja_template([[]], chat_template="{{ " + CLOCK + "('%Y-%m-%d') }}")
+    return str(made[0][0])
+
+
+def date_for(tokenizer: "PreTrainedTokenizerBase", date: str | None) -> str | None:
+    """Return the date to tell the tokenizer's chat templates for today, the given one if there is one; None: none of
+    them asks for it."""
+    return (date or _today()) if CLOCK in str(tokenizer.chat_template) else None
 
 
 def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]:
@@ -127,8 +175,11 @@ def _written(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": message["content"] or "", "tool_calls": calls}
 
 
-def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None, row: Row) -> Template:
-    """Return the tokenizer's template. `DataError`: it has none, or one that could take all time or memory."""
+def open_template(
+    tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None, row: Row, date: str | None = None
+) -> Template:
+    """Return the tokenizer's template, which is told the `date` for today; None: today's. `DataError`: it has none, or
+    one that could take all time or memory."""
     if not tokenizer.chat_template:
         how = "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + completion"
         raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
@@ -137,7 +188,7 @@ def open_template(tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None,
         text = guarded(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
     if refused := check_template(text):
         raise row.broken(f"{refused}, which no chat template needs", how="do not use this template unless you trust it")
-    return Template(text, tokenizer, tools)
+    return Template(text, tokenizer, tools, date)
 
 
 class _TooSlow(jinja2.TemplateError):

@@ -20,9 +20,11 @@ from lema.storage.modelfiles import library_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Chats", "check_roles", "check_words", "encoded", "to_continue", "tokenizing"]
+__all__ = ["DATED", "Chats", "check_roles", "check_words", "encoded", "to_continue", "tokenizing"]
 
 LONGEST_WORD = 1 << 20  # characters without a space or sign between them
+DATED = "the chat template writes the day's date, here {}; a run keeps that of its first start (template_date)"
+ENDED = "the chat template's {% generation %} marks leave out the token that ends an answer; LEMA trains it"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -34,13 +36,16 @@ class Chats:
     train_on: TrainOn
     remarks: Remarks
     known: Known
+    date: str | None = None  # that templates are told for today; None: none of them asks
 
     def render(self, chat: Chat, row: Row) -> tuple[str, list[Span]] | None:
         """The rendered chat, with all its special tokens, and the stretches that are trained on; None: the data say so
         of none. `DataError`: no template, it refuses the chat, no assistant message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise row.broken("no message is the assistant's, so there is nothing to train on")
-        template = open_template(self.tokenizer, chat.tools, row)
+        template = open_template(self.tokenizer, chat.tools, row, self.date)
+        if self.date is not None:
+            self.remarks.add(row, DATED.format(self.date))
         check_roles(chat, template, row)
         trained = self._trained(chat, row)
         if not trained:
@@ -56,8 +61,10 @@ class Chats:
                     return text + frame.ending, known
         rendered = render_chat(template, self.known, chat.messages, row)
         spans, ending, remarks = [rendered.span(number) for number in trained], "", _remarks(rendered, chat)
-        if trained[-1] == len(chat.messages) - 1 and rendered.said is None:
+        if trained[-1] == len(chat.messages) - 1:
             spans[-1], ending = _ended(rendered, spans[-1], remarks)
+        if rendered.ended:
+            remarks.append(ENDED)
         if self.train_on == "all":
             spans = [(0, len(rendered.text) + len(ending))]
         for what in remarks:
@@ -103,9 +110,11 @@ def _ended(rendered: Rendered, span: Span, remarks: list[str]) -> tuple[Span, st
     if rendered.ends_in_token(end):
         return span, ""
     token = rendered.next_token()
+    if token and rendered.said is not None:
+        rendered.ended.add(len(rendered.messages) - 1)
     if not token and not rendered.tail[2].strip():
         remarks.append("the chat template does not end an answer with a token at which a model could stop")
-    return (start, end + len(token)), token
+    return (start, len(rendered.text) + len(token) if token else end), token
 
 
 def check_roles(chat: Chat, template: Template, row: Row) -> None:

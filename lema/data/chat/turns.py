@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -40,13 +41,15 @@ class Known:
     tails: dict[Any, tuple[int, str, str]] = field(default_factory=dict)
     frames: dict[Any, Any] = field(default_factory=dict)  # of chats by their shape: a `lema.data.chat.frame.Frame`
 
+    trains_prompt: bool = False  # whether what a generation prompt gives beyond the beginning of a turn is trained
+
     @classmethod
-    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "Known":
+    def of(cls, tokenizer: "PreTrainedTokenizerBase", *, trains_prompt: bool = False) -> "Known":
         """Nothing is known yet but the tokenizer's special tokens."""
         tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         tokens |= set(tokenizer.all_special_tokens)
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-        return cls(re.compile("|".join(map(re.escape, longest_first)) or "(?!)"))
+        return cls(re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), trains_prompt=trains_prompt)
 
 
 def keep(found: dict[Any, T], key: Any, value: T) -> None:
@@ -69,6 +72,7 @@ class Rendered:
     places: dict[int, list[int]]  # of the marks that are there
     tail: tuple[int | None, int, str]  # the last mark, how often it is there, and what follows it
     said: list[Span] | None  # what the template itself says is the assistant's; None: it does not say
+    ended: set[int] = field(default_factory=set)  # answers whose end token the template leaves out of what it says
 
     def span(self, number: int) -> Span:
         """The answer that is message `number`, from the end of its generation prompt to the end of its turn.
@@ -77,7 +81,7 @@ class Rendered:
         if self.said is None:
             start, end = self._start(number, shown), self._end(number)
         else:
-            start, end = self._said(number, shown)
+            start, end = self._with_end(number, shown, self._said(number, shown))
         first, last = self._ends(shown)
         others = (places[0] for mark, places in self.places.items() if self._piece(mark).message != number)
         if not start <= first <= last <= end or any(start < place < end for place in others):
@@ -85,8 +89,10 @@ class Rendered:
         return start, end
 
     def ends_in_token(self, end: int) -> bool:
-        """Whether a special token ends there."""
+        """Whether a special token ends there, but for what the template marks behind it."""
         words = len(self.text) - len(self.tail[2])
+        if self.said is not None:
+            return self.known.specials.search(self.text, words, end) is not None
         return any(found.end() == end for found in self.known.specials.finditer(self.text, words))
 
     def next_token(self) -> str:
@@ -157,6 +163,20 @@ class Rendered:
             raise self.row.broken(what, at=f"message {number + 1}", how="correct the {% generation %} of the template")
         return min(one[0] for one in spans), max(one[1] for one in spans)
 
+    def _with_end(self, number: int, shown: list[int], said: Span) -> Span:
+        """What the template marks as an answer, and the token that ends its turn where the marks leave that outside:
+        a model that is not trained on it would not stop."""
+        _, last = self._ends(shown)
+        if self.known.specials.search(self.text, last, said[1]):
+            return said
+        with suppress(DataError):  # where nothing tells the end of the turn, the marks are all there is
+            end = self._end(number)
+            between = self.text[said[1] : end]
+            if end > said[1] and between.strip() and not self.known.specials.sub("", between).strip():
+                self.ended.add(number)
+                return said[0], end
+        return said
+
     def _start(self, number: int, shown: list[int]) -> int:
         """The end of the generation prompt in a finished turn, which may lack its last part (opened reasoning)."""
         at = f"message {number + 1}"
@@ -164,6 +184,7 @@ class Rendered:
             raise self.row.broken("the chat begins with the assistant, before anything to answer", at=at, how=MARK_IT)
         _, anchor, closed, prompted = self._tails(number)
         first, lead = self._ends(shown)[0], self.marked.pieces[shown[0]].before
+        words = first
         first -= len(lead) if lead and self.text.endswith(lead, 0, first) else 0
         if self.text.startswith(prompted, anchor) and anchor + len(prompted) <= first:
             start = anchor + len(prompted)
@@ -172,7 +193,13 @@ class Rendered:
             headed = prompted == closed and self.marked.pieces[shown[0]].part == "content"
             return first if headed and self.text[start:first].strip() else start
         given = _common(closed, prompted)
-        cuts = [tag.start() for tag in TAG.finditer(prompted) if tag.start() > given]
+        tags = [tag for tag in TAG.finditer(prompted) if tag.start() > given]
+        if not self.known.trains_prompt:
+            for tag in reversed(tags):
+                place = _after(prompted[: tag.end()], self.text, anchor)
+                if place is not None and place <= words:
+                    return place  # the prompt gives the model this tag, so it never writes it
+        cuts = [tag.start() for tag in tags]
         for cut in reversed(cuts):
             if self.text.startswith(prompted[:cut], anchor) and anchor + cut <= first:
                 return anchor + cut
@@ -245,6 +272,22 @@ def signatures_of(template: Template, messages: Sequence[dict[str, Any]]) -> lis
         held = [number for number, one in enumerate(literals) if one in content]
         found.append((message["role"], *shape, *held))
     return found
+
+
+def _after(prompt: str, text: str, start: int) -> int | None:
+    """Return where in a text, from a place on, a prompt ends that it repeats, whatever blanks either has; None: it is
+    another text there."""
+    at = start
+    for one in prompt.split():
+        while at < len(text) and text[at].isspace():
+            at += 1
+        for sign in one:
+            while at < len(text) and text[at] != sign and text[at].isspace():
+                at += 1
+            if at == len(text) or text[at] != sign:
+                return None
+            at += 1
+    return at
 
 
 def _common(one: str, other: str) -> int:

@@ -130,8 +130,9 @@ def tell_warning(line: str, say: Say) -> None:
 
 def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     """Return the settings of a run that goes on: what the plan chose when it began, and changes last bits, stays. So
-    do the default targets, where experts were not among them."""
-    left_open = [name for name in ("micro_batch_size", "loss_chunk_tokens") if getattr(config, name) is None]
+    do the default targets, where experts were not among them, and the date that the chat template was told."""
+    names = ("micro_batch_size", "loss_chunk_tokens", "template_date")
+    left_open = [name for name in names if getattr(config, name) is None]
     with suppress(AdapterError):  # which the trainer tells
         then = {} if checkpoint is None else settings_then(checkpoint)
         found: dict[str, Any] = {name: then[name] for name in left_open if then.get(name) is not None}

@@ -28,7 +28,7 @@ from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
 from lema.train.checkpoint.format import read_state
-from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed
+from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed, settings_then
 from lema.train.events import NotePlan, RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.loop import RunLoop
@@ -273,6 +273,8 @@ def train_phases(
         else:
             say("\n".join((f"plan: {report.verdict}", *(f"note: {one}" for one in report.warnings))))
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
+        then = _date_then(Places(Path(config.output_dir), plan)) if resume else None
+        config = first_alone(backend.replicas, partial(files.dated, config, then))
         read = partial(read_sources, config, plan, say=say, files=files)
         sources, held_out = read(file.train_data, "train"), read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
@@ -287,6 +289,12 @@ def train_phases(
         for name, numbers in evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code).items():
             say(f"{name}: loss {numbers['eval_loss']:.4f}, perplexity {numbers['eval_perplexity']:.4g}")
     return end
+
+
+def _date_then(places: Places) -> str | None:
+    """Return the date that the chat template was told when the run began; None: it was told none."""
+    saved = [checkpoint for index in range(len(places.plan.phases)) for checkpoint in places.saved(index)]
+    return settings_then(saved[-1]).get("template_date") if saved else None
 
 
 def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
