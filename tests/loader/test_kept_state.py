@@ -10,11 +10,10 @@ import pytest
 import torch
 from asloaded import edit_config, farthest_from_whole, llama, opened, rows, write_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lema import LemaConfig
-from lema.errors import ModelError
 from lema.plan.blueprint import draw_up
 from lema.plan.workload import MicroBatch, measure
 
@@ -44,7 +43,9 @@ def roped(kind: str, **changes: Any) -> PreTrainedConfig:
 def packed(*lengths: int) -> dict[str, Tensor]:
     """Return one row of several texts, whose positions begin anew."""
     (batch,) = rows(sum(lengths))
-    return batch | {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    # The first token of a text does not follow from the text before.
+    return batch | {"position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, -100)}
 
 
 def alternating() -> Sequence[Sequence[Mapping[str, Tensor]]]:
@@ -60,6 +61,13 @@ def test_every_kind_of_rotary_embedding_is_tested() -> None:
 def test_long_and_short_rows_alternate(kind: str, tmp_path: Path) -> None:
     model = write_model(roped(kind), tmp_path / "model")
     assert farthest_from_whole(model, *alternating()) == 0
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_packed_texts_go_by_their_longest(kind: str, tmp_path: Path) -> None:
+    model = write_model(roped(kind, use_cache=False), tmp_path / "model")  # with a cache texts are not told apart
+    steps = [[packed(9, 12, 5)], [packed(20, 30)], [packed(9, 9), packed(17, 40)], [packed(12, 4)]]
+    assert farthest_from_whole(model, *steps) == 0
 
 
 @pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"loss_chunk_tokens": 4}], ids=str)
@@ -175,12 +183,3 @@ def test_a_model_that_changes_nothing_adds_nothing_to_a_checkpoint(tmp_path: Pat
         trainer = streamed.get_trainer(torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1))
         trainer.train_step(rows(9)[0]["input_ids"])
         assert streamed.split.outer.saved() == {}
-
-
-def test_tuples_that_a_config_asks_for_are_refused_as_transformers_refuses_them(tmp_path: Path) -> None:
-    model = write_model(llama(), tmp_path / "model")
-    edit_config(model, return_dict=False)
-    with pytest.raises(AttributeError, match="'tuple' object has no attribute"):
-        AutoModelForCausalLM.from_pretrained(model)(input_ids=torch.ones(1, 9, dtype=torch.long))
-    with opened(model) as streamed, pytest.raises(ModelError, match="'tuple' object has no attribute"):
-        streamed.adapter.loss(rows(9))

@@ -126,9 +126,9 @@ def config_of(directory: Path, case: Case, **options: Any) -> LemaConfig:
 class Numbers:
     """What stands for a tokenizer: texts are numbers of tokens."""
 
-    name_or_path, pad_token_id, eos_token_id = "numbers", 0, None
+    name_or_path, pad_token_id, bos_token_id, eos_token_id = "numbers", 0, None, None
 
-    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
 
     def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:

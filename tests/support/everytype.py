@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from lema import LemaConfig, LemaModel
 from lema.engine.head.loss import targets_of, trained_tokens
+from lema.model.inputs import model_inputs
 from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 from lema_tools.survey.attempt import model_types
@@ -202,7 +203,7 @@ def whole_loss(
     """Accumulate gradients over micro-batches on the whole model; return the loss of the step, and the logits."""
     tokens, total, outputs = trained_tokens(batches, shifted=shifted), torch.zeros(()), []
     for batch in batches:
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        logits = model(**model_inputs(batch), use_cache=False).logits
         targets = targets_of(batch["labels"], shifted=shifted)
         summed = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
         (summed / tokens).backward()
