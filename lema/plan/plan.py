@@ -377,7 +377,10 @@ def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
     pieces = len(moved) + sum(not run.alone for layer in layers for run in layer.runs)
     if pieces:
         aside = human_bytes(sum(move.count * dtype.itemsize for move, dtype in moved))
-        yield f"layers are put together from {pieces:,} pieces, {aside} moved on the host: `lema prepare` does it once"
+        yield (
+            f"layers are put together from {pieces:,} pieces, {aside} moved on the host: "
+            "`lema prepare MODEL FILE.safetensors` does it once"
+        )
     published = [one for layer in layers for one in layer.expansions if one.library == LIBRARY]
     if published:
         stored = human_bytes(sum(part.nbytes for one in published for part in one.parts.values()))

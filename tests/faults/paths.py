@@ -43,14 +43,22 @@ Plant = Callable[[Path, Path], object]
 CHAT = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
 
 
+def alone(model: Path) -> None:
+    """Take the adapter away that lies beside the model, which would be refused before all else."""
+    for name in (CONFIG, WEIGHTS):
+        (model / name).unlink(missing_ok=True)
+
+
 def open_model(model: Path) -> None:
     """Open a model as training does, up to where its weights would be read."""
+    alone(model)
     skeleton = meta_model(read_config(model), torch.float32)
     match_names(skeleton, GlobalBinaryIndex(model))
 
 
 def open_trusted(model: Path) -> None:
     """The same, with the code that comes with the model."""
+    alone(model)
     meta_model(read_config(model, trust_remote_code=True), torch.float32, trust_remote_code=True)
 
 

@@ -9,7 +9,7 @@ import blockfp8
 import pytest
 import torch
 from parity import assert_same, draw_b, streamed_model, streamed_step, whole_model, whole_step
-from quantized import but_for_origin
+from quantized import tensors_of
 from tiny import ARCHITECTURES, Checkpoint
 from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, PreTrainedConfig
@@ -175,4 +175,4 @@ def test_it_is_prepared_as_what_it_expands_to(tmp_path: Path, kind: str | None) 
     whole = blockfp8.write_whole(directory, tmp_path / "whole")
     found = prepare(directory, tmp_path / "one", quantize=kind).weights
     other = prepare(whole, tmp_path / "other", quantize=kind).weights
-    assert but_for_origin(found) == but_for_origin(other)
+    assert tensors_of(found) == tensors_of(other)

@@ -141,17 +141,17 @@ def test_what_preparing_would_save_is_said(tmp_path: Path) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, **experts)
 
-    def notes(directory: Path) -> str:
-        base: dict[str, Any] = {"device": "cpu", "batch_size": 1, "micro_batch_size": 1, "max_length": 16}
+    def notes(directory: Path, **weights: str) -> str:
+        base: dict[str, Any] = weights | {"device": "cpu", "batch_size": 1, "micro_batch_size": 1, "max_length": 16}
         return " ".join(make_plan(LemaConfig(str(directory), **base), profile("4090"))[0].notes)
 
     quantized = blockfp8.write(config, tmp_path / "fp8")
     plain = blockfp8.write_whole(quantized, tmp_path / "plain")
-    prepared = prepare(plain, tmp_path / "prepared").path
+    prepared = prepare(plain, tmp_path / "prepared.safetensors").path
     # An expert's up projection and the next one's gate projection follow each other in the file and in the tensor.
     assert f"put together from {2 * (4 * 3 - 3)} pieces, 0 B moved on the host" in notes(plain)
     assert "dequantised" in notes(quantized) and "dequantised" not in notes(plain)
-    assert "lema prepare" not in notes(prepared)
+    assert "lema prepare" not in notes(plain, gbi_path=str(prepared))
 
 
 @pytest.mark.parametrize("tokens", [4, 512])

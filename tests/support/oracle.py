@@ -29,6 +29,7 @@ from lema.engine import complete
 from lema.engine.head.routers import add_router_loss
 from lema.errors import LemaError
 from lema.model.skeleton import auto_class
+from lema.storage.modelfiles import load_generation_config
 
 __all__ = ["Verdict", "compare", "write"]
 
@@ -179,7 +180,7 @@ def _lema(
     if stage("open", all_stages) and adapter is not None and "save" in outcome.values:
         outcome.values.pop("save")
         stage("streamed", lambda: _streamed(model, directory / "adapter", mutation, batches[0]))
-        stage("merge", lambda: _merged(merge_adapter(directory / "adapter", directory / "merged")))
+        stage("merge", lambda: _merged(merge_adapter(directory / "adapter", directory / "merged"), model))
         shutil.rmtree(directory / "merged", ignore_errors=True)
     if mutation.auto:
         stage("auto", lambda: _stored_values(model))
@@ -223,14 +224,20 @@ def _called(model: Any, batch: dict[str, Tensor], mutation: Mutation) -> dict[st
 
 
 def _generated(streamed: LemaModel, model: Path, prompts: Tensor) -> dict[str, Any]:
-    made = complete(streamed.split, streamed.memory, model, TOKENIZER, prompts.tolist(), NEW, {})
+    made = complete(
+        streamed.split, streamed.memory, load_generation_config(model), TOKENIZER, prompts.tolist(), NEW, {}
+    )
     return {str(row): list(one.tokens) for row, one in enumerate(made)}
 
 
-def _merged(directory: Path) -> dict[str, Any]:
-    """Return the values of a merged checkpoint, as `from_pretrained` reads them. Its own class decides the names."""
+def _merged(directory: Path, source: Path) -> dict[str, Any]:
+    """Return the values of a merged checkpoint, as `from_pretrained` reads them. Its own class decides the names. What
+    nobody reads in the source, either, is copied."""
     loaded, report = _load(directory, output_loading_info=True)
     wrong = {name: list(report[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if wrong["unexpected_keys"]:
+        copied = _load(source, output_loading_info=True)[1]["unexpected_keys"]
+        wrong["unexpected_keys"] = sorted({*wrong["unexpected_keys"]} - {*copied})
     return dict(loaded.state_dict()) | {name: found for name, found in wrong.items() if found}
 
 

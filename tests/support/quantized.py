@@ -85,3 +85,13 @@ def but_for_origin(file: Path) -> tuple[Any, bytes]:
     header = json.loads(content[8 : 8 + length])
     header["__metadata__"].pop("lema.origin", None)
     return header, content[8 + length :]
+
+
+def tensors_of(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """The type, shape and bytes of every tensor of a file, in whatever order they are stored."""
+    header, content = but_for_origin(file)
+    return {
+        name: (one["dtype"], one["shape"], content[slice(*one["data_offsets"])])
+        for name, one in header.items()
+        if name != "__metadata__"
+    }

@@ -21,9 +21,10 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 __all__ = ["Snapshot", "rehearsed"]
 
-# What every module has, and none of it is made by a call, but buffers and modules that are added.
+# What every module has, and none of it is made by a call, but buffers and modules that are added, and parameters that
+# PEFT makes buffers while it parametrizes them.
 PERSISTENCE = "_non_persistent_buffers_set"
-TORCH = ("_buffers", "_modules", PERSISTENCE)
+TORCH = ("_buffers", "_modules", "_parameters", PERSISTENCE)
 NOT_KEPT = (vars(nn.Module()).keys() - {*TORCH}) | {"forward", "all_tied_weights_keys", *vars(PreTrainedModel)}
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, Enum)
 OPAQUE = (nn.Module, PreTrainedConfig, GenerationConfig, PeftConfig, ModuleType)
