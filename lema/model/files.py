@@ -113,8 +113,10 @@ class ModelFiles:
         place = self._generation_place()
         if not self.ends and place == self.directory:
             return
-        if load_generation_config(place) is not None:
-            values: dict[str, Any] = json.loads((place / GENERATION).read_text(encoding="utf-8"))
+        file = place / GENERATION
+        if file.is_symlink() or file.exists():
+            load_generation_config(place)  # which refuses what is no such file
+            values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         else:
             values = GenerationConfig.from_model_config(self.config).to_diff_dict()
             values.pop("_from_model_config", None)  # because transformers would make it of the model's config again

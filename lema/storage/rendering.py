@@ -76,8 +76,10 @@ def carry_rendering(source: Path, out: Path) -> None:
     templates = read_templates(source)
     if templates is not None and templates != read_templates(out):
         write_templates(out, templates)
-    if load_generation_config(source) is not None:
-        replace_file(out / GENERATION, (source / GENERATION).read_bytes())
+    file = source / GENERATION
+    if file.is_symlink() or file.exists():
+        load_generation_config(source)  # which refuses what is no such file
+        replace_file(out / GENERATION, file.read_bytes())
 
 
 def _written(values: Mapping[str, Any]) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from smallrun import settings, tokenizer, write_model
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from lema import LemaModel
 from lema.convert import merge_adapter
@@ -39,6 +39,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     )
     train(config)
     return base, Path(config.output_dir), end
+
+
+def test_a_model_without_settings_of_generation_gets_some(trained: tuple[Path, Path, int], tmp_path: Path) -> None:
+    base, _, end = trained
+    bare = tmp_path / "bare"
+    shutil.copytree(base, bare)
+    (bare / "generation_config.json").unlink()
+    out = tmp_path / "run"
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    data = {"train_data": str(tmp_path / "chats.jsonl"), "chat_template": TEMPLATE}
+    train(settings(bare, out, **data, max_steps=1, save_steps=1, batch_size=1))
+    merged = merge_adapter(out, tmp_path / "merged")
+    own = GenerationConfig.from_model_config(AutoConfig.from_pretrained(bare)).eos_token_id
+    for directory in (out, out / "checkpoint-1", merged):
+        assert ends_in(directory) == [own, end], directory
 
 
 def ends_in(directory: Path) -> list[int]:
