@@ -281,8 +281,8 @@ def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Ite
 @contextmanager
 def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> Iterator[None]:
     """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there; what the
-    model's own code leaves on its modules in the block is taken off again. The
-    parameters on `meta` of its part `given` are given to each call, and stay; the others seem to be on `device`."""
+    model's own code leaves on its modules in the block is taken off again. The parameters on `meta` of its part `given`
+    are given to each call, and stay; the others seem to be on `device`."""
     inside = {id(parameter) for parameter in given.parameters() if parameter.is_meta}
 
     def like(tensor: Tensor) -> Tensor:

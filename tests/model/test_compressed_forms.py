@@ -21,8 +21,6 @@ from lema.model import meta_model, read_config
 from lema.model.weight_names import NameMap, map_names
 from lema.storage import GlobalBinaryIndex
 
-pytest.importorskip("compressed_tensors")
-
 OTHERS = [name for name, form in FORMS.items() if not form.ordered]
 
 

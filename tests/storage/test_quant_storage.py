@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes import functional
 from parity import assert_same, draw_b, streamed_model, streamed_step, whole_model, whole_step
 from quantized import ARCHITECTURE, LINEARS, NUM_LAYERS, published
 from safetensors.torch import load_file, save_file
@@ -16,8 +17,6 @@ from lema.errors import NonFiniteError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, fold
-
-functional = pytest.importorskip("bitsandbytes.functional")
 
 WEIGHTS = "model.safetensors"
 STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")  # those that transformers allows
