@@ -351,19 +351,3 @@ def values_unread() -> Iterator[None]:
         yield
     finally:
         module.is_tracing = before
-
-
-def leaves(tensors: Iterable[Tensor]) -> frozenset[int]:
-    """Return the `id` of every tensor to which a backward from `tensors` would add a gradient."""
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
-    seen: set[Any] = {None}
-    found = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(id(leaf))
-        waiting.extend(following for following, _ in node.next_functions)
-    return frozenset(found)

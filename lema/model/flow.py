@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lema.model.capture import Between, Shared, changed, depends_on, tensors_in
 from lema.model.shared_inputs import tried
+from lema.model.state.snapshot import Snapshot
 
 __all__ = ["CannotCut", "LayerCall", "Prelude", "Suspended", "Tape", "find_cut"]
 
@@ -75,6 +76,11 @@ class LayerCall:
     left: Between | None = None  # for the layer above; None: what the layer returns first, untouched
     autocast: torch.dtype | None = None  # the dtype that products had where the model was called; None: the layer's own
     routers: list[Tensor] | None = None  # the outputs of the layer's routers in its last run; None: not requested
+    held: Snapshot | None = None  # what the layer kept before its first run; None: it has not run
+
+    def begin(self, held: Snapshot) -> None:
+        """Note that the first run is over, and what the layer kept before it."""
+        self.held = held
 
     @property
     def own(self) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
-from lema.model.state.outer import OuterState
+from lema.model.state.model import ModelState
 from lema.model.weight_names import LayerNames, stored_name
 
 __all__ = ["Run", "Split"]
@@ -82,7 +82,7 @@ class Split:
             raise ConfigError(f"fast does not work if {what}", where="arithmetic", how="set it to exact")
         self._sharing: dict[int, SharedInputs] = {}
         self._names: dict[int, LayerNames] = {}
-        self.outer = OuterState(model, self.layers)
+        self.state = ModelState(model, self.layers, self.layers_name)
         self._compiled: CompiledLayers | None = None
         self._experts: dict[int, LayerExperts | None] = {}
         self.groups: Mapping[int, Sequence[ExpertGroup]] = {}  # of layers whose experts are leased in groups
@@ -111,9 +111,9 @@ class Split:
         forward takes. `first_layer_weights`: of layer 0, by name; used once, to learn what a layer returns.
         `differentiate`: let the hidden state keep its graph, where something before the layers trains. `run`: what to
         run; None: the model on `batch`."""
-        self.outer.begin()
+        self.state.outer.begin()
         if self.model.training not in self._cut:
-            with self.outer.learning():
+            with self.state.outer.learning():
                 self._learn(self._few(batch), first_layer_weights)
         # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
         tape = Tape(self._cut[self.model.training], _stop)
@@ -213,11 +213,17 @@ class Split:
 
         def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             same_lists = capture.lists_in(args, kwargs)
-            out: Any = NotImplemented
-            if graphs is not None:
-                out = graphs.call(index, self.renamed(index, weights), args, kwargs)
-            if out is NotImplemented:
-                out = self.call_layer(index, weights, args, kwargs)
+
+            def made() -> Any:
+                out: Any = NotImplemented
+                if graphs is not None:
+                    out = graphs.call(index, self.renamed(index, weights), args, kwargs)
+                return self.call_layer(index, weights, args, kwargs) if out is NotImplemented else out
+
+            if capture.has_values(hidden):
+                out = self.state.layers.run(index, call, made, (args, kwargs, weights))
+            else:
+                out = made()
             if not same_lists():
                 raise self._refusal(f"layer {index} passes something to later layers in a list")
             return out
@@ -280,7 +286,7 @@ class Split:
         """Return what `run` returns if the last layer's output is `hidden`; what it does before that is thrown away.
         The generator, and what modules keep from call to call, are put back before the head begins: what it draws is
         what the whole model would draw. `cut` is as in `head`; `looked_at`: embeddings are looked up all the same."""
-        state, kept, entered = self._backend.rng_state(), self.outer.now(), list[Tensor]()
+        state, kept, entered = self._backend.rng_state(), self.state.outer.now(), list[Tensor]()
 
         def enter() -> Tensor:
             self._backend.set_rng_state(state)
@@ -386,7 +392,7 @@ class Split:
 
     def _forget_layers(self) -> None:
         self._names.clear()
-        self.outer.forget()
+        self.state.forget()
         self._sharing.clear()
         self._experts.clear()
         self._compiled = None

@@ -286,7 +286,7 @@ class LemaTrainer:
         reference = self.model.reference
         kept = optimizer_state(self.ready(), parallel, self.update.over)
         whole = whole_adapter(adapters, parallel)
-        states = states_of_all(self.backend, self.model.split.outer)
+        states = states_of_all(self.backend, self.model.split.state)
         state = {**about_run(config, "adapters", self._base.fingerprint), **states, **about}
         nbytes = nbytes_of(self._parameters() if whole is None else whole.values()) * (1 + (reference is not None))
         adapter = partial(save_adapter, adapters, base=self._base.name, revision=self._base.revision, whole=whole)
@@ -325,7 +325,7 @@ class LemaTrainer:
             if self.schedule is not None:
                 self.follow(self.schedule)
             self.scaler.load_state_dict(state["scaler"])
-            restore_own(self.backend, state, self.config.seed, self.model.split.outer)
+            restore_own(self.backend, state, self.config.seed, self.model.split.state)
             self._forget()
             self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
             return dict(state["extra"])

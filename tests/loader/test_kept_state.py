@@ -182,4 +182,4 @@ def test_a_model_that_changes_nothing_adds_nothing_to_a_checkpoint(tmp_path: Pat
     with opened(write_model(llama(), tmp_path / "model")) as streamed:
         trainer = streamed.get_trainer(torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1))
         trainer.train_step(rows(9)[0]["input_ids"])
-        assert streamed.split.outer.saved() == {}
+        assert streamed.split.state.saved() == {}

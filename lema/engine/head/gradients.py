@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lema.backend import Backend
-from lema.model.capture import changed, leaves, tensors_in
+from lema.model.capture import changed, tensors_in
 from lema.model.flow import LayerCall
+from lema.model.state.graph import leaves
 
 if TYPE_CHECKING:
     from lema.engine.head.loss import LossChunks

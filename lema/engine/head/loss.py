@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from lema.backend import Parallel, SingleProcess
 from lema.data.batches import split_batch
 from lema.errors import DataError
-from lema.model.capture import leaves
+from lema.model.state.graph import leaves
 
 __all__ = ["IGNORED", "LossChunks", "attended_tokens", "blocks", "split_batch", "targets_of", "trained_tokens"]
 

@@ -19,7 +19,7 @@ from lema.data.preference import EXAMPLE, Of
 from lema.engine.head.loss import IGNORED, LossChunks, blocks, targets_of
 from lema.engine.head.objectives import Measured, Objective, Scored, merged
 from lema.errors import DataError
-from lema.model.capture import leaves
+from lema.model.state.graph import leaves
 
 __all__ = ["RowLoss", "mismatched_of", "row_targets"]
 

@@ -6,14 +6,12 @@ Only the run before the layers, on the inputs of a micro-batch, leaves its state
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from lema.model.state.saved import from_json, to_json
 from lema.model.state.snapshot import Snapshot, rehearsed
 
 __all__ = ["OuterState"]
@@ -26,6 +24,7 @@ class OuterState:
         self._model, self._layers = model, layers
         self._modules: list[nn.Module] | None = None
         self._first: Snapshot | None = None  # before the first call
+        self._last: Snapshot | None = None
         self._restored: dict[nn.Module, set[str]] = {}
 
     @property
@@ -37,31 +36,29 @@ class OuterState:
 
     def forget(self) -> None:
         """Look the modules up again, because adapters were attached or taken off."""
-        self._modules = None
+        self._modules = self._last = None
 
     def begin(self) -> None:
         """Note what the modules hold before the first call, with which what is saved is compared."""
         if self._first is None:
             self._first = self.now()
 
-    def saved(self) -> dict[str, Any]:
-        """Return, as JSON types, what the modules hold that calls have changed. `ConfigError`: it cannot be saved."""
+    def kept(self) -> dict[nn.Module, set[str]]:
+        """Return the modules that calls have changed, with the names of what they hold."""
         changed = {module: set(names) for module, names in self._restored.items()}
         for module, names in ({} if self._first is None else self._first.changed()).items():
             changed.setdefault(module, set()).update(names)
-        return to_json(self._named(), changed)
+        return changed
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Let the modules hold what was saved. `KeyError`: there is none of a name."""
-        self.begin()
-        self._restored = from_json(self._named(), saved)
-
-    def _named(self) -> dict[str, nn.Module]:
-        return {name: module for name, module in self._model.named_modules() if module in self.modules}
+    def restored(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Note that a module holds under these names what calls of an earlier run have changed."""
+        self._restored.setdefault(module, set()).update(names)
 
     def now(self) -> Snapshot:
-        """Return what the modules hold now."""
-        return Snapshot(self.modules)
+        """Return what the modules hold now: what was seen last, if nothing has changed since."""
+        if self._last is None or self._last.changed():
+            self._last = Snapshot(self.modules)
+        return self._last
 
     def learning(self) -> AbstractContextManager[Snapshot]:
         """Put back, after a `with` block, what a run on a few tokens changes: around the layers, and in the lowest."""

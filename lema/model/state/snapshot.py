@@ -6,8 +6,9 @@ A rehearsal runs a model's own code to learn from it, and leaves no trace: what 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from operator import eq, is_
 from types import ModuleType
@@ -19,12 +20,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-__all__ = ["Snapshot", "rehearsed"]
+__all__ = ["Look", "Snapshot", "has_state", "rehearsed"]
 
 # What every module has, and none of it is made by a call, but buffers and modules that are added, and parameters that
 # PEFT makes buffers while it parametrizes them.
 PERSISTENCE = "_non_persistent_buffers_set"
-TORCH = ("_buffers", "_modules", "_parameters", PERSISTENCE)
+BUFFERS, PARAMETERS = "_buffers", "_parameters"
+TORCH = (BUFFERS, "_modules", PARAMETERS, PERSISTENCE)
 NOT_KEPT = (vars(nn.Module()).keys() - {*TORCH}) | {"forward", "all_tied_weights_keys", *vars(PreTrainedModel)}
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, Enum)
 OPAQUE = (nn.Module, PreTrainedConfig, GenerationConfig, PeftConfig, ModuleType)
@@ -36,6 +38,40 @@ LIBRARIES = ("torch.", "peft.", "accelerate.")  # whose objects on a module say 
 CONTAINERS = (dict, list, set, deque)
 ABSENT = object()
 _stateless: set[type] = set()  # kinds of values that were found to hold nothing that a call changes
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a snapshot looks at.
+
+    Attributes:
+        values: whether tensors are copied, so that what is written into them can be put back. Without it only which
+            tensors there are is kept: enough where nothing has values.
+        parameters: whether modules' parameters are put back, too, where a call has made them something else.
+        unwritten: by `id`, tensors whose values need no copy, because calls were seen not to write into them; None: no
+            tensor's do.
+    """
+
+    values: bool = True
+    parameters: bool = True
+    unwritten: Mapping[int, Tensor] | None = field(default_factory=dict)
+
+
+@dataclass
+class _Values:
+    """A tensor, and its values at one moment."""
+
+    name: str
+    tensor: Tensor
+    version: int
+    values: Tensor | None  # None: they need no copy
+
+    def restore(self) -> None:
+        """Write the values back, if there is a copy of them."""
+        if self.tensor._version != self.version and self.values is not None:
+            with torch.no_grad():
+                self.tensor.copy_(self.values)
+            self.version = self.tensor._version
 
 
 class _Kept:
@@ -83,19 +119,39 @@ class _Kept:
             vars(owner).update(self.items)
 
 
+class _Buffers(_Kept):
+    """The buffers of a module, without parameters: PEFT leaves those among them that it has parametrized."""
+
+    def __init__(self, owner: dict[str, Any], items: dict[str, Any]) -> None:
+        super().__init__(owner, _without_parameters(items))
+
+    def same(self) -> bool:
+        """Whether the module has the buffers that it had."""
+        now = _without_parameters(self.owner)
+        return now.keys() == self.items.keys() and all(now[name] is one for name, one in self.items.items())
+
+    def restore(self) -> None:
+        """Put back the buffers, and leave the parameters."""
+        if not self.same():
+            parameters = {name: one for name, one in self.owner.items() if isinstance(one, nn.Parameter)}
+            self.owner.clear()
+            self.owner.update({**self.items, **parameters})
+
+
 class _Module:
     """What a module holds: its attributes, the containers among them, and the values of tensors."""
 
-    def __init__(self, module: nn.Module, *, values: bool) -> None:
+    def __init__(self, module: nn.Module, look: Look) -> None:
         self.module = module
-        self._values = values
+        self._look = look
         self.attributes = dict(vars(module))
-        self._containers: list[tuple[str, _Kept]] = []
-        self._tensors: list[tuple[str, Tensor, int, Tensor]] = []
+        self.containers: list[tuple[str, _Kept]] = []
+        self.tensors: list[_Values] = []
         self._seen: set[int] = set()
         for name, value in self.attributes.items():
-            if type(value) not in _stateless and name not in NOT_KEPT:
-                self._note(name, value)
+            if type(value) in _stateless or name in NOT_KEPT or (name == PARAMETERS and not look.parameters):
+                continue
+            self._note(name, value)
 
     def _note(self, name: str, value: Any) -> None:
         if type(value) in _stateless or id(value) in self._seen:
@@ -104,15 +160,16 @@ class _Module:
             _stateless.add(type(value))
             return
         if isinstance(value, Tensor):
-            if self._values and _has_values(value) and not isinstance(value, nn.Parameter):
-                self._tensors.append((name, value, value._version, value.detach().clone()))
+            if self._look.values and _has_values(value) and not isinstance(value, nn.Parameter):
+                self.tensors.append(_Values(name, value, value._version, self._copied(value)))
             return
         self._seen.add(id(value))
         if isinstance(value, tuple | frozenset):
             inner: Iterable[tuple[str, Any]] = ((name, item) for item in value)
-        elif isinstance(value, CONTAINERS) or _has_state(value):
+        elif isinstance(value, CONTAINERS) or has_state(value):
             items = _items(value)
-            self._containers.append((name, _Kept(value, items)))
+            kept = _Buffers(value, items) if name == BUFFERS and not self._look.parameters else _Kept(value, items)
+            self.containers.append((name, kept))
             if isinstance(items, dict):
                 inner = ((str(key) if name in TORCH else f"{name}.{key}", item) for key, item in items.items())
             else:
@@ -123,14 +180,30 @@ class _Module:
         for key, item in inner:
             self._note(key, item)
 
+    def _copied(self, tensor: Tensor) -> Tensor | None:
+        """Return a copy of a tensor; None: it needs none."""
+        unwritten = self._look.unwritten
+        if unwritten is None or id(tensor) in unwritten:
+            return None
+        copied = tensor.detach().clone()
+        # Made in a mode without values, it would be of no use outside of it.
+        return None if isinstance(copied, FakeTensor) else copied
+
     def changed(self) -> set[str]:
         """Name what is other than it was."""
         found = set(self._replaced())
-        for name, kept in self._containers:
+        for name, kept in self.containers:
             if name != PERSISTENCE:  # which says how a buffer is saved, and its name is among the buffers
                 found |= {inner if name in TORCH else name for inner in kept.names()}
-        found |= {name for name, tensor, version, _ in self._tensors if tensor._version != version}
+        found |= {one.name for one in self.tensors if one.tensor._version != one.version}
         return {name.partition(".")[0] for name in found}  # of what a container holds, the attribute
+
+    def parts(self, names: Collection[str] | None) -> Iterator[Any]:
+        """Yield the containers and tensors that it held under these names; None: under any."""
+        held = [(name, kept.owner) for name, kept in self.containers if name not in TORCH]
+        for name, one in [*held, *((one.name, one.tensor) for one in self.tensors)]:
+            if names is None or name.partition(".")[0] in names:
+                yield one
 
     def _replaced(self) -> list[str]:
         """Name the attributes that are there no more, or are another object, or were not there."""
@@ -148,12 +221,13 @@ class _Module:
                 now[name] = self.attributes[name]
             else:
                 del now[name]
-        for _, kept in self._containers:
+        for _, kept in self.containers:
             kept.restore()
-        for _, tensor, version, values in self._tensors:
-            if tensor._version != version:
-                with torch.no_grad():
-                    tensor.copy_(values)
+        for one in self.tensors:
+            one.restore()
+
+
+EVERYTHING = Look()
 
 
 class Snapshot:
@@ -161,48 +235,60 @@ class Snapshot:
 
     Args:
         modules: the modules, each by itself: what is inside another one is given, too.
-        values: whether tensors are copied, so that what is written into them can be put back. Without it only which
-            tensors there are is kept: enough where nothing has values.
+        look: what is looked at.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, values: bool = True) -> None:
-        self._modules = [_Module(module, values=values) for module in modules if type(module) not in STATELESS_MODULES]
+    def __init__(self, modules: Iterable[nn.Module], look: Look = EVERYTHING) -> None:
+        self._modules = [_Module(module, look) for module in modules if type(module) not in STATELESS_MODULES]
 
     def changed(self) -> dict[nn.Module, set[str]]:
         """Return the modules that hold something else now, each with the names of what that is."""
         found = ((one.module, one.changed()) for one in self._modules)
         return {module: names for module, names in found if names}
 
-    def only(self, modules: Iterable[nn.Module]) -> Snapshot:
-        """Return the part of it that is of these modules."""
-        chosen, part = set(modules), Snapshot(())
-        part._modules = [one for one in self._modules if one.module in chosen]
-        return part
+    def parts(self, changed: Mapping[nn.Module, Collection[str]] | None = None) -> set[int]:
+        """Return the `id` of every module, container and tensor in it; of those under names that have `changed`, if
+        these are given."""
+        found = set[int]()
+        for one in self._modules:
+            if changed is None or one.module in changed:
+                found |= {id(one.module), *map(id, one.parts(None if changed is None else changed[one.module]))}
+        return found
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the modules held, but for parameters."""
+        return [one.tensor for module in self._modules for one in module.tensors]
+
+    def uncopied(self) -> list[str]:
+        """Name the tensors whose values were not copied, and that have been written into since."""
+        values = (one for module in self._modules for one in module.tensors)
+        return [one.name for one in values if one.values is None and one.tensor._version != one.version]
+
+    def forget_unwritten(self) -> dict[int, Tensor]:
+        """Drop the copies of tensors that were not written into since; return these tensors, by `id`."""
+        values = [one for module in self._modules for one in module.tensors if one.tensor._version == one.version]
+        for one in values:
+            one.values = None
+        return {id(one.tensor): one.tensor for one in values}
 
     def restore(self) -> None:
         """Put back what the modules held."""
         for one in self._modules:
             one.restore()
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Let the modules hold this in a `with` block, and what they hold now after it."""
-        now = Snapshot([one.module for one in self._modules])
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
-
 
 @contextmanager
 def rehearsed(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[Snapshot]:
     """Put back what modules hold at the end of a `with` block, and yield it."""
-    before = Snapshot(modules, values=values)
+    before = Snapshot(modules, Look(values=values))
     try:
         yield before
     finally:
         before.restore()
+
+
+def _without_parameters(buffers: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in buffers.items() if not isinstance(one, nn.Parameter)}
 
 
 def _items(owner: Any) -> Any:
@@ -211,8 +297,11 @@ def _items(owner: Any) -> Any:
     return list(owner) if isinstance(owner, list | set | deque) else dict(vars(owner))
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
+    """Whether the attributes of an object may be what a call changes, so that they are looked at."""
     kind = type(value)
+    if isinstance(value, OPAQUE):
+        return False
     return hasattr(value, "__dict__") and not callable(value) and not f"{kind.__module__}.".startswith(LIBRARIES)
 
 

@@ -26,7 +26,7 @@ from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
 from lema.config.settings import Change
 from lema.errors import AdapterError, ConfigError, listed
 from lema.lora.files import WEIGHTS, adapter_differences, read_lora_config
-from lema.model.state.outer import OuterState
+from lema.model.state.model import ModelState
 from lema.storage.manifest import check_manifest
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, checkpoints, read_state
 
@@ -252,17 +252,17 @@ class Generators:
         return cls((version, tuple(words), gauss), numpy_state, _decode(states["torch"]), _decode(states["device"]))
 
 
-def states_of_all(backend: Backend, outer: OuterState) -> dict[str, Any]:
-    """Return the states of every process's generators, and what modules around the layers keep from call to call, as
+def states_of_all(backend: Backend, kept: ModelState) -> dict[str, Any]:
+    """Return the states of every process's generators, and what modules keep from call to call, as
     the keys of a checkpoint's state."""
     mine = {**Generators.now(backend).to_json(), "kind": backend.name}
-    if modules := outer.saved():
+    if modules := kept.saved():
         mine["modules"] = modules
     first, *others = backend.replicas.exchange(mine)
     return {"generators": first, "generators_of_others": others}
 
 
-def restore_own(backend: Backend, state: Mapping[str, Any], seed: int, outer: OuterState) -> None:
+def restore_own(backend: Backend, state: Mapping[str, Any], seed: int, kept: ModelState) -> None:
     """Put this process's generators back where a checkpoint found them, and what modules keep. A process that was not
     there, or has a device of another kind, draws other numbers, from the seed and the step."""
     saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
@@ -272,4 +272,4 @@ def restore_own(backend: Backend, state: Mapping[str, Any], seed: int, outer: Ou
         torch.manual_seed(seed + rank + int(state["global_step"]))  # every device's
     if there:
         Generators.from_json(saved[rank]).put_back(backend if alike else None)
-        outer.restore(saved[rank].get("modules", {}))
+        kept.restore(saved[rank].get("modules", {}))

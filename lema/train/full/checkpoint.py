@@ -27,7 +27,7 @@ from lema.convert.hubformat import open_stored, write_model, write_shards
 from lema.convert.published import visit_order
 from lema.convert.tensors import bytes_of, stored_name
 from lema.errors import AdapterError
-from lema.model.state.outer import OuterState
+from lema.model.state.model import ModelState
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import appearing, free_directory, replace_file
 from lema.storage.verify import base_fingerprint, check_finite
@@ -55,7 +55,7 @@ def write_full(
     backend: Backend,
     masters: Masters,
     optimizer: Optimizer,
-    outer: OuterState,
+    kept: ModelState,
     about: Mapping[str, Any],
     config: LemaConfig,
     base: str | None = None,
@@ -75,7 +75,7 @@ def write_full(
             check_finite(tensors, directory / file)
             save_file(tensors, part / file)
 
-    states = states_of_all(backend, outer)
+    states = states_of_all(backend, kept)
     state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states, **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
     every: list[Writer] = [write_weights, config.save_pretrained, *writers]
@@ -93,7 +93,7 @@ def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None)
 
 
 def read_full(
-    directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int, outer: OuterState
+    directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int, kept: ModelState
 ) -> dict[str, Any]:
     """Restore masters, optimizer, generators and what modules keep; return the state, or raise `AdapterError` of what
     does not fit."""
@@ -111,7 +111,7 @@ def read_full(
     _fill(directory, masters, optimizer, saved, (MASTER, STEP, *MOMENTS))
     masters.round(masters.by_name)
     try:
-        restore_own(backend, state, seed, outer)
+        restore_own(backend, state, seed, kept)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(directory)) from error
     return state

@@ -133,8 +133,8 @@ class FullTraining:
         """Write masters, optimizer, generators and step; errors are as `write_full`'s."""
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places
-        outer = self.model.split.outer
-        write_full(Path(directory), backend, places, self.optimizer, outer, about, self.config, self._base, writers)
+        kept = self.model.split.state
+        write_full(Path(directory), backend, places, self.optimizer, kept, about, self.config, self._base, writers)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError` of what does not fit."""
@@ -143,8 +143,8 @@ class FullTraining:
         for layer in self.places.by_layer:
             self.model.stream.rewrite(layer, lambda: None)
         try:
-            outer = self.model.split.outer
-            state = read_full(path, self.model.backend, self.places, self.optimizer, self.config.seed, outer)
+            kept = self.model.split.state
+            state = read_full(path, self.model.backend, self.places, self.optimizer, self.config.seed, kept)
         finally:
             self.model.stream.settle()
         self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])

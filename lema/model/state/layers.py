@@ -1,0 +1,123 @@
+"""What the modules of all decoder layers keep from call to call, and when a model cannot be run layer by layer for it.
+
+A step takes all micro-batches through one layer before the next one, so what a layer keeps must be its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from lema.errors import ModelError
+from lema.model.state.layer import LayerState
+from lema.model.state.snapshot import Look, Snapshot
+
+__all__ = ["Journal", "LayerStates", "Noted"]
+
+
+class Noted(Protocol):
+    """The call of a layer for one micro-batch."""
+
+    held: Snapshot | None
+    """What the layer held before its first run for this micro-batch; None: it has not run."""
+
+    def begin(self, held: Snapshot) -> None:
+        """Note that the first run is over, and what the layer held before it."""
+
+
+class Journal:
+    """What layers held before each was changed for the first time since this was made."""
+
+    def __init__(self) -> None:
+        self.before: dict[int, Snapshot] = {}
+
+
+class LayerStates:
+    """What the modules of each decoder layer keep.
+
+    Args:
+        layers: the model's decoder layers.
+        name: what they are called in the model.
+        outside: returns the modules outside of the layers.
+    """
+
+    def __init__(self, layers: nn.ModuleList, name: str, outside: Callable[[], Iterable[nn.Module]]) -> None:
+        self._layers, self._name, self._outside = layers, name, outside
+        self._states: dict[int, LayerState] = {}
+        self._journals: WeakSet[Journal] = WeakSet()
+
+    def forget(self) -> None:
+        """Look the modules up again, because adapters were attached or taken off."""
+        for state in self._states.values():
+            state.forget()
+
+    def run(self, index: int, call: Noted, run: Callable[[], Any], given: Any) -> Any:
+        """Run a layer for a micro-batch, by `run`, which is `given` tensors in nested containers; return what it
+        returns. The first run for a `call` finds what the run before it left; each later one finds what the first one
+        found, and leaves no trace. `ModelError`: the layer keeps what cannot be reproduced."""
+        state = self._state(index)
+        if call.held is not None:
+            return state.again(call.held, run)
+        made, held, new = state.first(run, given)
+        call.begin(held)
+        if new:
+            self._check_own(index, state, new)
+        if held is not state.now():
+            self._changes(index, held)
+        return made
+
+    def keeps(self, index: int) -> bool:
+        """Whether a call has changed what a layer holds."""
+        return index in self._states and bool(self._states[index].kept)
+
+    def refusal(self, index: int, why: str) -> ModelError:
+        """Return the error of a layer that keeps what cannot be reproduced."""
+        return self._state(index).refusal(why)
+
+    def tensors(self, index: int) -> Sequence[Tensor]:
+        """Return the tensors that a layer keeps."""
+        return self._state(index).now().tensors() if self.keeps(index) else ()
+
+    def kept(self) -> dict[nn.Module, set[str]]:
+        """Return the modules that calls have changed, with the names of what they hold."""
+        return {module: names for state in self._states.values() for module, names in state.kept.items()}
+
+    def restored(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Note that a module of a layer holds under these names what calls of an earlier run have changed."""
+        index = next(index for index, layer in enumerate(self._layers) if module in layer.modules())
+        self._state(index).kept.setdefault(module, set()).update(names)
+
+    def journal(self) -> Journal:
+        """Return an empty journal, which is kept as long as it is referred to."""
+        journal = Journal()
+        self._journals.add(journal)
+        return journal
+
+    def put_back(self, journal: Journal) -> None:
+        """Let layers hold what they held when a journal was begun, and begin it anew."""
+        before, journal.before = journal.before, {}
+        for index, held in before.items():
+            self._changes(index, self._state(index).now())
+            held.restore()
+        journal.before = {}
+
+    def _state(self, index: int) -> LayerState:
+        if index not in self._states:
+            self._states[index] = LayerState(self._layers[index], f"{self._name}.{index}")
+        return self._states[index]
+
+    def _changes(self, index: int, held: Snapshot) -> None:
+        for journal in self._journals:
+            journal.before.setdefault(index, held)
+
+    def _check_own(self, index: int, state: LayerState, changed: set[int]) -> None:
+        """Refuse what is held by something else, too, which would see it change in another order."""
+        uncopied = Look(parameters=False, unwritten=None)
+        for other, layer in enumerate(self._layers):
+            if other != index and changed & Snapshot(layer.modules(), uncopied).parts():
+                raise state.refusal(f"and shares it with {self._name}.{other}")
+        if changed & Snapshot(self._outside(), uncopied).parts():
+            raise state.refusal("and shares it with modules outside of the layers")
