@@ -131,6 +131,8 @@ class Beside:
                 if group.hidden is None:
                     group.hidden = list(hidden if group.source is None else group.source.hidden or ())
         engine = self.engine
+        if groups and engine.split.state.layers.keeps(layer):
+            raise engine.split.state.layers.refusal(layer, "and the rows of a reference would change it")
 
         def run(group: Group, call: LayerCall, given: Tensor) -> Tensor:
             # Not compiled without adapters, because that would be another graph of each layer.

@@ -23,6 +23,7 @@ from lema.engine.head.loss import split_batch
 from lema.engine.numerics import deterministic_only
 from lema.errors import MemoryLimitError, is_out_of_memory
 from lema.model.state.attention import supported_only
+from lema.model.state.model import ModelState
 from lema.stream import LayerStream
 
 __all__ = ["OomRetry", "Shortage"]
@@ -54,8 +55,8 @@ class OomRetry:
     micro-batches change no mathematics of training. `place`: where the pass is now, as `at` was told last. `advise`:
     returns the settings that would help with a shortage; set by the part of the run that knows the plan."""
 
-    def __init__(self, stream: LayerStream, backend: Backend) -> None:
-        self._stream, self._backend = stream, backend
+    def __init__(self, stream: LayerStream, backend: Backend, state: ModelState) -> None:
+        self._stream, self._backend, self._state = stream, backend, state
         self.recomputes = self.cuts = True
         self.place = ""
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
@@ -86,10 +87,11 @@ class OomRetry:
         made: list[Any] | None = None,
         purpose: Purpose = "training",
     ) -> T:
-        """Return what `run` makes in one pass. Each attempt finds gradients, generator and `made` as the first did. It
-        is given the micro-batches, smaller ones where they did not fit; how many rows fit is remembered for each
-        `purpose`. It adds to gradients of `parameters`, and to `made`. `MemoryLimitError`: one row does not fit."""
-        state, count = self._backend.rng_state(), len(made or ())
+        """Return what `run` makes in one pass. Each attempt finds gradients, generator, what modules keep from call to
+        call, and `made` as the first did. It is given the micro-batches, smaller ones where they did not fit; how many
+        rows fit is remembered for each `purpose`. It adds to gradients of `parameters`, and to `made`.
+        `MemoryLimitError`: one row does not fit."""
+        state, kept, count = self._backend.rng_state(), self._state.mark(), len(made or ())
         with self.once("before the pass"):
             before = [None if one.grad is None else one.grad.clone() for one in parameters if self._alone]
         while True:
@@ -113,6 +115,7 @@ class OomRetry:
                 del made[count:]
             gc.collect()
             self._backend.set_rng_state(state)
+            self._state.put_back(kept)
         self._say()
         return result
 

@@ -61,7 +61,7 @@ class Engine:
         self.split, self.stream, self.backend = split, stream, backend
         # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the first on.
         self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
-        self.retry = OomRetry(stream, backend)
+        self.retry = OomRetry(stream, backend, split.state)
         self.outer = self.anchor
         self.trained = TrainedWeights({}, lambda *_: None)
         self.routers: RouterLoss | None = None

@@ -28,6 +28,7 @@ from lema.backend import Backend
 from lema.errors import LemaError
 from lema.model.capture import replaced, tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
+from lema.model.state.snapshot import rehearsed
 from lema.storage.diskspace import user_cache
 
 __all__ = ["CompiledLayers"]
@@ -136,9 +137,12 @@ class CompiledLayers:
         `_NotCompiled`: it cannot be compiled, or draws random numbers."""
         state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
         args, kwargs = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), (args, kwargs))
+        kept: set[str] = set()
+        hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         try:
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            with hooks, rehearsed(self._templates[self.kinds[index]].modules()) as before:
                 out = self._run(index, tensors, args, kwargs)
+                kept = {name for names in before.changed().values() for name in names}
                 made = [one for one in tensors_in(out) if one.requires_grad]
                 wanted = [one for one in (*tensors_in((args, kwargs)), *tensors.values()) if one.requires_grad]
                 if torch.is_grad_enabled() and self.compilations > compilations and made and wanted:
@@ -153,6 +157,8 @@ class CompiledLayers:
             self._backend.set_rng_state(state)
         if drawn:
             raise _NotCompiled("it draws random numbers, and a compiled layer might draw others")
+        if kept:
+            raise _NotCompiled(f"it keeps {', '.join(sorted(kept))} from call to call, which would be another layer's")
         if self._runs == runs:
             raise _NotCompiled("torch.compile did not compile any of it")
 

@@ -246,9 +246,14 @@ class Split:
         with replaced({layer: None}):
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
             tensors = self.renamed(index, weights)
+            stored = self._names[index].buffers(tensors)
             sharing = self._sharing.setdefault(index, SharedInputs()) if self._fast else None
             with nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs):
-                return torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
+                out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
+        for name, one in stored.items():
+            if tensors[name] is not one or one._version:
+                raise self._refusal(f"layer {index} writes into its {name}, which is read from its file at each visit")
+        return out
 
     def experts_of(self, index: int) -> LayerExperts | None:
         """Return the experts of a layer; None: it has none whose weights may be leased in groups."""
@@ -263,6 +268,8 @@ class Split:
         try:
             with replaced({experts.module: suspended.reached}), suspended.tape:
                 output = run()
+            if any(suspended.tape.number(one) is not None for one in self.state.layers.tensors(index)):
+                raise self.state.layers.refusal(index, "which is made of its experts' result, and they run in groups")
             suspended.returned(output)
         except ValueError as error:
             raise self._refusal(f"layer {index} has no experts to lease in groups, because {error}") from error

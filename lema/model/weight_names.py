@@ -304,16 +304,22 @@ class LayerNames:
         parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}
         self._own = {name for name, now in parameters.items() if now is None}
         owned = parameters | {name: name for name, _ in layer.named_buffers()}
+        self._buffers = {name for name, one in layer.named_buffers() if not isinstance(one, nn.Parameter)}
         self._now = {stored_name(name): now for name, now in owned.items()}
         wrappers = [(name, part) for name, part in layer.named_modules() if isinstance(part, ParamWrapper)]
         self._set_in_place = {stored_name(f"{name}.{part.parameter_name}") for name, part in wrappers}
+        self._set_in_place |= {stored_name(name) for name in self._buffers}
 
     def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name weights as the layer does now: an adapter moves those of the modules it wraps."""
         return {
             # An adapted parameter is set to itself when PEFT parametrizes it. `data` counts its changes by itself: else
-            # this would count as a change of every weight in the slot.
+            # this would count as a change of every weight in the slot. By that it is seen what a call writes, too.
             now: tensor.data if name in self._set_in_place else tensor
             for name, tensor in weights.items()
             if (now := name if tensor.requires_grad and name in self._own else self._now[name]) is not None
         }
+
+    def buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers among weights that `renamed` has named; a call writes into none of them."""
+        return {name: weights[name] for name in self._buffers if name in weights}

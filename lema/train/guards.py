@@ -21,6 +21,7 @@ from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.model import Split
+from lema.model.state.model import Mark
 
 
 class HiddenGradients:
@@ -128,12 +129,14 @@ class Passes:
 
     def __init__(self, model: StreamedModel) -> None:
         self._model = model
-        # Micro-batches, the trained tokens that the loss is divided by, and the generator's state before.
-        self._begun: list[tuple[Sequence[Mapping[str, Tensor]], int, Tensor]] = []
+        # Micro-batches, the trained tokens that the loss is divided by, and the generator's state and what modules
+        # kept before.
+        self._begun: list[tuple[Sequence[Mapping[str, Tensor]], int, Tensor, Mark]] = []
 
     def begin(self, micro_batches: Sequence[Mapping[str, Tensor]], divisor: int) -> None:
         """Note a pass that is about to begin."""
-        self._begun.append((micro_batches, divisor, self._model.backend.rng_state()))
+        model = self._model
+        self._begun.append((micro_batches, divisor, model.backend.rng_state(), model.split.state.mark()))
 
     def clear(self) -> None:
         """Begin another step."""
@@ -144,30 +147,37 @@ class Passes:
         if math.isfinite(mine):
             self._model.accompany(training=False)  # while the other looks for the layer
             return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
-        backend, (micro_batches, _, before) = self._model.backend, self._begun[-1]
-        after = backend.rng_state()
-        backend.set_rng_state(before)  # what dropout drew then is drawn again
-        try:
+        micro_batches, _, drawn, kept = self._begun[-1]
+        with self._from(drawn, kept):
             return non_finite_loss(self._model, micro_batches, value, place)
+
+    @contextmanager
+    def _from(self, drawn: Tensor, kept: Mark) -> Iterator[None]:
+        """Have the `with` block draw what dropout drew at a moment, and find what modules kept then; leave no trace."""
+        backend, state = self._model.backend, self._model.split.state
+        after, now = backend.rng_state(), state.mark()
+        backend.set_rng_state(drawn)
+        state.put_back(kept)
+        try:
+            yield
         finally:
             backend.set_rng_state(after)
+            state.put_back(now)
 
     def non_finite_gradient(
         self, place: str, again: Callable[..., object], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
         """Return the error of gradients that are not finite, and drop them; the passes are run `again` to find where.
         All processes call this; the generator is then where it was."""
-        backend, stream = self._model.backend, self._model.stream
-        after, began = backend.rng_state(), None
+        backend, stream, began = self._model.backend, self._model.stream, None
         alone = not stream.sharded and backend.parallel.size == 1  # else other processes run all passes too
         stream.cancel()  # leases announced for the next step
         drop_gradients()
-        for micro_batches, divisor, before in self._begun:
+        for micro_batches, divisor, drawn, kept in self._begun:
             if began is None or not alone:
-                backend.set_rng_state(before)
-                found = first_non_finite_gradient(self._model, partial(again, micro_batches, divisor))
+                with self._from(drawn, kept):
+                    found = first_non_finite_gradient(self._model, partial(again, micro_batches, divisor))
                 began = began or found
-        backend.set_rng_state(after)
         told = backend.replicas.exchange(began)
         if began is None and not any(told):
             what = "the gradients are finite, but their norm is not; the optimizer made no step"

@@ -86,7 +86,9 @@ KEPT = {
 def keeping(directory: Path, init: str, keep: str, whole: str = "pass", **changes: Any) -> Path:
     """Write a model whose layers keep something from call to call."""
     model = write_model(llama(**changes), directory)
-    (model / "own.py").write_text(CODE.replace("INIT", init).replace("KEEP", keep).replace("MAKE", MAKE).replace("WHOLE", whole))
+    (model / "own.py").write_text(
+        CODE.replace("INIT", init).replace("KEEP", keep).replace("MAKE", MAKE).replace("WHOLE", whole)
+    )
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
     edit_config(model, model_type="ownstate", architectures=["OwnForCausalLM"], auto_map=classes)
     return model
@@ -102,3 +104,63 @@ def steps() -> Sequence[Sequence[Mapping[str, Tensor]]]:
 def test_what_a_layer_keeps_is_what_it_keeps_in_the_whole_model(kept: str, checkpointing: bool, tmp_path: Path) -> None:
     model = keeping(tmp_path / "model", *KEPT[kept])
     assert farthest_from_whole(model, *steps(), trust=True, gradient_checkpointing=checkpointing) == 0
+
+
+def test_a_published_type_that_keeps_states_of_recurrences(tmp_path: Path) -> None:
+    config = RecurrentGemmaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, lru_width=32,
+        attention_window_size=16, head_dim=8, num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = write_model(config, tmp_path / "model")
+    assert farthest_from_whole(model, *steps()) == 0
+
+
+COUNTER = KEPT["a counter"]
+
+
+def refused(model: Path, *batches: Mapping[str, Tensor], **settings: Any) -> str:
+    """Return why a step is refused."""
+    with opened(model, trust=True, **settings) as streamed, pytest.raises(ModelError) as caught:
+        streamed.adapter.loss(batches or rows(12, 20)).backward()
+    assert caught.value.where.endswith("model.layers.0") or "model.layers" in caught.value.where
+    return caught.value.what
+
+
+REFUSED = {
+    "a module of two layers": (
+        (*COUNTER, "self.model.layers[2].mlp = self.model.layers[0].mlp"),
+        "a layer keeps Keeping.count from call to call, and shares it with model.layers.2",
+    ),
+    "a list of all layers": (
+        (
+            "self.lengths = LENGTHS if 'LENGTHS' in globals() else globals().setdefault('LENGTHS', [])",
+            "self.lengths.append(x.shape[1]); scale = 1 + len(self.lengths) / 64",
+        ),
+        "a layer keeps Keeping.lengths from call to call, and shares it with model.layers.1",
+    ),
+    "a list that the model has too": (
+        (
+            "self.lengths = []",
+            "self.lengths.append(x.shape[1]); scale = 1",
+            "self.lengths = [self.model.layers[0].mlp.lengths]",
+        ),
+        "and shares it with modules outside of the layers",
+    ),
+    "a state with its graph": (
+        ("self.last = None", "scale = 1 if self.last is None else 1 + self.last; self.last = x.mean()"),
+        "a layer keeps Keeping.last from call to call, and differentiates through it",
+    ),
+    "a write with a graph": (
+        (
+            "self.last = torch.zeros(())",
+            "self.last = torch.zeros(()) if self.last.is_meta else self.last; self.last.copy_(x.mean()); scale = 1",
+        ),
+        "a layer keeps Keeping.last from call to call, and writes into it with a graph",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_reproduced_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    code, why = REFUSED[case]
+    assert why in refused(keeping(tmp_path / "model", *code))
