@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from asloaded import edit_config, farthest_from_whole, llama, opened, rows, write_model
+from asloaded import ORIGINAL, ROPES, edit_config, farthest_from_whole, llama, opened, roped, rows, write_model
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lema import LemaConfig
@@ -19,25 +18,8 @@ from lema.plan.workload import MicroBatch, measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ORIGINAL = 16  # tokens, up to which a model was trained before its rotary embedding was scaled
-SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_theta": 10000.0},
-    "linear": {"rope_theta": 10000.0, "factor": 4.0},
-    "dynamic": SCALED,
-    "yarn": SCALED,
-    "longrope": SCALED | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.3, 2.6, 2.9]},
-    "llama3": SCALED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "proportional": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-}
 # Below each threshold, at it, and above it, and then short again.
 LENGTHS = (ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 9, 40, 20, 70, 65, 64, 63, 12, 20)
-
-
-def roped(kind: str, **changes: Any) -> PreTrainedConfig:
-    """Return a config with this kind of rotary embedding. `dynamic` goes by `max_position_embeddings`."""
-    longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
-    return llama(max_position_embeddings=longest, rope_parameters={"rope_type": kind, **ROPES[kind]}, **changes)
 
 
 def packed(*lengths: int) -> dict[str, Tensor]:

@@ -13,15 +13,29 @@ from parity import DRAWS, draw_b, trained
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lema import LemaConfig, LemaModel
 from lema.model.skeleton import auto_class
 from lema_cpu import CpuBackend
 
-__all__ = ["edit_config", "farthest_from_whole", "llama", "opened", "rows", "store", "tensors", "whole", "write_model"]
+__all__ = [
+    "ORIGINAL", "ROPES", "edit_config", "farthest_from_whole", "llama", "opened", "roped", "rows", "step", "store",
+    "tensors", "whole", "whole_step", "write_model",
+]  # fmt: skip
 
 VOCABULARY = 96
+ORIGINAL = 16  # tokens, up to which a model was trained before its rotary embedding was scaled
+SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_theta": 10000.0},
+    "linear": {"rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": SCALED,
+    "yarn": SCALED,
+    "longrope": SCALED | {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.3, 2.6, 2.9]},
+    "llama3": SCALED | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -30,6 +44,12 @@ def llama(**changes: Any) -> LlamaConfig:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
     return LlamaConfig(**{**sizes, **heads, **tokens, **changes})
+
+
+def roped(kind: str, **changes: Any) -> PreTrainedConfig:
+    """Return a config with this kind of rotary embedding. `dynamic` goes by `max_position_embeddings`."""
+    longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
+    return llama(max_position_embeddings=longest, rope_parameters={"rope_type": kind, **ROPES[kind]}, **changes)
 
 
 def edit_config(directory: Path, *dropped: str, **changes: Any) -> None:

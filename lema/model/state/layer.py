@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,22 @@ Changed: TypeAlias = Mapping[nn.Module, Collection[str]]
 ADAPTERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)  # keep nothing from call to call, and are switched on and off
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """A tensor whose graph is cut off; the graph that it has ends at once, at a tensor by which it is known."""
+
+    tensor: Tensor
+    end: Tensor
+    function: Any  # what made the tensor, until something else is written into it
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Cut:
+        end = tensor.detach().requires_grad_()
+        with torch.enable_grad():
+            copied = end.clone()
+        return cls(copied, end, copied.grad_fn)
+
+
 class LayerState:
     """What the modules of one layer keep. It is looked at again only after it has changed, so that a layer that keeps
     nothing costs two comparisons of references in each run.
@@ -43,7 +60,7 @@ class LayerState:
         self._layer, self._name = layer, name
         self._last: Snapshot | None = None
         self._unwritten: dict[int, Tensor] | None = None  # tensors that the first call did not write into
-        self._cut: dict[int, Tensor] = {}  # tensors that are held without the graph that they had
+        self._cut: dict[int, _Cut] = {}  # tensors that are held without the graph that they had, by `id`
         self.kept: dict[nn.Module, set[str]] = {}
 
     def forget(self) -> None:
@@ -114,7 +131,7 @@ class LayerState:
         """Refuse a result whose graph goes on to what an earlier call has left, whose graph is gone."""
         if self._cut and torch.is_grad_enabled():
             made = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
-            if leaves(made) & self._cut.keys():
+            if leaves(made) & {id(one.end) for one in self._cut.values()}:
                 raise self.refusal("and differentiates through it, although the step that made it is over")
 
     def _settle(self, before: Snapshot, changed: Changed, given: Any) -> None:
@@ -126,13 +143,18 @@ class LayerState:
         settled: dict[int, Tensor] = {}
 
         def settle(one: Tensor) -> Tensor:
-            if isinstance(one, nn.Parameter) or (one.grad_fn is None and _storage(one) not in borrowed):
+            is_cut = id(one) in self._cut and self._cut[id(one)].function is one.grad_fn
+            if isinstance(one, nn.Parameter) or is_cut or not (one.requires_grad or _storage(one) in borrowed):
                 return one
             if id(one) in there:
                 raise self.refusal("and writes into it with a graph, without torch.no_grad()", changed)
             if id(one) not in settled:
-                own = one.detach().clone() if _storage(one) in borrowed else one.detach()
-                settled[id(one)] = own.requires_grad_(one.requires_grad)
+                if one.requires_grad:
+                    cut = _Cut.of(one)
+                    self._cut[id(cut.tensor)] = cut
+                    settled[id(one)] = cut.tensor
+                else:
+                    settled[id(one)] = one.detach().clone()
             return settled[id(one)]
 
         for module, names in changed.items():
@@ -140,8 +162,8 @@ class LayerState:
                 holder = module._buffers if name in module._buffers else vars(module)
                 if name in holder:
                     holder[name] = _replaced(holder[name], settle, set())
-        held = {id(one): one for one in self.now().tensors()}
-        self._cut = {key: one for key, one in held.items() if one.requires_grad}
+        held = {id(one) for one in self.now().tensors()}
+        self._cut = {key: one for key, one in self._cut.items() if key in held}
 
 
 def _storage(tensor: Tensor) -> int:
