@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from operator import eq, is_
+from operator import eq, is_, itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -85,6 +85,8 @@ class _Kept:
         now: Any = self.owner if isinstance(self.owner, CONTAINERS) else vars(self.owner)
         if len(now) != len(self.items):
             return False
+        if not now:
+            return True
         if isinstance(self.items, dict):
             return all(map(is_, now.values(), self.items.values())) and all(map(eq, now, self.items))
         return all(map(is_, now, self.items))
@@ -127,6 +129,8 @@ class _Buffers(_Kept):
 
     def same(self) -> bool:
         """Whether the module has the buffers that it had."""
+        if not self.owner and not self.items:
+            return True
         now = _without_parameters(self.owner)
         return now.keys() == self.items.keys() and all(now[name] is one for name, one in self.items.items())
 
@@ -152,6 +156,24 @@ class _Module:
             if type(value) in _stateless or name in NOT_KEPT or (name == PARAMETERS and not look.parameters):
                 continue
             self._note(name, value)
+        kept = {name: value for name, value in self.attributes.items() if name not in NOT_KEPT}
+        self._kept, self._values = itemgetter(*kept), tuple(kept.values())
+        # Of a set of names nothing is told that the buffers do not tell.
+        self._to_compare = [kept for name, kept in self.containers if name != PERSISTENCE]
+
+    def same(self) -> bool:
+        """Whether it is sure that nothing has changed. This is asked in each run of a layer, so it has to be fast."""
+        now = vars(self.module)
+        if len(now) != len(self.attributes):
+            return False
+        try:
+            if not all(map(is_, self._kept(now), self._values)):
+                return False
+        except KeyError:
+            return False
+        return all(kept.same() for kept in self._to_compare) and all(
+            one.tensor._version == one.version for one in self.tensors
+        )
 
     def _note(self, name: str, value: Any) -> None:
         if type(value) in _stateless or id(value) in self._seen:
@@ -243,7 +265,7 @@ class Snapshot:
 
     def changed(self) -> dict[nn.Module, set[str]]:
         """Return the modules that hold something else now, each with the names of what that is."""
-        found = ((one.module, one.changed()) for one in self._modules)
+        found = ((one.module, one.changed()) for one in self._modules if not one.same())
         return {module: names for module, names in found if names}
 
     def parts(self, changed: Mapping[nn.Module, Collection[str]] | None = None) -> set[int]:
@@ -274,7 +296,8 @@ class Snapshot:
     def restore(self) -> None:
         """Put back what the modules held."""
         for one in self._modules:
-            one.restore()
+            if not one.same():
+                one.restore()
 
 
 @contextmanager
