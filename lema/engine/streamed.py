@@ -212,10 +212,16 @@ class StreamedModel:
             self.announce_step(micro_batches)
         top, outside, prefix = self.split.num_layers - 1, self.trained_outside(), self.prefix
         start, before = self._first_layer(micro_batches), self.engine.generator_state()
-        inputs = [model_inputs(batch) for batch in micro_batches]
+        inputs, around = [model_inputs(batch) for batch in micro_batches], list[dict[str, Any]]()
         # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
         with nullcontext() if start else self._first_lease(placed) as first:
-            hidden, calls = self.prelude(placed, first, differentiate=bool(outside))
+            hidden, calls = self.prelude(
+                placed, first, differentiate=bool(outside), around=None if prefix is None else around
+            )
+            if start and prefix is not None and not prefix.fits(inputs, around):
+                self.stream.cancel()  # what was announced, because the layers below are needed all the same
+                self.announce_step()
+                start = 0
             embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
             if self.engine.routers is not None:
                 self.engine.routers.begin(embed_head.loss, calls, placed)
@@ -233,8 +239,9 @@ class StreamedModel:
         for layer in range(max(start, 1), top + 1):
             if prefix is not None and layer == prefix.layer > start:
                 drawn = not torch.equal(before, self.backend.rng_state())
-                handed_on = any(call.received is not None and call.received.more for call in calls[layer])
-                prefix.keep(inputs, hidden, lowest=lowest, drawn=drawn, handed_on=handed_on)
+                more = any(call.received is not None and call.received.more for call in calls[layer])
+                held = any(map(self.split.state.layers.keeps, range(layer)))
+                prefix.keep(inputs, hidden, around, lowest=lowest, drawn=drawn, handed_on=more, held=held)
             if layer < last:
                 # Not by a variable, which would hold this layer's inputs until the next layer is done.
                 hidden = through(layer, calls[layer], hidden)
@@ -359,9 +366,11 @@ class StreamedModel:
         *,
         differentiate: bool = False,
         away: HostStates | None = None,
+        around: list[dict[str, Any]] | None = None,
     ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
         """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch. States
-        that go `away` do so as each is made, as the first layer is given them."""
+        that go `away` do so as each is made, as the first layer is given them. `around` receives, as JSON types, what
+        the modules before the layers keep after each."""
         hidden: list[Any] = []
         preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
         with self.retry.at("before the layers"), nullcontext() if self.head is None else self.head.standing_in():
@@ -370,6 +379,8 @@ class StreamedModel:
                 state = prelude.hidden
                 hidden.append(state if away is None else away.keep(number, *self.split.enter([state])))
                 preludes.append(prelude.calls)
+                if around is not None:
+                    around.append(self.split.state.around())
         calls = [[own[layer] for own in preludes] for layer in range(self.split.num_layers)]
         return tuple(hidden), calls
 

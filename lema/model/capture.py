@@ -24,6 +24,7 @@ from transformers import masking_utils
 from transformers.utils.output_capturing import _active_collector
 
 from lema.model.state.attention import attention_without_values
+from lema.model.state.rotary import tables_as_they_are
 from lema.model.state.snapshot import rehearsed
 
 # What a model's own forward may raise.
@@ -295,7 +296,8 @@ def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> 
     level, tracer.level = tracer.level, CRITICAL  # what fails is raised, and need not be logged as well
     try:
         apart = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
-        with attention_without_values(model), apart[0], apart[1], replaced_tensors(model, like):
+        by = attention_without_values(model), tables_as_they_are(model)
+        with by[0], by[1], apart[0], apart[1], replaced_tensors(model, like):
             yield
     finally:
         tracer.level = level

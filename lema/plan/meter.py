@@ -22,6 +22,7 @@ from lema.backend import Exchange, Parallel, SingleProcess
 from lema.model.capture import replaced_tensors
 from lema.model.skeleton import find_layers
 from lema.model.state.attention import attention_without_values
+from lema.model.state.rotary import tables_as_they_are
 from lema.model.state.snapshot import rehearsed
 
 __all__ = ["FORMULAS", "Tally", "without_values"]
@@ -120,7 +121,8 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
         return made
 
     apart = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
-    with attention_without_values(model), apart[0], apart[1], replaced_tensors(model, like):
+    by = attention_without_values(model), tables_as_they_are(model)
+    with by[0], by[1], apart[0], apart[1], replaced_tensors(model, like):
         try:
             model.train()
             yield

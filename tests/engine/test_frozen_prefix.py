@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asloaded import ORIGINAL, ROPES
 from smallrun import adapter_of, opened, run_fit, same, settings, token_rows, write_model
 from torch import Tensor
 from transformers import TrainerCallback
@@ -167,7 +168,7 @@ def test_what_is_fetched_is_what_was_kept_and_labels_make_no_difference(tmp_path
     hidden = [torch.randn(2, one["input_ids"].shape[1], 8).transpose(0, 1) for one in batches]
     for one, state in zip(batches, hidden, strict=True):
         assert not kept.holds([one])
-        kept.keep([one], [state], lowest=3, drawn=False, handed_on=False)
+        kept.keep([one], [state], [{}], lowest=3, drawn=False, handed_on=False, held=False)
     assert kept.holds(batches)
     for _ in range(2):
         found = kept.fetch([{**one, "labels": one["labels"] + 1} for one in batches])
@@ -180,10 +181,40 @@ def test_what_is_fetched_is_what_was_kept_and_labels_make_no_difference(tmp_path
     kept.close()
 
 
+def test_what_modules_before_the_layers_keep_makes_a_difference(tmp_path: Path) -> None:
+    kept, one = cache(tmp_path), batch(9)
+    for table in ({"inv_freq": 1}, {"inv_freq": 2}):
+        state = torch.full((2, 9, 8), float(table["inv_freq"]))
+        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, held=False)
+        assert kept.fits([one], [table])
+        assert torch.equal(kept.fetch([one])[0], state)
+    assert not kept.fits([one], [{"inv_freq": 1}])
+    with pytest.raises(ConfigError, match="the layers below the adapters keep something from call to call"):
+        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, held=True)
+    kept.close()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotary_table_that_goes_by_longer_rows_is_that_of_the_epoch(kind: str, tmp_path: Path) -> None:
+    longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
+    rope = {"rope_parameters": {"rope_type": kind, **ROPES[kind]}, "max_position_embeddings": longest}
+    model = write_model(tmp_path / "model", num_hidden_layers=NUM_LAYERS, **rope)
+    # The first row comes with its own table in the first epoch, and with the second row's table later.
+    rows = [row for length in (20, 40, 12, 30) for row in token_rows(1, length=length)]
+    changes = {"batch_size": 1, "micro_batch_size": 1, "lora_dropout": 0.0, "num_train_epochs": 4.0}
+    without, _ = watched(upper(model, tmp_path / "without", **changes), rows)
+    with_cache, leases = watched(upper(model, tmp_path / "with", cache_frozen_prefix=True, **changes), rows)
+    assert same(with_cache, without)
+    assert leases.by_step[:4] == [FULL] * 4
+    assert leases.by_step[-4:] == [SPARED] * 4
+    if kind == "dynamic":
+        assert leases.by_step[4] == FULL
+
+
 def test_the_space_for_all_batches_is_asked_for_at_the_first(tmp_path: Path) -> None:
     kept = cache(tmp_path, num_tokens=1 << 50)
     with pytest.raises(DiskError, match="bytes are needed for the output of frozen layers") as caught:
-        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], lowest=3, drawn=False, handed_on=False)
+        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=False, held=False)
     assert "cache_frozen_prefix: false" in caught.value.how
     kept.close()
 
@@ -194,7 +225,7 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 
     kept = cache(tmp_path)
     monkeypatch.setattr(os, "pwrite", full)
-    kept.keep([batch(5)], [torch.zeros(2, 5, 8)], lowest=3, drawn=False, handed_on=False)
+    kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=False, held=False)
     with pytest.raises(DiskError, match="writing failed for the output of frozen layers"):
         kept.fetch([batch(5)])
     kept.close()
@@ -203,5 +234,5 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_more_than_a_hidden_state_cannot_be_kept(tmp_path: Path) -> None:
     kept = cache(tmp_path)
     with pytest.raises(ConfigError, match="the layers below the adapters pass on more than the hidden state"):
-        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], lowest=3, drawn=False, handed_on=True)
+        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=True, held=False)
     kept.close()

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lema import LemaConfig
 from lema.plan.blueprint import draw_up
+from lema.plan.inference.keyvalues import text_bytes
 from lema.plan.workload import MicroBatch, measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -117,13 +118,19 @@ def test_a_table_that_is_made_by_the_first_call_is_made_of_its_inputs(kept: str,
     assert farthest_from_whole(model, *steps, trust=True) == 0
 
 
-def test_a_plan_leaves_no_trace(tmp_path: Path) -> None:
-    blueprint = draw_up(LemaConfig(str(write_model(roped("longrope"), tmp_path / "model")), device="cpu"))
-    rotary = blueprint.model.model.rotary_emb
-    before = dict(vars(rotary)), {name: one.clone() for name, one in rotary.named_buffers()}
-    measure(blueprint.model, blueprint.layers, MicroBatch(1, 4 * ORIGINAL), 16)
-    assert vars(rotary).keys() == before[0].keys()
-    assert all(torch.equal(one, before[1][name]) for name, one in rotary.named_buffers())
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_plan_needs_no_positions_and_leaves_no_trace(kind: str, tmp_path: Path) -> None:
+    found = {}
+    for name in ("default", kind):
+        blueprint = draw_up(LemaConfig(str(write_model(roped(name), tmp_path / name)), device="cpu"))
+        rotary = blueprint.model.model.rotary_emb
+        before = dict(vars(rotary)), {buffer: one.clone() for buffer, one in rotary.named_buffers()}
+        # Rows shorter and longer than each threshold, which no table makes any dearer.
+        works = [measure(blueprint.model, blueprint.layers, MicroBatch(1, length), 16).works for length in (8, 80)]
+        found[name] = works, text_bytes(blueprint.model, blueprint.layers, 60, 20).keys_values
+        assert vars(rotary) == before[0]
+        assert all(torch.equal(one, before[1][buffer]) for buffer, one in rotary.named_buffers())
+    assert found[kind] == found["default"]
 
 
 def own_table(directory: Path) -> Path:

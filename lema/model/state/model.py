@@ -55,10 +55,14 @@ class ModelState:
         self.layers.put_back(mark.journal)
         mark.outer.restore()
 
+    def around(self) -> dict[str, Any]:
+        """Return, as JSON types, what the modules around the layers hold that calls have changed. `ConfigError`: it
+        cannot be told."""
+        return self._told(self.outer.kept())
+
     def saved(self) -> dict[str, Any]:
         """Return, as JSON types, what the modules hold that calls have changed. `ConfigError`: it cannot be saved."""
-        kept = {**self.outer.kept(), **self.layers.kept()}
-        return to_json(dict(self._model.named_modules()), kept) if kept else {}
+        return self._told({**self.outer.kept(), **self.layers.kept()})
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Let the modules hold what was saved. `KeyError`: there is none of a name."""
@@ -66,3 +70,6 @@ class ModelState:
         around = set(self.outer.modules)
         for module, names in from_json(dict(self._model.named_modules()), saved).items():
             (self.outer if module in around else self.layers).restored(module, names)
+
+    def _told(self, kept: Mapping[nn.Module, set[str]]) -> dict[str, Any]:
+        return to_json(dict(self._model.named_modules()), kept) if kept else {}

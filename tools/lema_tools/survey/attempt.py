@@ -30,6 +30,7 @@ from lema.lora.attach import configured_lora, inject_lora_params
 from lema.model import Split, meta_model, read_config
 from lema.model.capture import replaced_tensors
 from lema.model.skeleton import find_layers
+from lema.model.state.rotary import tables_as_they_are
 from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
@@ -159,7 +160,7 @@ def _shapes_only(model: PreTrainedModel, not_run: Collection[nn.Module] = ()) ->
         return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with mode, torch.no_grad(), replaced_tensors(model, like):
+    with tables_as_they_are(model), mode, torch.no_grad(), replaced_tensors(model, like):
         yield
 
 
