@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lema.train.phases.file import PhaseFile
 
 __all__ = ["ConfigFile", "PhaseNamed", "Revision", "Settings", "Source", "Trust", "Verb"]
-__all__ += ["config_of", "import_libraries", "phase_of", "settings_of"]
+__all__ += ["check_written", "config_of", "import_libraries", "phase_of", "settings_of"]
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
@@ -64,6 +64,20 @@ class Verb(TyperCommand):
             else:
                 found += ["--set", f"{key}={value if equals else next(rest, '')}"]
         return super().parse_args(ctx, found)
+
+
+def check_written(option: str, target: Path | None, config: "LemaConfig", *reads: Path | None) -> None:
+    """Make sure that the file which an option names to be written is no link and no device, and none that the command
+    reads: `reads`, or what the settings name. `ConfigError` says what it is."""
+    if target is None:
+        return
+    from lema.errors import named_in
+    from lema.storage.regular import check_apart, check_target
+    from lema.train.inputs import inputs_of
+
+    with named_in(option):
+        check_target(target)
+        check_apart(target, [*(place for place in reads if place is not None), *inputs_of(config)])
 
 
 def settings_of(given: list[str] | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import PhaseNamed, Settings, Source, Trust
+from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError
 from lema_tools.opened import model_of, outcome_of
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from lema.train.model import LemaModel
 
 __all__ = ["generate"]
+
+MOST_RESULTS = 2**32  # bytes of the results that a command which resumes reads again
 
 
 def generate(
@@ -95,6 +97,7 @@ def generate(
     kept = _kept(output, rows, resume=resume)
     model = model_of(source, settings, trust_remote_code, outcome_of(source, settings, phase))
     with contextlib.closing(model):
+        check_written("--output", output, model.config, source, prompts)
         made = _Made(model, rows, kept, output, bare=prompts is None and output is None)
         made.run(options, chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)
 
@@ -121,9 +124,10 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
         how = "use --resume to continue it, or choose another file"
         raise ConfigError("the output already has results", where=f"--output {output}", how=how)
     from lema.data.chat.prompts import written
+    from lema.storage.regular import read_regular
 
     found = {}
-    for number, line in enumerate(output.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(read_regular(output, MOST_RESULTS).splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             continue  # the end of what was being written as the run ended
         try:
@@ -177,6 +181,8 @@ class _Made:
     def _written(self, batches: Iterable[list["Completion"]], show: Callable[[int, int], None], *, first: bool) -> int:
         """Write each batch as it ends, whole, and all in the order of the prompts at last; return the tokens made."""
         from lema.data.chat.prompts import written
+        from lema.storage.diskspace import disk_errors
+        from lema.storage.regular import append
 
         tokens = 0
         if first:
@@ -189,8 +195,8 @@ class _Made:
                 tokens += len(one.tokens)
             lines = "".join(_line(self.kept[one.index]) for one in batch)
             if first and self.output is not None:
-                with self.output.open("a", encoding="utf-8") as file:
-                    file.write(lines)
+                with disk_errors(self.output):
+                    append(self.output, lines.encode())
             elif first and not self.bare:
                 typer.echo(lines, nl=False)
             show(0, len(batch))

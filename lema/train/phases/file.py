@@ -20,6 +20,7 @@ from lema.config.results import OF_PLAIN_RUNS
 from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
 from lema.errors import ConfigError
+from lema.storage.atomic import replace_file
 from lema.storage.hub import HUB
 from lema.train.phases.phase import LENGTHS, Phase
 from lema.train.phases.plan import PhasePlan
@@ -321,5 +322,5 @@ def evaluate_end(
     with closing(model):
         found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
         file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"
-        first_alone(model.backend.replicas, lambda: file.write_text(text, encoding="utf-8"))
+        first_alone(model.backend.replicas, lambda: replace_file(file, text.encode()))
     return found
