@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
+COLDEST, HOTTEST = 1e-4, 1e4  # divisors of logits, of which none overflows in bfloat16
 MOST_RESULTS = 2**32  # bytes of the results that a command which resumes reads again
 
 
@@ -53,7 +54,8 @@ def generate(
         ),
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Temperature of sampling; 0 takes the most likely token.")
+        float | None,
+        typer.Option(min=0.0, max=HOTTEST, help="Temperature of sampling; 0 takes the most likely token."),
     ] = None,
     top_p: Annotated[
         float | None,
@@ -64,7 +66,9 @@ def generate(
         float | None,
         typer.Option(min=0.0, max=1.0, help="Sample from tokens with this fraction of the highest probability."),
     ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat tokens less often.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(min=COLDEST, max=HOTTEST, help="Above 1: repeat tokens less often.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of sampling. Default: the seed of the settings.")
     ] = None,
@@ -105,6 +109,9 @@ def generate(
 def _sampling(*, do_sample: bool, temperature: float | None, **others: float | None) -> dict[str, Any]:
     """Return the settings of sampling as `transformers` names them; a ConfigError: with them nothing would be drawn."""
     given = {name: value for name, value in others.items() if value is not None}
+    if temperature is not None and 0 < temperature < COLDEST:
+        what = f"logits divided by {temperature} would be infinite"
+        raise ConfigError(what, where="--temperature", how=f"give 0, or {COLDEST} or more")
     if temperature == 0 or not (do_sample or temperature):
         if given or do_sample:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in [*given, *["do_sample"] * do_sample])

@@ -136,6 +136,10 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
     for name in sorted(used - train_data.keys()) if train_data else ():
         how = meant(name, train_data) or "give its files"
         problems.append(Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how))
+    validates = bool(eval_data) and (stages is None or stages.validate)
+    for name in sorted(used - eval_data.keys()) if validates else ():
+        how = meant(name, eval_data) or "give its files, or leave eval_data out"
+        problems.append(Problem("eval_data", f"eval_data has no data set {name!r}, which a phase trains on", how))
     measured = stages.evaluations if stages is not None else []
     for name in (one for one in measured if one not in eval_data):
         problems.append(Problem("evaluations", f"eval_data has no data set {name!r} to evaluate on", "give its files"))

@@ -163,6 +163,8 @@ class Phases:
 
     def _train_all(self, events: RunEvents, begin: Start | None) -> None:
         first, places = begin.index if begin else 0, self.places
+        for index in range(first, len(self.plan.phases)):  # so that what does not fit is told before any phase begins
+            mixture_of(self.plan, index, self.sources, self.held_out)
         if begin is not None and (below := begin.rebuilt) is not None:
             self._train(below, events, Start(below, places.end_of(below), {}, here=True))
             gc.collect()
