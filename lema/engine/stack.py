@@ -196,23 +196,35 @@ class LayerStack:
         differentiate = differentiated and (inputs or bool(streamed.trained_outside()))
         device = streamed.backend.device
         few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
-        ambient, preludes, routed = self._ambient(), [], self._asked(ROUTED, given)
+        ambient, routed = self._ambient(), self._asked(ROUTED, given)
         if not split.known(few):
             state = streamed.backend.rng_state()  # restored, because these few tokens are not training data
             self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
             with streamed.stream.lease(0) as first, self._without_routers():
                 split.prelude(few, first.weights)
             streamed.backend.set_rng_state(state)
-        cuts, part = self._cuts(given), given
+        cuts, before, drawn = self._cuts(given), split.state.mark(), streamed.backend.rng_state()
+        preludes = tuple(self._preludes(given, cuts, few, differentiate=differentiate))
+        if any(cut.end < cut.width for cut in cuts) and split.state.outer.kept():
+            # Because what is kept, as a rotary table, may go by the longest row of the whole call.
+            split.state.put_back(before)
+            streamed.backend.set_rng_state(drawn)
+            cuts = tuple(cut._replace(end=cut.width) for cut in cuts)
+            preludes = tuple(self._preludes(given, cuts, few, differentiate=differentiate))
+        for one in (call for prelude in preludes for call in prelude.calls):
+            one.autocast, one.routers = ambient, [] if routed else None
+        return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
+
+    def _preludes(
+        self, given: Mapping[str, Any], cuts: Sequence[Cut], few: Mapping[str, Tensor], *, differentiate: bool
+    ) -> Iterator[Prelude]:
+        """Run the model's own code before the layers for each of the micro-batches that a call is cut into."""
+        size, part = sum(len(one.rows) for one in cuts), given
         for cut in cuts:
             if len(cuts) > 1:
-                size = sum(len(one.rows) for one in cuts)
                 part = {name: tree_map(partial(_rows, name, cut, size), value) for name, value in given.items()}
-            prelude = split.prelude(few, {}, differentiate=differentiate, run=partial(self._forward, **part))
-            for one in prelude.calls:
-                one.autocast, one.routers = ambient, [] if routed else None
-            preludes.append(prelude)
-        return StackCall(tuple(preludes), differentiated, inputs, self._trained(), cuts, routed)
+            run = partial(self._forward, **part)
+            yield self.streamed.split.prelude(few, {}, differentiate=differentiate, run=run)
 
     @contextmanager
     def _without_routers(self) -> Iterator[None]:
