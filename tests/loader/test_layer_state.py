@@ -11,6 +11,7 @@ from everytype import farthest
 from preferences import batch_of, examples, parts_of
 from torch import Tensor
 from transformers import MixtralConfig, RecurrentGemmaConfig
+from uses import by_turns
 
 from lema.errors import ModelError, NonFiniteError
 from lema.model.state.snapshot import Snapshot
@@ -128,6 +129,7 @@ def test_a_published_type_that_keeps_states_of_recurrences(tmp_path: Path) -> No
     )  # fmt: skip
     model = write_model(config, tmp_path / "model")
     assert farthest_from_whole(model, *steps()) == 0
+    by_turns(model, [12, 9, 20, 12], [5, 9])
 
 
 COUNTER, MEAN = KEPT["a counter"], KEPT["a mean"]
