@@ -7,8 +7,7 @@ model. Where it runs for a micro-batch again, to be recomputed, it finds what th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lema.errors import ModelError
 from lema.model.state.graph import leaves
@@ -26,22 +26,6 @@ __all__ = ["LayerState"]
 Changed: TypeAlias = Mapping[nn.Module, Collection[str]]
 
 ADAPTERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)  # keep nothing from call to call, and are switched on and off
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A tensor whose graph is cut off; the graph that it has ends at once, at a tensor by which it is known."""
-
-    tensor: Tensor
-    end: Tensor
-    function: Any  # what made the tensor, until something else is written into it
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Cut:
-        end = tensor.detach().requires_grad_()
-        with torch.enable_grad():
-            copied = end.clone()
-        return cls(copied, end, copied.grad_fn)
 
 
 class LayerState:
@@ -60,7 +44,8 @@ class LayerState:
         self._layer, self._name = layer, name
         self._last: Snapshot | None = None
         self._unwritten: dict[int, Tensor] | None = None  # tensors that the first call did not write into
-        self._cut: dict[int, _Cut] = {}  # tensors that are held without the graph that they had, by `id`
+        # Of tensors that are held without the graph that they had: where it ends now, and what made them.
+        self._cut: MutableMapping[Tensor, tuple[Tensor, Any]] = WeakIdKeyDictionary()
         self.kept: dict[nn.Module, set[str]] = {}
 
     def forget(self) -> None:
@@ -131,7 +116,7 @@ class LayerState:
         """Refuse a result whose graph goes on to what an earlier call has left, whose graph is gone."""
         if self._cut and torch.is_grad_enabled():
             made = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
-            if leaves(made) & {id(one.end) for one in self._cut.values()}:
+            if leaves(made) & {id(end) for end, _ in self._cut.values()}:
                 raise self.refusal("and differentiates through it, although the step that made it is over")
 
     def _settle(self, before: Snapshot, changed: Changed, given: Any) -> None:
@@ -143,18 +128,17 @@ class LayerState:
         settled: dict[int, Tensor] = {}
 
         def settle(one: Tensor) -> Tensor:
-            is_cut = id(one) in self._cut and self._cut[id(one)].function is one.grad_fn
+            is_cut = one in self._cut and self._cut[one][1] is one.grad_fn
             if isinstance(one, nn.Parameter) or is_cut or not (one.requires_grad or _storage(one) in borrowed):
                 return one
             if id(one) in there:
                 raise self.refusal("and writes into it with a graph, without torch.no_grad()", changed)
             if id(one) not in settled:
-                if one.requires_grad:
-                    cut = _Cut.of(one)
-                    self._cut[id(cut.tensor)] = cut
-                    settled[id(one)] = cut.tensor
-                else:
-                    settled[id(one)] = one.detach().clone()
+                end = one.detach().requires_grad_(one.requires_grad)
+                with torch.enable_grad():
+                    settled[id(one)] = own = end.clone()
+                if own.requires_grad:
+                    self._cut[own] = end, own.grad_fn
             return settled[id(one)]
 
         for module, names in changed.items():
@@ -162,8 +146,6 @@ class LayerState:
                 holder = module._buffers if name in module._buffers else vars(module)
                 if name in holder:
                     holder[name] = _replaced(holder[name], settle, set())
-        held = {id(one) for one in self.now().tensors()}
-        self._cut = {key: one for key, one in self._cut.items() if key in held}
 
 
 def _storage(tensor: Tensor) -> int:
