@@ -50,6 +50,7 @@ class Prepared:
     names: NameMap | None = None  # where every tensor came from; None: from a model in memory
     precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
     refused: tuple[str, ...] = ()  # linear weights with a shape that the format does not support
+    in_pieces: tuple[str, ...] = ()  # further ones, that are not quantised because they are written in pieces
     changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of the weights
     left_out: tuple[str, ...] = ()  # tensors of a quantised source that no model reads, and that cannot be copied
     published: bool = False  # it has the names of the source, and all of its tensors
@@ -75,6 +76,7 @@ class Prepared:
             "left out, because the model does not have them": [r.name for r in names.unused],
             "not stored, so written with the model's own values": names.kept,
             "not quantised, because of their shape": list(self.refused),
+            "not quantised, because they stay in pieces": list(self.in_pieces),
         }
         return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
 
@@ -154,7 +156,8 @@ def write_weights(
     changes, names = dict(opened.changes), opened.names
     if quantizer is not None:
         changes |= {"quantization_config": quantizer.settings(opened.rename), "dtype": quantizer.dtype}
-        return Prepared(file, file, names, quantizer.precision, tuple(quantizer.refused), changes)
+        refused, in_pieces = tuple(quantizer.refused), tuple(quantizer.in_pieces)
+        return Prepared(file, file, names, quantizer.precision, refused, in_pieces, changes)
     # What was quantised is written expanded.
     if names is not None and names.quantized:
         changes |= {"quantization_config": None, "dtype": main_dtype(opened.model)}

@@ -56,6 +56,7 @@ class Quantizer:
     chosen: dict[str, _Chosen]  # what is quantised, by the names of the files that are written
     unchanged: list[str]  # the linear modules that are not
     refused: list[str]  # the parameters whose shape the format does not take
+    in_pieces: list[str]  # the parameters that are written as several tensors, because no class reads one
     _errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @classmethod
@@ -72,12 +73,15 @@ class Quantizer:
         narrow = min(dtype.itemsize for dtype in dtypes.values() if dtype.is_floating_point)
         chosen: dict[str, _Chosen] = {}
         refused: list[str] = []
+        in_pieces: list[str] = []
         for number, layer in enumerate(layers):
             for inner, weight in _weights(layer):
                 name = f"{layers_name}.{number}.{inner}"
                 if dtypes[name].itemsize > narrow:
                     continue
-                if name not in places or not library.takes(weight.shape):
+                if name not in places:
+                    in_pieces.append(name)
+                elif not library.takes(weight.shape):
                     refused.append(name)
                 else:
                     specs, about = library.specs(kind, weight.shape, dtypes[name])
@@ -91,7 +95,7 @@ class Quantizer:
         linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
         unchanged = [name for name in linears if places.get(f"{name}.weight") not in chosen]
         expands_to = next(dtypes[name] for name, place in places.items() if place in chosen)
-        return cls(kind, expands_to, chosen, unchanged, refused)
+        return cls(kind, expands_to, chosen, unchanged, refused, in_pieces)
 
     def specs(self, spec: TensorSpec) -> list[TensorSpec]:
         """Return what is written instead of a tensor: its parts, where it is quantised."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from everytype import STREAMED, opened
+from everytype import STREAMED, micro_batches, opened
 from openedways import classes, read, shapes
 from parity import draw_b
 from publishedclass import logits, publish, published_class
@@ -66,6 +66,35 @@ def test_an_adapter_of_a_prepared_file_is_merged_into_what_is_published(model_ty
         assert shapes(merged) == shapes(source)
         found.append(logits(read(published_class(tiny_config(model_type)), merged)[0]))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gemma3", "qwen3_5"])
+def test_a_model_in_memory_is_written_as_save_pretrained_does_or_put_together(model_type: str, tmp_path: Path) -> None:
+    source, one = publish(model_type, tmp_path / "source"), tmp_path / "one"
+    kind = published_class(tiny_config(model_type))
+    model, _ = read(kind, source)
+    assert shapes(prepare(model, tmp_path / "out").path) == shapes(source)
+    shutil.copytree(source, one, ignore=shutil.ignore_patterns("model*"))
+    prepare(model, one / SINGLE_NAME)
+    for directory in (tmp_path / "out", one):
+        again, (missing, unexpected) = read(kind, directory)
+        assert not missing and not unexpected
+        assert torch.equal(logits(again), logits(model))
+    assert shapes(one) == shapes(prepare(source, tmp_path / "file.safetensors").path)
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors on disk are not used")  # towers
+def test_what_no_class_reads_in_one_piece_is_not_quantised_and_said(tmp_path: Path) -> None:
+    source = publish("dots3_note", tmp_path / "source")
+    quantized = prepare(source, tmp_path / "out", quantize="int8")
+    assert any(note.startswith("4 tensors not quantised, because they stay in pieces") for note in quantized.notes())
+    expanded = prepare(quantized.path, tmp_path / "expanded").path
+    assert shapes(expanded) == shapes(source)
+    whole, _ = read(transformers.AutoModelForCausalLM, expanded)
+    with opened(quantized.path) as model:
+        streamed: list[torch.Tensor] = []
+        model.adapter.loss(micro_batches()[:1], logits=streamed)
+    assert torch.equal(streamed[0], logits(whole))
 
 
 def quantizable(model_type: str, directory: Path) -> Path:
