@@ -50,7 +50,7 @@ class FileTensor:
     # The tensors of the model whose elements it holds, and which go where in it.
     held: tuple[tuple[str, Move], ...] = ()
     group: tuple[str, ...] = ()  # the tensors of the model that it is made of by `revert_weight_conversion`
-    whole: str = ""  # the tensor of the model that it is
+    whole: str = ""  # the tensor of the model that it is, under whichever name
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -281,14 +281,26 @@ def _reverted(
     model: PreTrainedModel, names: Collection[str], dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[FileTensor]:
     """Yield what `revert_weight_conversion` makes of tensors of the model, in groups that it converts together."""
+    if not names:
+        return
     state: dict[str, Tensor] = model.state_dict()
-    mapping = [] if not names else get_model_conversion_mapping(model, add_legacy=False)[::-1]
-    reverse = [one.reverse_transform() for one in mapping]
+    reverse = [one.reverse_transform() for one in get_model_conversion_mapping(model, add_legacy=False)[::-1]]
     converters = [one for one in reverse if isinstance(one, loading.WeightConverter)]
-    groups: dict[tuple[str, bool], list[str]] = {}
+    targets = {name: loading.apply_converters(name, converters) for name in state}
+    # All at once, because some renamings depend on which names came before.
+    renamed = {
+        name: torch.empty_like(state[name], dtype=dtypes[name], device="meta")
+        for name, (_, pattern) in targets.items()
+        if pattern is None
+    }
+    own = {id(tensor): name for name, tensor in renamed.items()}
+    for name, tensor in loading.revert_weight_conversion(model, renamed).items():
+        if own[id(tensor)] in names:
+            yield FileTensor(name, tensor.dtype, tuple(tensor.shape), whole=own[id(tensor)])
+    groups: dict[str, list[str]] = {}
     for name in names:
-        target, pattern = loading.apply_converters(name, converters)
-        groups.setdefault((target, pattern is not None), []).append(name)
+        if name not in renamed:
+            groups.setdefault(targets[name][0], []).append(name)
     for group in groups.values():
         given = {name: torch.empty_like(state[name], dtype=dtypes[name], device="meta") for name in group}
         for name, tensor in loading.revert_weight_conversion(model, given).items():
