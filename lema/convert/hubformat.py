@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lema.convert.published import PublishedForm
 from lema.convert.tensors import copy_companions, write_config
 from lema.errors import WeightsError
-from lema.lora.class_names import ClassNames, compare_classes
+from lema.lora.class_names import ClassNames, compare_classes, named_reader
 from lema.model import meta_model, read_config
 from lema.model.weight_names import NameMap, checkpoint_dtype, map_names, target_dtypes
 from lema.storage import GlobalBinaryIndex, resolve_model
@@ -62,10 +62,10 @@ class StoredModel:
         return found
 
     def form(self) -> PublishedForm:
-        """Return how it is written again; to be asked before an adapter is attached. Of what cannot be written there is
-        a warning."""
+        """Return how it is written again; to be asked before an adapter is attached. Of what is not written there is a
+        warning."""
         form = PublishedForm(self.skeleton, self.names, self.index, self.dtypes)
-        if (sentence := form.sentence_on_left_out()) is not None:
+        for sentence in form.sentences():
             warnings.warn(sentence, stacklevel=3)
         return form
 
@@ -96,7 +96,8 @@ def published_skeleton(
     config: PreTrainedConfig, index: GlobalBinaryIndex, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, NameMap, dict[str, Any]]:
     """Return a model on `meta` of the class that its config names, where its tensors are, and what the config must say
-    otherwise: where the files have only what trains, that class. `WeightsError`: as `map_names`."""
+    otherwise: where the files have only what trains, that class. What another class reads, which the config names or
+    `transformers` does not know, is not unused. `WeightsError`: as `map_names`."""
     trains = meta_model(deepcopy(config), dtype, trust_remote_code=trust_remote_code)
     classes = compare_classes(trains, config, trust_remote_code=trust_remote_code)
     if classes.published is not None:
@@ -108,7 +109,11 @@ def published_skeleton(
             said = f"config.json names {type(model).__name__}, which these files do not have all of ({error.what:.200})"
             warnings.warn(f"{said}; what is written is a {type(trains).__name__}", stacklevel=3)
         return trains, names, {"architectures": [type(trains).__name__]}
-    return trains, map_names(trains, index), {}
+    names = map_names(trains, index)
+    reads = named_reader(config)
+    names.ignored += [one for one in names.unused if reads(one.name)]
+    names.unused = [one for one in names.unused if not reads(one.name)]
+    return trains, names, {}
 
 
 def rewritten_config(dtype: str | None) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Rewrites a checkpoint as one file in the order it is streamed: embeddings, layer by layer, final norm, head.
 
-Names and shapes become those `transformers` uses in memory, so that a layer is one run of bytes and needs no work when
-it is read. Never more than two layers are in memory, however deep the model: copying and casting hold a few megabytes,
-and a tensor that is put together from several, or is quantised, is held whole.
+A layer is one run of bytes. In a directory every tensor is as it is published; in a single file, and where weights are
+quantised, tensors are put together as `transformers` has them in memory, so that they need no work when they are read
+(`lema.convert.published`). Never more than two layers are in memory, however deep the model: copying and casting hold a
+few megabytes, and a tensor that is put together from several, or is quantised, is held whole.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,18 @@ import torch
 from transformers import PreTrainedModel
 
 from lema.convert.hubformat import published_skeleton
-from lema.convert.published import PublishedForm, visit_order
+from lema.convert.published import PublishedForm
 from lema.convert.quantize import Precision, Quantizer, check_kind
-from lema.convert.tensors import METADATA, bytes_of, copy_companions, read_tensor, stored_name, write_cast, write_config
+from lema.convert.readable import read_as_they_are
+from lema.convert.tensors import METADATA, copy_companions, write_cast, write_config
 from lema.errors import ConfigError, ModelError
+from lema.lora.class_names import compare_classes
 from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers, main_dtype
-from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, map_names, target_dtypes, warn_of_unused
+from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, target_dtypes, warn_of_unused
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.diskspace import disk_errors
-from lema.storage.header import TensorRecord
+from lema.storage.header import DTYPE_BITS
 from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, origin_of
 from lema.storage.regular import check_apart
@@ -47,6 +51,7 @@ class Prepared:
     names: NameMap | None = None  # where every tensor came from; None: from a model in memory
     precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
     refused: tuple[str, ...] = ()  # linear weights with a shape that the format does not support
+    in_pieces: tuple[str, ...] = ()  # further ones, that are not quantised because they are written in pieces
     changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of the weights
     left_out: tuple[str, ...] = ()  # tensors of a quantised source that no model reads, and that cannot be copied
     published: bool = False  # it has the names of the source, and all of its tensors
@@ -63,6 +68,7 @@ class Prepared:
             lines = {
                 "expanded": names.quantized,
                 "left out, because they are quantised and no model reads them": list(self.left_out),
+                "left out, because no class reads them": [record.name for record in names.unused],
             }
             return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
         lines = {
@@ -71,101 +77,108 @@ class Prepared:
             "left out, because the model does not have them": [r.name for r in names.unused],
             "not stored, so written with the model's own values": names.kept,
             "not quantised, because of their shape": list(self.refused),
+            "not quantised, because they stay in pieces": list(self.in_pieces),
         }
         return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
 
 
-def write_weights(
-    source: Source, file: Path, dtype: torch.dtype | None, quantize: str | None, trust: bool, progress: Progress | None
-) -> Prepared:
-    """Write every tensor of a model into one file; arguments and errors as of `prepare`."""
-    with disk_errors(file.parent):
-        file.parent.mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True)
+class _Opened:
+    """A model that is about to be written."""
+
+    model: PreTrainedModel  # of the class that is published; on `meta`, where it is of files
+    dtypes: Mapping[str, torch.dtype]  # what each of its tensors is written as
+    rename: Callable[[str], str]  # from its names to those in the class that trains
+    readers: Sequence[tuple[PreTrainedModel, Callable[[str], str]]]  # the classes that shall read it, and their names
+    index: GlobalBinaryIndex | None = None
     names: NameMap | None = None
-    origin = {}
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of the config
+
+    def form(self, *, assembled: bool) -> PublishedForm:
+        """Return the form in which it is written."""
+        kept = read_as_they_are(self.model, self.readers) if assembled else None
+        return PublishedForm(self.model, self.names or NameMap(), self.index, self.dtypes, kept)
+
+
+def _open(source: Source, dtype: torch.dtype | None, trust: bool) -> _Opened:
     if isinstance(source, PreTrainedModel):
-        model, dtypes = source, _dtypes_in_memory(source, dtype)
-    else:
-        index = GlobalBinaryIndex(own_weights(source, directory := resolve_model(source)))
-        origin = {ORIGIN_MARK: origin_of(index)}
-        config = read_config(directory, trust_remote_code=trust)
-        model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
-        names, made = map_names(model, index), model.state_dict()
-        # What is not loaded is not widened either.
-        dtypes = target_dtypes(model) | {name: made[name].dtype for name in names.kept}
-    order, state = visit_order(model), model.state_dict()
-    quantizer = None if quantize is None else Quantizer.of(quantize, model, dtypes)
-    specs = [(name, stored_name(name, dtypes[name]), tuple(state[name].shape)) for name in order]
-    specs = _aligned(specs, find_layers(model)[0]) if quantizer is None else quantizer.specs(specs)
-    metadata = METADATA if quantizer is None else quantizer.metadata(order)
-    with tensor_file(file, specs, metadata | origin, progress) as out:
-        for name in order:
-            quantised = quantizer is not None and name in quantizer.chosen
-            stored = name if names is None else names.tied.get(name, name)
-            record = None if names is None else names.stored.get(stored)
-            if isinstance(record, TensorRecord) and not quantised:
-                write_cast(out, name, record, dtypes[name])
-                continue
-            if record is not None:  # quantised, or put together
-                tensor = read_tensor(record, dtypes[name])
-            elif names is None or stored in names.kept:  # of a model in memory, or as the model makes it
-                tensor = state[stored].detach().to("cpu", dtypes[name])
-            else:
-                continue
-            if quantizer is not None and quantised:
-                quantizer.write(out, name, tensor)
-            else:
-                out.write(name, [bytes_of(tensor)])
-    if quantizer is not None:
-        changes = {"quantization_config": quantizer.settings(), "dtype": quantizer.dtype}
-        return Prepared(file, file, names, quantizer.precision, tuple(quantizer.refused), changes)
-    # What was quantised is written expanded.
-    expanded = names is not None and bool(names.quantized)
-    changes = {"quantization_config": None, "dtype": main_dtype(model)} if expanded else {}
-    return Prepared(file, file, names, changes=changes)
-
-
-def write_published(
-    directory: Path,
-    source: str | os.PathLike[str],
-    file: Path,
-    dtype: torch.dtype | None,
-    trust: bool,
-    progress: Progress | None,
-) -> Prepared:
-    """Write a checkpoint into one file in the order it is streamed, under the names it is published with, with every
-    tensor that it has; arguments and errors as of `prepare`."""
+        return _Opened(source, _dtypes_in_memory(source, dtype), str, [(source, str)])
+    directory = resolve_model(source)
     index, config = GlobalBinaryIndex(own_weights(source, directory)), read_config(directory, trust_remote_code=trust)
     chosen = dtype or checkpoint_dtype(config, index)
     model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust)
-    form = PublishedForm(model, names, index, target_dtypes(model))
-    layers_name = find_layers(model)[0]
-    specs = _aligned(form.specs(), layers_name, form.owner)
-    metadata = {"format": "pt", ORIGIN_MARK: origin_of(index)}
+    trains = meta_model(deepcopy(config), chosen, trust_remote_code=trust)
+    rename = compare_classes(trains, config, trust_remote_code=trust).in_own
+    readers: list[tuple[PreTrainedModel, Callable[[str], str]]] = [(model, str)]
+    readers += [] if type(trains) is type(model) else [(trains, rename)]
+    state = model.state_dict()
+    # What is not loaded is not widened either.
+    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
+    return _Opened(model, dtypes, rename, readers, index, names, changes)
+
+
+def write_weights(
+    source: Source,
+    file: Path,
+    dtype: torch.dtype | None,
+    quantize: str | None,
+    trust: bool,
+    progress: Progress | None,
+    *,
+    assembled: bool,
+) -> Prepared:
+    """Write a model into one file in the order it is streamed, in the assembled form or as it is published; other
+    arguments and errors as of `prepare`."""
     with disk_errors(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-    with tensor_file(file, specs, metadata, progress) as out:
-        for name, tensor in ((spec[0], form.tensors[spec[0]]) for spec in form.specs()):
-            if tensor.record is not None and tensor.dtype is not None:
-                write_cast(out, name, tensor.record, tensor.dtype)
+    opened = _open(source, dtype, trust)
+    form = opened.form(assembled=assembled)
+    quantizer = None if quantize is None else Quantizer.of(quantize, opened.model, opened.dtypes, form.places)
+    owners: dict[str, str] = {}
+    specs: list[TensorSpec] = []
+    for spec in (whole := form.specs(parted=assembled)):
+        parts = [spec] if quantizer is None else quantizer.specs(spec)
+        specs += parts
+        owners |= {name: form.owner(spec[0]) for name, _, _ in parts}
+    specs = _aligned(specs, find_layers(opened.model)[0], owners.__getitem__)
+    metadata = METADATA if assembled else {"format": "pt"}
+    if quantizer is not None:
+        metadata = quantizer.metadata([name for name, _, _ in whole])
+    origin = {} if opened.index is None else {ORIGIN_MARK: origin_of(opened.index)}
+    with tensor_file(file, specs, metadata | origin, progress) as out:
+        for name, _, _ in whole:
+            tensor = form.tensors[name]
+            if quantizer is not None and name in quantizer.chosen:
+                quantizer.write(out, name, form.read(form.owner(name)))
+            elif (record := form.copied(name)) is not None and tensor.dtype is not None:
+                write_cast(out, name, record, tensor.dtype)
             else:
                 out.write(name, form.pieces(name))
-    if names.quantized:
-        changes |= {"quantization_config": None, "dtype": main_dtype(model)}
-    return Prepared(file, file, names, changes=changes, left_out=tuple(form.left_out), published=True)
+    changes, names = dict(opened.changes), opened.names
+    if quantizer is not None:
+        changes |= {"quantization_config": quantizer.settings(opened.rename), "dtype": quantizer.dtype}
+        refused, in_pieces = tuple(quantizer.refused), tuple(quantizer.in_pieces)
+        return Prepared(file, file, names, quantizer.precision, refused, in_pieces, changes)
+    # What was quantised is written expanded.
+    if names is not None and names.quantized:
+        changes |= {"quantization_config": None, "dtype": main_dtype(opened.model)}
+    return Prepared(file, file, names, changes=changes, left_out=tuple(form.left_out), published=not assembled)
 
 
-def _aligned(specs: list[TensorSpec], layers_name: str, owner: Callable[[str], str] = str) -> list[TensorSpec]:
+def _aligned(specs: list[TensorSpec], layers_name: str, owner: Callable[[str], str]) -> list[TensorSpec]:
     """Return what is written in an order in which those of each layer that are whole vectors long come before others,
-    so that they begin at whole vectors: a file has no padding between tensors. `owner`: a tensor of the model that one
-    of the files has values of."""
+    so that they begin at whole vectors: a file has no padding between tensors; after those, wide dtypes come first.
+    `owner`: a tensor of the model that one of the files has values of."""
     prefix = f"{layers_name}."
 
     def layer(spec: TensorSpec) -> str:
         name = owner(spec[0])
         return name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
 
-    return [spec for _, group in groupby(specs, layer) for spec in sorted(group, key=ends_apart)]
+    def order(spec: TensorSpec) -> tuple[bool, int]:
+        return ends_apart(spec), -DTYPE_BITS[spec[1]]
+
+    return [spec for _, group in groupby(specs, layer) for spec in sorted(group, key=order)]
 
 
 def _dtypes_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -194,11 +207,13 @@ def prepare(
     """Write a model in the order it is streamed, as one `.safetensors` file or as a directory with all that it needs.
 
     A directory that is not quantised has every tensor of the checkpoint, under its name there, so that it is read as
-    the checkpoint is. A single file, and one that is quantised, has the names and shapes that `transformers` uses in
-    memory, and tied weights under each of their names. What is written appears only when it is complete; what a killed
-    run to the same place left is removed. The header of the file names what it was made of, for adapters that are
-    trained on it. Tensors on disk that the model has no place for are left out, and named in what is returned; a tensor
-    of the model that is not on disk is an error, though `from_pretrained` would draw it.
+    the checkpoint is. In a single file, and in one that is quantised, tensors that are published in pieces, as experts
+    are, are put together, and tied weights are there under each of their names; `transformers` reads these as well. The
+    class is the one that `config.json` names, with the towers that text does not reach.
+    What is written appears only when it is complete; what a killed run to the same place left is removed. The header of
+    the file names what it was made of, for adapters that are trained on it. Tensors on disk that no class reads are
+    left out, and named in what is returned; a tensor of the model that is not on disk is an error, though
+    `from_pretrained` would draw it at random.
     `ConfigError`: `out` is the model's own directory, or a file where it must be a directory; what `quantize` needs is
     not installed; `WeightsError`: the checkpoint is damaged or does not fit its config; `ModelError`: `transformers`
     cannot build the model, or it has no single stack of layers, or it is quantised already, or has nothing to quantise;
@@ -218,10 +233,11 @@ def prepare(
         if quantize is not None:
             what = "a single file cannot hold a quantised model, because config.json describes the quantisation"
             raise ConfigError(what, where=str(place), how="name a directory")
-        return write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress)
+        return write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress, assembled=True)
     weights = place / SINGLE_NAME
+    write = partial(write_weights, assembled=quantize is not None)
     if isinstance(model_or_dir, PreTrainedModel):
-        written = write_weights(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
+        written = write(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
         model_or_dir.config.save_pretrained(place)
         if model_or_dir.can_generate():
             model_or_dir.generation_config.save_pretrained(place)
@@ -229,10 +245,7 @@ def prepare(
         write_config(place / "config.json", place, names | written.changes)
         return replace(written, path=place)
     directory = resolve_model(model_or_dir)
-    if quantize is None:
-        written = write_published(directory, model_or_dir, weights, wanted, trust_remote_code, progress)
-    else:
-        written = write_weights(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
+    written = write(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
     copy_companions(directory, place, code=trust_remote_code)
     changes = ({} if wanted is None else {"dtype": wanted}) | written.changes
     write_config(directory / "config.json", place, changes)  # last: a directory without it is visibly not complete

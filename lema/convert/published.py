@@ -1,15 +1,19 @@
-"""The published form of a checkpoint: the names, shapes and files' tensors that are written when a model is.
+"""The forms in which a model is written: the names and shapes of the tensors of its files.
 
-What is written again has the names it was read by: every tensor of the source is there, and one that holds parts of
-tensors of the model that have changed gets these parts, wherever `transformers` had put them. What was expanded has no
-such name; `revert_weight_conversion` of `transformers` says what it is called and how it is laid out, as it does in
-`save_pretrained`. Tensors that the model does not read, those of image towers or of prediction layers, are copied as
-bytes.
+In the published form, what is written again has the names it was read by: every tensor of the source is there, and one
+that holds parts of tensors of the model that have changed gets these parts, wherever `transformers` had put them. What
+was expanded has no such name; `revert_weight_conversion` of `transformers` says what it is called and how it is laid
+out, as it does in `save_pretrained`. Tensors that the model does not read, but of which `transformers` knows, those of
+prediction layers for one, are copied as bytes; what no class reads is left out.
+
+In the assembled form, tensors that are published in pieces are put together as they are in memory, so that no later
+run has to. Names in memory are written where `transformers` reads them as they are, in the class that is published and
+in the one that trains, and published ones elsewhere: so the files are a checkpoint like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -46,10 +50,13 @@ class FileTensor:
     # The tensors of the model whose elements it holds, and which go where in it.
     held: tuple[tuple[str, Move], ...] = ()
     group: tuple[str, ...] = ()  # the tensors of the model that it is made of by `revert_weight_conversion`
+    whole: str = ""  # the tensor of the model that it is, under whichever name
 
     @property
     def owners(self) -> tuple[str, ...]:
         """The tensors of the model that it has values of."""
+        if self.whole:
+            return (self.whole,)
         return self.group or tuple(dict.fromkeys(name for name, _ in self.held))
 
     @property
@@ -62,46 +69,76 @@ class FileTensor:
 
 
 class PublishedForm:
-    """How a model that was read from files is written again. `names`: where its tensors are in the files of `index`,
-    `dtypes`: what each is written as. What is left out of a quantised source is in `left_out`."""
+    """How a model is written. `names`: where its tensors are in the files of `index`; without one, they are in the
+    model itself. `dtypes`: what each is written as. `assembled`: the tensors of the model that are written as they are
+    in memory; None: the published form. `left_out` are tensors of a quantised source that cannot be copied, `unread`
+    those that no class reads."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         names: NameMap,
-        index: GlobalBinaryIndex,
+        index: GlobalBinaryIndex | None,
         dtypes: Mapping[str, torch.dtype],
+        assembled: Collection[str] | None = None,
     ) -> None:
         self._model = model
+        self._state: dict[str, Tensor] = model.state_dict()
         self._records = names.stored | {name: names.stored[source] for name, source in names.tied.items()}
         self._dtypes = dtypes
-        expanded = {
-            name for name, one in names.stored.items() if index.in_memory_names or isinstance(one, QuantizedRecord)
-        }
-        # A file in the names of memory has tied tensors under each name.
-        repeated = expanded & model.all_tied_weights_keys.keys() if index.in_memory_names else set()
-        expanded -= repeated
-        held = _held({name: one for name, one in names.stored.items() if name not in expanded}, index)
-        tensors = [
-            FileTensor(name, dtypes[parts[0][0]], index[name].shape, index[name], tuple(parts))
-            for name, parts in held.items()
-        ]
-        tensors += _reverted(model, expanded, dtypes)
-        alone = list(_reverted(model, [*names.tied, *repeated], dtypes))
+        expanded = _expanded(names, index, self._state)
+        repeated = _repeated(model, expanded, index)
+        named = {name: one for name, one in names.stored.items() if name not in expanded}
+        tensors = [*_stored(named, index, dtypes), *_reverted(model, sorted(expanded - repeated), dtypes)]
+        alone = list(_reverted(model, sorted({*names.tied, *repeated}), dtypes))
+        self.left_out: list[str] = []
+        self.unread = [one.name for stored in names.unused for one in records_of(stored)]
+        rest: list[TensorRecord] = []
+        if assembled is not None:
+            tensors, alone = (self._assembled(some, assembled) for some in (tensors, alone))
+            tensors += [self._in_memory(name) for name in names.kept if name in assembled]
+        elif index is not None:
+            rest, self.left_out = _rest(names, index)
         self._alone = {one.name for one in alone}
-        tensors += alone
-        read = held.keys() | {one.name for name in {*expanded, *repeated} for one in records_of(names.stored[name])}
-        rest = [record for name, record in index.items() if name not in read]
-        packed = {_module(one) for one in index.values() if one.dtype not in PLAIN} if names.quantized else set()
-        expanded_modules = {_module(index[name]) for name in read}
-        self.left_out = [one.name for one in rest if _module(one) in packed - expanded_modules]
-        rest = [one for one in rest if _module(one) not in packed]
         order = {name: place for place, name in enumerate(visit_order(model))}
-        tensors.sort(key=lambda one: _place(one, order))
+        tensors = sorted(tensors + alone, key=lambda one: _place(one, order))
         tensors += [FileTensor(one.name, None, one.shape, one) for one in rest]
         self.tensors = {one.name: one for one in tensors}
         self._group: tuple[str, ...] = ()
         self._made: dict[str, Tensor] = {}  # of that group
+
+    def _assembled(self, tensors: Sequence[FileTensor], names: Collection[str]) -> list[FileTensor]:
+        """Return tensors of files, with those put together that hold nothing but some tensors of the model."""
+        free = {owner for one in tensors for owner in one.owners} & set(names)
+        while stuck := {name for one in tensors if not free.issuperset(one.owners) for name in one.owners} & free:
+            free -= stuck
+        left = [one for one in tensors if free.isdisjoint(one.owners)]
+        return left + [self._in_memory(name) for name in sorted(free)]
+
+    def _in_memory(self, name: str) -> FileTensor:
+        return FileTensor(name, self._dtypes[name], tuple(self._state[name].shape), whole=name)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """The tensors of the model that are each one tensor of the files, of the same shape, by what that is called."""
+        found = {one.whole: one.name for one in self.tensors.values() if one.whole}
+        for one in self.tensors.values():
+            if len(one.held) == 1 and one.shape == tuple(self._state[one.owners[0]].shape):
+                _, move = one.held[0]
+                found |= {one.owners[0]: one.name} if move.is_contiguous else {}
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor of the model, in the type that is written."""
+        if (record := self._records.get(name)) is None:  # of a model in memory, or as the model makes it
+            return self._state[name].detach().to("cpu", self._dtypes[name])
+        return read_tensor(record, self._dtypes[name])
+
+    def copied(self, name: str) -> TensorRecord | None:
+        """Return the stored tensor that one of the files is, but for its type; None: it is made of others."""
+        one = self.tensors[name]
+        record = self._records.get(one.whole) if one.whole else one.record
+        return record if isinstance(record, TensorRecord) and one.dtype is not None else None
 
     def specs(self, *, parted: bool = False) -> list[TensorSpec]:
         """Return what is written, in the order of a forward pass. `parted`: tied tensors that are stored once are no
@@ -121,6 +158,11 @@ class PublishedForm:
         now = {} if values is None else {owner: values(owner) for owner in one.owners if changed(owner)}
         if one.group:
             return [bytes_of(self._reverted(one, now))]
+        if one.whole:
+            record = self._records.get(one.whole)
+            if now or record is None or one.dtype is None:
+                return [bytes_of(now[one.whole] if now else self.read(one.whole))]
+            return cast_pieces(record, one.dtype)
         assert one.record is not None, one.name
         if one.dtype is None:
             return read_pieces(one.record)
@@ -136,20 +178,19 @@ class PublishedForm:
     def _reverted(self, one: FileTensor, now: Mapping[str, Tensor]) -> Tensor:
         if one.group != self._group:
             self._made = {}  # so that two groups are never in memory at once
-            state = {
-                name: now[name] if name in now else read_tensor(self._records[name], self._dtypes[name])
-                for name in one.group
-            }
+            state = {name: now[name] if name in now else self.read(name) for name in one.group}
             self._made = loading.revert_weight_conversion(self._model, state)
             self._group = one.group
         return self._made.pop(one.name).to(one.dtype)
 
-    def sentence_on_left_out(self) -> str | None:
-        """Return a sentence on what is left out; None: nothing is."""
-        if not self.left_out:
-            return None
-        what = f"{len(self.left_out)} tensors on disk are quantised and not read by the model"
-        return f"{what}; what is written is not quantised, so they are left out: {grouped(self.left_out)}"
+    def sentences(self) -> Iterator[str]:
+        """Yield a sentence on what is left out for each reason."""
+        if self.left_out:
+            what = f"{len(self.left_out)} tensors on disk are quantised and not read by the model"
+            yield f"{what}; what is written is not quantised, so they are left out: {grouped(self.left_out)}"
+        if self.unread:
+            what = f"{len(self.unread)} tensors on disk are left out, because no class reads them"
+            yield f"{what}: {grouped(self.unread)}"
 
 
 def visit_order(model: PreTrainedModel) -> list[str]:
@@ -161,6 +202,47 @@ def visit_order(model: PreTrainedModel) -> list[str]:
     in_layers = set(inside)
     first = next((position for position, name in enumerate(names) if name in in_layers), len(names))
     return names[:first] + inside + [name for name in names[first:] if name not in in_layers]
+
+
+def _expanded(names: NameMap, index: GlobalBinaryIndex | None, state: Mapping[str, Tensor]) -> set[str]:
+    """Return the tensors of the model that have no published name in the files."""
+    if index is None:
+        return set(state)
+    return {name for name, one in names.stored.items() if index.assembled or isinstance(one, QuantizedRecord)}
+
+
+def _repeated(model: PreTrainedModel, expanded: Collection[str], index: GlobalBinaryIndex | None) -> set[str]:
+    """Return the tied tensors that are there under each of their names, as in memory and in assembled files."""
+    state: dict[str, Tensor] = model.state_dict()
+    pairs = model.all_tied_weights_keys.items()
+    if index is None:
+        return {name for name, source in pairs if state[name].data_ptr() == state[source].data_ptr()}
+    return {name for name, _ in pairs if name in expanded} if index.assembled else set()
+
+
+def _stored(
+    stored: Mapping[str, Stored], index: GlobalBinaryIndex | None, dtypes: Mapping[str, torch.dtype]
+) -> list[FileTensor]:
+    """Return the tensors of the files under their names."""
+    if index is None:
+        return []
+    held = _held(stored, index)
+    return [
+        FileTensor(name, dtypes[parts[0][0]], index[name].shape, index[name], tuple(parts))
+        for name, parts in held.items()
+    ]
+
+
+def _rest(names: NameMap, index: GlobalBinaryIndex) -> tuple[list[TensorRecord], list[str]]:
+    """Return the tensors of the files that the model does not read and that are copied, and the names of those that
+    cannot be, because they are quantised."""
+    read = {one.name for stored in names.stored.values() for one in records_of(stored)}
+    unread = {one.name for stored in names.unused for one in records_of(stored)}
+    packed = {_module(one) for one in index.values() if one.dtype not in PLAIN} if names.quantized else set()
+    expanded = {_module(index[name]) for name in read}
+    rest = [record for name, record in index.items() if name not in read and name not in unread]
+    left_out = [one.name for one in rest if _module(one) in packed - expanded]
+    return [one for one in rest if _module(one) not in packed], left_out
 
 
 def _held(stored: Mapping[str, Stored], index: GlobalBinaryIndex) -> dict[str, list[tuple[str, Move]]]:
@@ -199,14 +281,26 @@ def _reverted(
     model: PreTrainedModel, names: Collection[str], dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[FileTensor]:
     """Yield what `revert_weight_conversion` makes of tensors of the model, in groups that it converts together."""
+    if not names:
+        return
     state: dict[str, Tensor] = model.state_dict()
-    mapping = [] if not names else get_model_conversion_mapping(model, add_legacy=False)[::-1]
-    reverse = [one.reverse_transform() for one in mapping]
+    reverse = [one.reverse_transform() for one in get_model_conversion_mapping(model, add_legacy=False)[::-1]]
     converters = [one for one in reverse if isinstance(one, loading.WeightConverter)]
-    groups: dict[tuple[str, bool], list[str]] = {}
+    targets = {name: loading.apply_converters(name, converters) for name in state}
+    # All at once, because some renamings depend on which names came before.
+    renamed = {
+        name: torch.empty_like(state[name], dtype=dtypes[name], device="meta")
+        for name, (_, pattern) in targets.items()
+        if pattern is None
+    }
+    own = {id(tensor): name for name, tensor in renamed.items()}
+    for name, tensor in loading.revert_weight_conversion(model, renamed).items():
+        if own[id(tensor)] in names:
+            yield FileTensor(name, tensor.dtype, tuple(tensor.shape), whole=own[id(tensor)])
+    groups: dict[str, list[str]] = {}
     for name in names:
-        target, pattern = loading.apply_converters(name, converters)
-        groups.setdefault((target, pattern is not None), []).append(name)
+        if name not in renamed:
+            groups.setdefault(targets[name][0], []).append(name)
     for group in groups.values():
         given = {name: torch.empty_like(state[name], dtype=dtypes[name], device="meta") for name in group}
         for name, tensor in loading.revert_weight_conversion(model, given).items():

@@ -1,7 +1,7 @@
 """Quantises the weights of layers on their way into a prepared file, and measures what that costs in precision."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Self
@@ -17,11 +17,9 @@ from lema.convert.tensors import METADATA, bytes_of, stored_name
 from lema.errors import ConfigError, ModelError
 from lema.model.skeleton import find_layers
 from lema.storage import TensorFile
-from lema.storage.header import DTYPE_BITS
-from lema.storage.index import MARKED, PREPARED_MARK
 from lema.storage.quantized.formats import KINDS, LIBRARIES, expand
 from lema.storage.quantized.records import PartSpecs, pieces
-from lema.storage.tensorfile import TensorSpec, ends_apart
+from lema.storage.tensorfile import TensorSpec
 
 __all__ = ["Precision", "Quantizer", "check_kind", "show"]
 
@@ -55,73 +53,69 @@ class Quantizer:
 
     kind: str  # "int8", "fp8" or "nf4"
     dtype: torch.dtype  # what the weights expand to
-    chosen: dict[str, _Chosen]  # the parameters that are quantised
+    chosen: dict[str, _Chosen]  # what is quantised, by the names of the files that are written
     unchanged: list[str]  # the linear modules that are not
     refused: list[str]  # the parameters whose shape the format does not take
-    _layers_name: str
+    in_pieces: list[str]  # the parameters that are written as several tensors, because no class reads one
     _errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> Self:
-        """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype.
-        Parameters may be on `meta`; `dtypes` say what each tensor of the state dict is written as. `ConfigError`: the
-        library that quantises to `kind` is not installed; `ModelError`: there is nothing to quantise."""
+    def of(
+        cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], places: Mapping[str, str]
+    ) -> Self:
+        """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype, and
+        those that are written in pieces. Parameters may be on `meta`; `dtypes` say what each tensor of the state dict
+        is written as, `places` under which name. `ConfigError`: the library that quantises to `kind` is not installed;
+        `ModelError`: there is nothing to quantise."""
         layers_name, layers = find_layers(model)
         sampled = {round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)}
         library = LIBRARIES[KINDS[kind]]
         narrow = min(dtype.itemsize for dtype in dtypes.values() if dtype.is_floating_point)
         chosen: dict[str, _Chosen] = {}
         refused: list[str] = []
+        in_pieces: list[str] = []
         for number, layer in enumerate(layers):
             for inner, weight in _weights(layer):
                 name = f"{layers_name}.{number}.{inner}"
                 if dtypes[name].itemsize > narrow:
                     continue
-                if not library.takes(weight.shape):
+                if name not in places:
+                    in_pieces.append(name)
+                elif not library.takes(weight.shape):
                     refused.append(name)
                 else:
                     specs, about = library.specs(kind, weight.shape, dtypes[name])
                     label = re.sub(r"(?<![^.])\d+(?![^.])", "*", inner.removesuffix(".weight"))
-                    chosen[name] = _Chosen(specs, about, label, number in sampled)
+                    chosen[places[name]] = _Chosen(specs, about, label, number in sampled)
         if not chosen:
             why = f"none of their shapes fits {kind}" if refused else "no decoder layer has a linear module"
             what = f"there is nothing to quantise: {why}"
             how = "quantise to another kind" if refused else "prepare it without --quantize"
             raise ModelError(what, where=f"model_type {model.config.model_type!r}", how=how)
         linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
-        unchanged = [name for name in linears if f"{name}.weight" not in chosen]
-        return cls(kind, dtypes[next(iter(chosen))], chosen, unchanged, refused, layers_name)
+        unchanged = [name for name in linears if places.get(f"{name}.weight") not in chosen]
+        expands_to = next(dtypes[name] for name, place in places.items() if place in chosen)
+        return cls(kind, expands_to, chosen, unchanged, refused, in_pieces)
 
-    def specs(self, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-        """Return what is written instead of `specs`: parts for what is quantised; in each layer those of whole
-        vectors first, then wide dtypes. So every tensor lies at a multiple of its dtype's size at least, and is used
-        where it is read to."""
-        library = LIBRARIES[KINDS[self.kind]]
-        groups: dict[str, list[TensorSpec]] = {}
-        for spec in specs:
-            inner = spec[0].removeprefix(f"{self._layers_name}.")
-            in_layers = inner != spec[0]
-            group = f"{self._layers_name}.{inner.partition('.')[0]}" if in_layers else spec[0]
-            parts = self.chosen[spec[0]].specs.items() if spec[0] in self.chosen else ()
-            groups.setdefault(group, []).extend(
-                (library.part_name(spec[0], part), stored_name(spec[0], dtype), shape) for part, (dtype, shape) in parts
-            )
-            if spec[0] not in self.chosen:
-                groups[group].append(spec)
-        for group in groups:
-            if group.startswith(f"{self._layers_name}."):
-                groups[group].sort(key=lambda spec: (ends_apart(spec), -DTYPE_BITS[spec[1]]))
-        return [spec for group in groups.values() for spec in group]
+    def specs(self, spec: TensorSpec) -> list[TensorSpec]:
+        """Return what is written instead of a tensor: its parts, where it is quantised."""
+        name, _, _ = spec
+        if name not in self.chosen:
+            return [spec]
+        library, parts = LIBRARIES[KINDS[self.kind]], self.chosen[name].specs.items()
+        return [(library.part_name(name, part), stored_name(name, dtype), shape) for part, (dtype, shape) in parts]
 
     def metadata(self, names: Sequence[str]) -> dict[str, str]:
         """Return the entries for the header of a file with the tensors `names`."""
         abouts = {name: self.chosen[name].about if name in self.chosen else None for name in names}
         written: dict[str, str] = LIBRARIES[KINDS[self.kind]].metadata(abouts)
-        return METADATA | ({PREPARED_MARK: MARKED[1]} if written else {}) | written
+        return METADATA | written
 
-    def settings(self) -> dict[str, Any]:
-        """Return the `quantization_config` by which `transformers` loads what is written."""
-        return dict(LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, self.unchanged))
+    def settings(self, rename: Callable[[str], str]) -> dict[str, Any]:
+        """Return the `quantization_config` by which `transformers` loads what is written, in this class and in the one
+        that trains, where `rename` gives the names of modules."""
+        unchanged = dict.fromkeys([*self.unchanged, *map(rename, self.unchanged)])
+        return dict(LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, [*unchanged]))
 
     @torch.no_grad()
     def write(self, out: TensorFile, name: str, weight: Tensor) -> None:

@@ -13,7 +13,7 @@ from lema.model.outer_weights import read_stored
 from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
-from lema.storage.index import PREPARED_MARK, WEIGHTS_KEY, check_inside
+from lema.storage.index import ASSEMBLED, PREPARED_MARK, WEIGHTS_KEY, check_inside
 from lema.storage.modelfiles import CODE, COMPANIONS, TEMPLATES
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
@@ -22,7 +22,7 @@ from lema.stream.placement import DTYPES
 
 __all__ = ["bytes_of", "cast_pieces", "read_tensor", "stored_name", "write_cast", "write_config"]
 
-METADATA = {"format": "pt", PREPARED_MARK: "true"}  # of a file with the names `transformers` uses in memory
+METADATA = {"format": "pt", PREPARED_MARK: ASSEMBLED}  # of a file in the assembled form
 STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -8,7 +8,7 @@ name is which is asked of `transformers`: the names of the published class are s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from lema.model import meta_model
 from lema.model.skeleton import auto_class, scores_texts
 
-__all__ = ["ClassNames", "class_names", "compare_classes", "published_class"]
+__all__ = ["ClassNames", "class_names", "compare_classes", "named_reader", "published_class"]
 
 Prefixes = tuple[tuple[str, str], ...]
 
@@ -86,6 +86,18 @@ def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         return None
     trains = auto_class(config)._model_mapping.get(type(config), None)
     return None if kind is trains or kind.config_class is not type(config) else kind
+
+
+def named_reader(config: PreTrainedConfig) -> Callable[[str], bool]:
+    """Return what says whether the class that a config names reads a tensor of its files, where that is not the class
+    that trains; what a class reads that `transformers` does not have is not known, so any may be."""
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if (kind := published_class(config)) is None:
+        unknown = isinstance(named, str) and not hasattr(transformers, named)
+        return lambda _: unknown
+    model = meta_model(deepcopy(config), kind=kind)
+    state, mapping = model.state_dict(), get_model_conversion_mapping(model)
+    return lambda name: _sent(name, mapping, model) in state
 
 
 def _compared(config: PreTrainedConfig, kind: type[PreTrainedModel], trust: bool) -> ClassNames:

@@ -274,7 +274,7 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
         tensors = held_adapter(model, parallel, tensors)
     _begin_frozen(model, tensors, layers_name, file)
     try:
-        outcome: Any = set_peft_model_state_dict(model, tensors)
+        outcome = fill_adapter(model, tensors) or set_peft_model_state_dict(model, tensors)
     except (RuntimeError, KeyError) as error:
         raise AdapterError(f"the adapter does not fit the model: {error}", where=str(file)) from error
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -290,6 +290,22 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
             where=str(file),
             how="load it with the rank, target modules and base model it was trained with",
         )
+
+
+def fill_adapter(model: PeftModel, tensors: Mapping[str, Tensor], adapter: str = "default") -> Any:
+    """Fill an adapter's parameters with tensors that have the names which PEFT writes for this model, and return which
+    names were missing, and which unexpected; None: some have others, as those of earlier versions of `transformers`,
+    and nothing was filled. PEFT's own reader takes names in memory for names in files, which rules of `transformers`
+    may rename: of such types, those with `shared_experts` for one, it loses what it has written, and only warns."""
+    state: dict[str, Tensor] = model.state_dict()
+    names = {id(tensor): name for name, tensor in state.items()}
+    written = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=False)
+    places = {name: name for name in state} | {
+        name: names[id(one)] for name, one in written.items() if id(one) in names
+    }
+    if not tensors.keys() <= places.keys():
+        return None
+    return model.load_state_dict({places[name]: tensor for name, tensor in tensors.items()}, strict=False)
 
 
 def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: str, file: Path) -> None:

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,6 +155,44 @@ def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     return {name: wide if search(name) else tensor.dtype for name, tensor in state.items()}
 
 
+class NameRules:
+    """The rules of `transformers` that send names in files into a model, as `convert_and_load_state_dict_in_model`
+    applies them. `transforms`: those of a type, and of its quantizer."""
+
+    def __init__(self, model: PreTrainedModel, transforms: Sequence[Any]) -> None:
+        self._model = model
+        self._prefix = model.base_model_prefix
+        self._state: dict[str, Tensor] = model.state_dict()
+        self._renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
+        self._converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+        self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        self._tried: dict[Any, Any] = {}
+
+    def target(self, name: str) -> tuple[str, str | None]:
+        """Return where a tensor of a file goes, and the pattern of the conversion that it takes part in; None: none."""
+        target, pattern = loading.rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
+        if target not in self._state and name in self._state:
+            target, pattern = loading.rename_source_key(name, [], [], self._prefix, self._state)
+        return target, pattern
+
+    def conversion(self, target: str, pattern: str) -> Conversion:
+        """Return the conversion of a pattern, without sources."""
+        return Conversion(target, self._by_pattern[pattern], tried=self._tried)
+
+    def keeps(self, name: str, target: str, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of a file, which has the shape of one of the model, becomes that as it is."""
+        there, pattern = self.target(name)
+        if pattern is None or there != target:
+            return there == target
+        record = TensorRecord(name, Path(), 0, prod(shape) * 4, "F32", shape)
+        conversion = self.conversion(target, pattern)
+        conversion.sources.append((pattern, record))
+        try:
+            return conversion.records(self._model, torch.float32) == {target: record}
+        except Misfit:
+            return False
+
+
 def _assign(
     model: PreTrainedModel,
     index: GlobalBinaryIndex,
@@ -160,22 +200,17 @@ def _assign(
     state: dict[str, Tensor],
     quantizer: HfQuantizer | None,
 ) -> tuple[NameMap, list[Conversion], list[str]]:
-    """Send every tensor on disk to its name in memory, as `convert_and_load_state_dict_in_model` does. Returns the map,
-    the conversions that fill the rest, and the names that two tensors claim."""
+    """Send every tensor on disk to its name in memory. Returns the map, the conversions that fill the rest, and the
+    names that two tensors claim."""
     transforms = [] if index.in_memory_names else get_model_conversion_mapping(model, hf_quantizer=quantizer)
-    renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    rules = NameRules(model, transforms)
     names, conversions = NameMap(), dict[str, Conversion]()
     twice: list[str] = []
     homeless: list[tuple[str, Stored]] = []
-    tried: dict[Any, Any] = {}
     # In the order of transformers, because some renamings depend on it.
     for name in sorted(stored, key=loading.dot_natural_key):
-        record, prefix = stored[name], model.base_model_prefix
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, pattern = loading.rename_source_key(name, [], [], prefix, state)
+        record = stored[name]
+        target, pattern = rules.target(name)
         if target not in state:
             homeless.append((target, record))
         elif target in names.stored or (pattern is None and target in conversions):
@@ -188,8 +223,7 @@ def _assign(
             how = "prepare the unquantised model with --quantize"
             raise ModelError(what, where=str(record.file), how=how)
         else:
-            new = Conversion(target, by_pattern[pattern], tried=tried)
-            conversions.setdefault(target, new).sources.append((pattern, record))
+            conversions.setdefault(target, rules.conversion(target, pattern)).sources.append((pattern, record))
     _, unexpected = _said_of(model, unexpected=[target for target, _ in homeless])
     for target, record in homeless:
         (names.unused if target in unexpected else names.ignored).append(record)

@@ -19,8 +19,12 @@ __all__ += ["file_stamps", "origin_of"]
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ORIGIN_MARK = "lema.origin"  # metadata key: what a prepared file was made of, as `origin_of` writes it
-PREPARED_MARK = "lema.in_memory_names"  # metadata key: a second conversion of such a file could corrupt it
-MARKED = ("true", "yes")  # transformers takes metadata of torchao's files that is JSON, as "true" is, for theirs
+PREPARED_MARK = "lema.in_memory_names"  # metadata key of files that were prepared
+ASSEMBLED = "assembled"  # its value; no JSON, because transformers takes metadata that is JSON for torchao's own
+OLD_MARKS = (
+    "true",
+    "yes",
+)  # of earlier versions: every name is one in memory, and a second conversion could corrupt it
 WEIGHTS_KEY = "transformers_weights"  # of `config.json`: a file of weights, or an index, with another name
 MAX_CONFIG_BYTES = 10_000_000
 MAX_NAME = 200  # characters; file systems have 255 bytes
@@ -66,8 +70,13 @@ class GlobalBinaryIndex(dict[str, TensorRecord]):
 
     @property
     def in_memory_names(self) -> bool:
-        """Whether the files were prepared, so names and shapes are those `transformers` uses in memory."""
-        return all(metadata.get(PREPARED_MARK) in MARKED for metadata in self.metadata.values())
+        """Whether an earlier version prepared the files, with all names and shapes as `transformers` has in memory."""
+        return all(metadata.get(PREPARED_MARK) in OLD_MARKS for metadata in self.metadata.values())
+
+    @property
+    def assembled(self) -> bool:
+        """Whether the files were prepared such that tensors which are published in pieces are put together."""
+        return all(metadata.get(PREPARED_MARK) in (ASSEMBLED, *OLD_MARKS) for metadata in self.metadata.values())
 
     @property
     def origin(self) -> tuple[str, str | None] | None:

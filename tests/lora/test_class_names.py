@@ -92,3 +92,20 @@ def test_a_saved_adapter_opens_again_and_its_two_forms_must_agree(model_type: st
     with pytest.raises(AdapterError, match=r"two tensors for .*, and they differ"):
         LemaModel.from_pretrained(saved, backend=CpuBackend())
     assert set(json.loads((saved / "adapter_config.json").read_text())["target_modules"]) == {"o_proj", "q_proj"}
+
+
+@pytest.mark.parametrize("model_type", ["laguna", "deepseek_ocr2"])
+def test_an_adapter_is_read_of_types_whose_names_peft_takes_for_those_of_files(model_type: str, tmp_path: Path) -> None:
+    source, saved = publish(model_type, tmp_path / "source"), tmp_path / "adapter"
+    with opened(source) as model:
+        draw_b(model.lora_manager)
+        model.save_pretrained(saved)
+        kept = {name: one.detach().clone() for name, one in model.lora_manager.named_parameters() if one.requires_grad}
+    model = LemaModel.from_pretrained(saved, backend=CpuBackend())
+    streamed = lema.streamed(source, saved, device="cpu", device_memory=None)
+    streamed.load_adapter(saved, "second")
+    for reader, adapter in ((model.lora_manager, "default"), (streamed, "default"), (streamed, "second")):
+        found = dict(reader.named_parameters())
+        assert all(torch.equal(found[name.replace(".default", f".{adapter}")], one) for name, one in kept.items())
+    model.close()
+    streamed.close()

@@ -305,13 +305,21 @@ def test_a_layer_that_transformers_knows_of_is_left_out_of_one_file_without_a_wa
     ]
 
 
-def test_a_layer_more_than_the_model_has_stays_in_a_directory(tmp_path: Path) -> None:
+def test_a_layer_that_transformers_knows_of_stays_in_a_directory_and_another_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = published(mixtral(), tmp_path / "model")
+    original = shapes_of(source)
     edit(source, with_extra_layer)
-    stored = GlobalBinaryIndex(prepare(source, tmp_path / "out").path)
-    shapes = {name: record.shape for name, record in GlobalBinaryIndex(source).items()}
-    assert any(".layers.3." in name for name in shapes)
-    assert {name: record.shape for name, record in stored.items()} == shapes
+    dropped = prepare(source, tmp_path / "dropped")
+    assert shapes_of(dropped.path) == original
+    assert [note.split(":")[0] for note in dropped.notes()] == ["22 tensors left out, because no class reads them"]
+    monkeypatch.setattr(MixtralForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
+    assert shapes_of(prepare(source, tmp_path / "out").path) == shapes_of(source) != original
+
+
+def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
+    return {name: record.shape for name, record in GlobalBinaryIndex(directory).items()}
 
 
 def test_a_base_model_without_its_head_is_refused(tmp_path: Path) -> None:

@@ -165,6 +165,12 @@ tensor of the merged model are the same bits in fp32, but for what is listed her
 OTHERWISE = (
     "`use_cache: false` in `config.json`, which trainers leave there, does not keep `lema generate` from using a cache "
     "of keys and values: without one every token would read the whole text again.",
+    "An adapter of `deepseek_ocr2`, `inkling2`, `laguna`, `mistral_large4` or `unlimited_ocr` is read whole. PEFT's "
+    "own reader takes names in memory for names in files there, loses what it has written, and warns (`Found missing "
+    "adapter keys`): merge such an adapter with `lema merge` for programs that load it by PEFT.",
+    "An adapter on a module that several layers share (`zamba`, `zamba2`) is merged for each layer, as it was trained, "
+    "and the merged config says `tie_word_embeddings: false`. PEFT's merge adds the adapters of all layers to the one "
+    "weight.",
 )
 
 

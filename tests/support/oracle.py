@@ -232,7 +232,7 @@ def _generated(streamed: LemaModel, model: Path, prompts: Tensor) -> dict[str, A
 
 def _merged(directory: Path, source: Path) -> dict[str, Any]:
     """Return the values of a merged checkpoint, as `from_pretrained` reads them. Its own class decides the names. What
-    nobody reads in the source, either, is copied."""
+    that does not read of the source, either, as an image tower, is copied."""
     loaded, report = _load(directory, output_loading_info=True)
     wrong = {name: list(report[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if wrong["unexpected_keys"]:

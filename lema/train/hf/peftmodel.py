@@ -30,8 +30,7 @@ from lema.engine.head.routers import coefficient_of
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
 from lema.lora.checks import base_of, read_json
-from lema.lora.class_names import class_names
-from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, settings_of
+from lema.lora.files import CONFIG, WEIGHTS, fill_adapter, read_safetensors, settings_of
 from lema.lora.materialize import make_real
 from lema.lora.published import publish_files, tensors_in_own
 from lema.storage.modelfiles import load_generation_config
@@ -209,15 +208,16 @@ class StreamedPeftModel(PeftModel):
                 publish_files(self.opened.skeleton, directory, CONFIG, WEIGHTS)
 
     def load_adapter(self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as PEFT does, with the names of either class."""
-        classes, place = class_names(self.opened.skeleton), Path(model_id)
-        if classes.published is None or not (place / WEIGHTS).is_file():
+        """Load an adapter as PEFT does, with the names of either class, but lose nothing of what PEFT's reader does."""
+        place = Path(model_id)
+        if not (place / WEIGHTS).is_file():
             return super().load_adapter(str(model_id), adapter_name, *args, **kwargs)
         tensors = tensors_in_own(self.opened.skeleton, read_safetensors(place / WEIGHTS), place / WEIGHTS)
         with TemporaryDirectory() as scratch:
             shutil.copyfile(place / CONFIG, Path(scratch) / CONFIG)
             save_file({name: one.clone() for name, one in tensors.items()}, Path(scratch) / WEIGHTS)
-            return super().load_adapter(scratch, adapter_name, *args, **kwargs)
+            outcome = super().load_adapter(scratch, adapter_name, *args, **kwargs)
+        return fill_adapter(self, tensors, adapter_name) or outcome
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter as PEFT does."""
