@@ -14,6 +14,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from lema.model.skeleton import auto_class
 
+# Types that stream whose published class has other names than the one that trains.
+TWO_CLASSES = ("dots3_note", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+
 
 def published_class(config: PreTrainedConfig) -> Any:
     """The class that is published of a type: the one that sees images, where there is one."""
