@@ -32,6 +32,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "by default": {},
     "all-linear": {"targets": "all-linear"},
     "an expression": {"targets": r".*layers\.[01]\..*(o_proj|out_proj|down_proj)"},
+    "an expression of whole names": {"targets": r"model\.layers\.[01]\..*(o_proj|out_proj|down_proj)"},
     "a layer": {"targets": ["o_proj", "out_proj"], "layers_to_transform": [1]},
     "ranks of some": {"rank_pattern": {"o_proj": 3}, "alpha_pattern": {r"layers\.1\..*down_proj": 7}},
     "embeddings and head": {"targets": ["o_proj", "embed_tokens", "lm_head"]},

@@ -101,9 +101,11 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}},
     "dots3_note_text": {"head_dim": 20},
+    "dots3_note_vision_encoder": {"per_layer_config": {"1": {"num_local_experts": 2}}},
     "deepseek_ocr2_sam_vision_model": {"downsample_channels": [32, 32]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 3},
     "electra": {"embedding_size": 16},
+    "emu3": {"vocabulary_map": {"<image>": 9, "<|extra_200|>": 10}},
     "ernie4_5_vl_moe_text": {
         "rope_parameters": MROPE | {"mrope_section": [1, 1, 2]},
         "moe_intermediate_size": [24, 16],
