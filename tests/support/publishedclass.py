@@ -24,9 +24,10 @@ def published_class(config: PreTrainedConfig) -> Any:
     return known[type(config)] if type(config) in known else auto_class(config)._model_mapping[type(config)]
 
 
-def publish(model_type: str, directory: Path) -> Path:
-    """Write a random model of a type as its publisher would, of the published class."""
-    config = tiny_config(model_type)
+def publish(model_type: str, directory: Path, config: PreTrainedConfig | None = None) -> Path:
+    """Write a random model of a type as its publisher would, of the published class; `config`: another than the tiny
+    one of the type."""
+    config = config or tiny_config(model_type)
     if model_type == "emu3":
         pytest.skip("transformers itself reads no published checkpoint of it into the class that trains")
     torch.manual_seed(1)
