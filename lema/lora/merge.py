@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lema.errors import ConfigError
 
-__all__ = ["ADAPTER", "WRAPPED", "Rounding", "merge_lora_params", "merge_module", "rounded", "wrapped"]
+__all__ = ["ADAPTER", "OWN", "WRAPPED", "Rounding", "merge_lora_params", "merge_module", "rounded", "wrapped"]
 
 Rounding = Literal["nearest", "stochastic"]
 

@@ -22,11 +22,12 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.errors import AdapterError
 from lema.lora.class_names import class_names
+from lema.lora.merge import OWN, WRAPPED
 from lema.lora.shards import PREFIX
 
 __all__ = ["ClassForm", "config_in_files", "config_in_own", "publish_files", "tensors_in_files", "tensors_in_own"]
@@ -61,14 +62,14 @@ def tensors_in_own(model: PreTrainedModel, tensors: Mapping[str, Tensor], where:
 
 
 def config_in_own(model: PreTrainedModel, config: LoraConfig, names: Iterable[str], where: Path) -> LoraConfig:
-    """Return the config of an adapter of either class for this model, which has no adapters. `names`: of the adapter's
-    tensors. `AdapterError`: it adapts modules that this class does not have; `where` is where it lies."""
+    """Return the config of an adapter of either class for this model. `names`: of the adapter's tensors.
+    `AdapterError`: it adapts modules that this class does not have; `where` is where it lies."""
     classes = class_names(model)
     if classes.published is None:
         return config
-    there = {name for name, _ in model.named_modules()}
+    there = _bare(name for name, _ in model.named_modules())
     adapted = {classes.in_own(_module(name)) for name in names if ".lora_" in name}
-    if absent := sorted(adapted - there):
+    if absent := sorted(adapted - there.keys()):
         what = f"the adapter adapts modules that the class that trains, {type(model).__name__}, does not have: "
         how = "`lema merge` writes it into the model; to train it, use one that adapts the language model alone"
         raise AdapterError(what + ", ".join(absent[:3]), where=str(where), how=how)
@@ -113,8 +114,8 @@ CHANGED = (
 def _fitted(config: LoraConfig, names: Iterable[str], rename: Rename, model: PreTrainedModel) -> LoraConfig:
     """Return a config with which PEFT adapts in `model` the modules that the adapter's tensors are of."""
     fitted = deepcopy(config)
-    modules = dict(model.named_modules())
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    modules = _bare(name for name, _ in model.named_modules())
+    parameters = _bare(name for name, _ in model.named_parameters(remove_duplicate=False))
     before, experts = _adapted(config, names, rename, parameters)
     wanted = {rename(name) for name in before}
     ends = [*modules, *parameters]
@@ -137,6 +138,11 @@ def _fitted(config: LoraConfig, names: Iterable[str], rename: Rename, model: Pre
         if any(_value(patterns, name, usual) != one for name, one in exact.items()):
             setattr(fitted, option, {name: one for name, one in sorted(exact.items()) if one != usual})
     return fitted
+
+
+def _bare(names: Iterable[str]) -> dict[str, None]:
+    """Return the names that those of a model with adapters have without them."""
+    return {WRAPPED.sub("", name): None for name in names if not OWN.search(name)}
 
 
 def _value(patterns: Mapping[str, int], name: str, usual: int) -> int:
@@ -177,12 +183,12 @@ def _parameters(listed: Iterable[str], names: Iterable[str], before: set[str], w
     return list(found)
 
 
-def _selected(config: LoraConfig, modules: Mapping[str, nn.Module]) -> set[str]:
+def _selected(config: LoraConfig, modules: Iterable[str]) -> set[str]:
     """Return the modules that PEFT adapts by a config."""
     return {name for name in modules if name and bool(check_target_module_exists(config, name))}
 
 
-def _narrow(config: LoraConfig, modules: Mapping[str, nn.Module], wanted: set[str]) -> None:
+def _narrow(config: LoraConfig, modules: Iterable[str], wanted: set[str]) -> None:
     """Leave out what a config selects beside all that it should."""
     if (selected := _selected(config, modules)) > wanted:
         _exclude(config, _apart(selected - wanted, wanted))
