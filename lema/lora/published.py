@@ -79,7 +79,7 @@ def config_in_own(model: PreTrainedModel, config: LoraConfig, names: Iterable[st
 def config_in_files(model: PreTrainedModel, config: LoraConfig, names: Iterable[str]) -> LoraConfig:
     """Return the config that is written of an adapter of this model; `names`: of the adapter's tensors."""
     classes = class_names(model)
-    if classes.published is None or classes.own_published:
+    if classes.published is None or classes.num_forms == 1:
         return config
     return _fitted(config, names, classes.in_published, classes.published)
 
@@ -89,8 +89,7 @@ def publish_files(
 ) -> None:
     """Rewrite the files that PEFT wrote of an adapter of this model such that they fit the published class, too. The
     config fits each class, whatever the `form`."""
-    classes = class_names(model)
-    if classes.published is None or classes.own_published:
+    if class_names(model).num_forms == 1:
         return
     tensors = load_file(directory / weights_name)
     config = LoraConfig.from_pretrained(str(directory))

@@ -17,6 +17,8 @@ from transformers import AutoConfig
 from lema import LemaModel
 from lema.lora.files import CONFIG, WEIGHTS
 from lema.model.skeleton import auto_class
+from lema.plan.blueprint import draw_up
+from lema.train.checkpoint import format
 from lema_cpu import CpuBackend
 from lema_tools.shards.convert import consolidate_adapter, rename_adapter, shard_adapter
 
@@ -126,6 +128,22 @@ def test_an_adapter_with_either_names_is_divided_and_put_together_with_both(mode
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
         configs = [(directory / CONFIG).read_text() for directory in (made.directory, tmp_path / form)]
         assert configs[0].strip() == configs[1].strip()
+
+
+def test_the_plan_counts_what_a_checkpoint_has_under_both_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, room = publish("qwen3_5", tmp_path / "source"), list[int]()
+    monkeypatch.setattr(format, "check_room", lambda _directory, nbytes, _what: room.append(nbytes))
+    with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
+        trainer, ids = model.get_trainer(), torch.arange(3, 12)[None]
+        trainer.train_step(ids, labels=ids.clone())
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+        planned = model.planner.blueprint.checkpoint_bytes
+        assert draw_up(model.config).checkpoint_bytes == planned
+    files = (tmp_path / "checkpoint").glob("*.safetensors")
+    written = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
+    assert planned <= min(written, *room) and max(written, *room) < 1.02 * planned  # with the optimizer's steps
 
 
 def test_names_that_cannot_be_written_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
