@@ -139,10 +139,17 @@ def test_what_is_merged_is_what_was_trained_and_its_config_says_what_is_one(
     assert all(any(end in name for end in ("q_proj", "c_attn", EMBEDDINGS, "wte", HEAD)) for name in changed)
 
 
-def test_lora_around_rows_that_are_tied_trains_as_peft_does(tmp_path: Path) -> None:
-    source = publish("llama", tmp_path / "source", tied_config("llama"))
-    settings = named(ADAPTERS["LoRA on the head and rows"], "llama")
-    assert farthest_from_whole(source, [batch()], rows(9), **settings) == 0
+@pytest.mark.parametrize(
+    ("model_type", "adapter"),
+    [
+        pytest.param(kind, name, marks=() if kind == "llama" else pytest.mark.exhaustive)
+        for kind in MODELS
+        for name in ADAPTERS
+    ],
+)
+def test_it_trains_as_by_peft(model_type: str, adapter: str, tmp_path: Path) -> None:
+    source = publish(model_type, tmp_path / "source", tied_config(model_type))
+    assert farthest_from_whole(source, [batch()], rows(9), **named(ADAPTERS[adapter], model_type)) == 0
 
 
 def test_rows_of_a_module_that_trains_whole_are_refused(tmp_path: Path) -> None:
