@@ -117,6 +117,7 @@ def _fitted(config: LoraConfig, names: Iterable[str], rename: Rename, model: Pre
     parameters = _bare(name for name, _ in model.named_parameters(remove_duplicate=False))
     before, experts = _adapted(config, names, rename, parameters)
     wanted = {rename(name) for name in before}
+    adapted = before.union(*(_ending(end, experts) for end in config.target_parameters or ()))
     ends = [*modules, *parameters]
     if config.target_parameters:
         there = {rename(name) for name in experts}
@@ -132,7 +133,7 @@ def _fitted(config: LoraConfig, names: Iterable[str], rename: Rename, model: Pre
         _narrow(fitted, modules, wanted)  # names of one class may end those of other modules in the other
     for option, usual in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
         patterns: dict[str, int] = getattr(config, option) or {}
-        values = {name: _value(patterns, name, usual) for name in before}
+        values = {name: _value(patterns, name, usual) for name in adapted}
         exact = values | {rename(name): one for name, one in values.items()}
         if any(_value(patterns, name, usual) != one for name, one in exact.items()):
             setattr(fitted, option, {name: one for name, one in sorted(exact.items()) if one != usual})
@@ -171,15 +172,18 @@ def _module(name: str) -> str:
 def _parameters(listed: Iterable[str], names: Iterable[str], before: set[str], wanted: set[str]) -> list[str]:
     """Return ends of names with which PEFT adapts parameters of the `wanted` modules, of those that a model has. Where
     ends match others as well, as in an image tower, they are the names in this class and the one `before`."""
-    modules = {*before, *wanted}
     found: dict[str, None] = {}
     for end in listed:
         matched = {name.rpartition(".")[0] for name in names if f".{name}".endswith(f".{end}")}
-        leaf = end.rpartition(".")[2]
-        inside = [name for name in sorted(modules) if f".{name}.{leaf}".endswith(f".{end}")]
-        whole = dict.fromkeys(f"{name}.{leaf}" for name in inside)
-        found |= {end: None} if matched and matched <= wanted else whole
+        fits = matched and matched <= wanted
+        found |= {end: None} if fits else dict.fromkeys(_ending(end, {*before, *wanted}))
     return list(found)
+
+
+def _ending(end: str, modules: Iterable[str]) -> list[str]:
+    """Return the names of parameters of modules that have an end."""
+    leaf = end.rpartition(".")[2]
+    return [f"{name}.{leaf}" for name in sorted(modules) if f".{name}.{leaf}".endswith(f".{end}")]
 
 
 def _selected(config: LoraConfig, modules: Iterable[str]) -> set[str]:

@@ -39,6 +39,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "trained whole": {"targets": ["o_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     "rows": {"targets": ["o_proj"], "trainable_token_indices": {"embed_tokens": [5, 6]}},
     "experts": {"targets": ["o_proj"], "target_parameters": ["experts.down_proj"]},
+    "ranks of experts": {
+        "targets": ["o_proj"],
+        "target_parameters": ["experts.down_proj"],
+        "rank_pattern": {r"model\.layers\.1\..*experts\.down_proj": 3},
+    },
     "experts by the last part of their names": {"targets": ["o_proj"], "target_parameters": ["gate_up_proj"]},
 }
 OF_EXPERTS = [name for name, settings in ADAPTERS.items() if "target_parameters" in settings]
@@ -49,6 +54,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not name the adapter's base model"),
     pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),  # where they are read but not drawn
     pytest.mark.filterwarnings("ignore:lora_target_modules. no module is named"),
+    pytest.mark.filterwarnings("ignore:The following rank_pattern keys"),  # PEFT looks for these among modules alone
 ]
 
 
