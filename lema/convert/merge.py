@@ -6,12 +6,13 @@ memory, and the directory appears under its name only when it is complete.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -39,7 +40,8 @@ class MergedTensors:
         self._records, self._dtypes, model = base.records, base.dtypes, base.skeleton
         self._how = (rounding, seed)
         self._adapted = dict(wrapped(model))
-        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        # Frozen ones that are in memory are of the adapter's file, too.
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
         self._module = ""
         self._merged: dict[str, Tensor] = {}
 
@@ -83,27 +85,29 @@ def check_mergeable(model: nn.Module) -> None:
 
 def untied(model: PreTrainedModel) -> bool:
     """Whether tensors that are one in the model are no longer, once the adapter is merged."""
-    adapted = dict(wrapped(model))
-    pairs = (
-        tuple(adapted.get(name.rpartition(".")[0]) for name in pair) for pair in model.all_tied_weights_keys.items()
-    )
-    return any(not _alike(first, second) for first, second in pairs)
+    return any(not _alike(model, *pair) for pair in model.all_tied_weights_keys.items())
 
 
-def _alike(first: nn.Module | None, second: nn.Module | None) -> bool:
-    """Whether two modules that share a weight still do when each is merged, if it is adapted."""
-    if first is None or second is None:
-        return first is second
+def _alike(model: nn.Module, *names: str) -> bool:
+    """Whether two tensors that are one are still so when the modules that have them are merged, if they are adapted."""
+    first, second = (model.get_submodule(name.rpartition(".")[0]) for name in names)
     if isinstance(first, TrainableTokensWrapper) and isinstance(second, TrainableTokensWrapper):
         # Only rows that PEFT ties are the same ones; those of a map with other rows are two adapters.
         rows = first.token_adapter, second.token_adapter
         return rows[0].tied_adapter is rows[1] or rows[1].tied_adapter is rows[0]
-    return _saved(first) is not None and _saved(first) is _saved(second)
+    if any(isinstance(one, LoraLayer | TrainableTokensWrapper) for one in (first, second)):
+        return False
+    one, other = (_whole(module, name) for module, name in zip((first, second), names, strict=True))
+    if one.is_meta or other.is_meta:  # as it is stored
+        return one.is_meta and other.is_meta
+    return torch.equal(one, other)
 
 
-def _saved(module: nn.Module | None) -> Any:
-    """The weight of a module that trains whole."""
-    return module.modules_to_save[ADAPTER].weight if isinstance(module, ModulesToSaveWrapper) else None
+def _whole(module: nn.Module, name: str) -> Tensor:
+    """The tensor `name` in the end, of a module that has no matrices or rows of an adapter; on `meta`: as stored."""
+    trained: Any = module.modules_to_save[ADAPTER] if isinstance(module, ModulesToSaveWrapper) else module
+    found: Tensor = getattr(trained, name.rpartition(".")[2])
+    return found
 
 
 def merge_adapter(
@@ -114,6 +118,7 @@ def merge_adapter(
     rounding: Rounding = "nearest",
     seed: int = 0,
     trust_remote_code: bool = False,
+    note: Callable[[str], object] = lambda _: None,
 ) -> Path:
     """Write the model an adapter belongs to, with the adapter merged into its weights, in the hub's format.
 
@@ -129,7 +134,8 @@ def merge_adapter(
     most; a larger tensor has a file to itself. `rounding`: of `W + alpha / rank B A`, which is formed in fp32, to the
     type of the weights. In half precision `nearest` loses changes that are small next to a weight (of 1e-6 on 0.02 in
     bfloat16 it keeps a thirtieth); `stochastic` keeps them in the mean, at the cost of noise of one last place. `seed`:
-    of stochastic rounding; the same one gives the same bits, however the files are cut."""
+    of stochastic rounding; the same one gives the same bits, however the files are cut. `note`: takes a sentence on
+    weights that are one in the base and two in what is written."""
     if rounding not in get_args(Rounding):
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
@@ -152,6 +158,9 @@ def merge_adapter(
     parted = untied(base.skeleton)
     changes = dict(base.config_changes) | ({"tie_word_embeddings": False} if parted else {})
     merged = MergedTensors(base, rounding, seed)
+    if parted:
+        apart = " and ".join(sorted({name for pair in base.skeleton.all_tied_weights_keys.items() for name in pair}))
+        note(f"{apart} are no longer one: each is written, and config.json has tie_word_embeddings: false")
 
     def pieces(name: str) -> Iterable[memoryview]:
         return form.pieces(name, merged.changed, merged.value)

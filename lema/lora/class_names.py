@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -35,6 +36,11 @@ class ClassNames:
     published: PreTrainedModel | None = None  # that class, on `meta`; None: its names are those of the one that trains
     prefixes: Prefixes = ()  # beginnings of names: in the published class, in the one that trains
     own_published: bool = False  # the model is of the published class
+
+    @property
+    def num_forms(self) -> int:
+        """Under how many names a file of an adapter has each of its tensors."""
+        return 1 if self.published is None or self.own_published else 2
 
     def in_published(self, name: str) -> str:
         """Return what the published class calls a module or tensor of the model."""
@@ -59,10 +65,10 @@ class ClassNames:
         return frozenset(name for name, _ in self.published.named_modules()) if self.published else frozenset()
 
 
-_known: WeakKeyDictionary[PreTrainedModel, ClassNames] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, ClassNames] = WeakKeyDictionary()
 
 
-def class_names(model: PreTrainedModel) -> ClassNames:
+def class_names(model: nn.Module) -> ClassNames:
     """Return how the names of a model that `compare_classes` knows are written; of any other, alike."""
     return _known.get(model, ClassNames())
 

@@ -18,6 +18,7 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -53,12 +54,17 @@ def check_saved_modules(model: PreTrainedModel, config: LoraConfig, layers_name:
 
 def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse what cannot be trained, once PEFT's modules are attached. `ModelError`: a module to train whole is adapted
-    in part; or LoRA's matrices are to be tied to each other."""
+    in part, or has rows that train; or LoRA's matrices are to be tied to each other."""
     for name, wrapper in _of(ModulesToSaveWrapper, model):
         if any(isinstance(part, LoraLayer | ModulesToSaveWrapper) for part in wrapper.original_module.modules()):
             what = f"{name} trains whole, but a part of it is adapted"
             how = "leave one of them out"
             raise ModelError(what, where=f"lora_modules_to_save: {', '.join(config.modules_to_save or ())}", how=how)
+    for name, rows in _of(TrainableTokensLayer, model):
+        if isinstance(rows.base_layer, ModulesToSaveWrapper):
+            what = f"{name.removesuffix('.token_adapter')} trains whole, and rows of it train, too"
+            how = "leave out one of them; rows of tied embeddings are rows of the head as well"
+            raise ModelError(what, where="lora_modules_to_save and lora_trainable_token_indices", how=how)
     if getattr(config, "target_modules_to_tie", None):
         what = "adapters of the embeddings and of the head cannot be tied to each other"
         how = "leave it out, or train embeddings and head whole in modules_to_save, where they can be tied"
@@ -67,7 +73,7 @@ def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
 
 def take_off(model: nn.Module) -> None:
     """Restore the modules that PEFT has wrapped, and freeze everything, as it was before."""
-    for name, wrapper in list(_of(AuxiliaryTrainingWrapper, model)):
+    for name, wrapper in reversed(list(_of(AuxiliaryTrainingWrapper, model))):  # the innermost first
         model.set_submodule(name, wrapper.original_module)
     for name, module in list(_of(LoraLayer, model)):
         if ".base_layer" not in name:  # what a wrapper wraps comes off with it
@@ -161,7 +167,7 @@ def _make_matrices(module: LoraLayer, init: Any, device: torch.device, adapter: 
         module.orthogonal_init(adapter)
     elif draw and init and (matrices or rows):
         module.reset_lora_parameters(adapter, init)
-    base = module.get_param() if isinstance(module, ParamWrapper) else module.get_base_layer().weight
+    base = module.get_param() if isinstance(module, ParamWrapper) else _beneath_rows(module.get_base_layer()).weight
     # As PEFT: a fresh adapter has its module's dtype, then fp32.
     dtype = cast(Tensor, base).dtype if draw else torch.float32
     for matrix in matrices:
@@ -171,6 +177,12 @@ def _make_matrices(module: LoraLayer, init: Any, device: torch.device, adapter: 
     for one in rows:  # new, because not every device lets a parameter's memory move to it
         values = one[adapter].detach().to(dtype).float().to(device)
         one[adapter] = nn.Parameter(values, requires_grad=one[adapter].requires_grad)
+
+
+def _beneath_rows(module: nn.Module) -> nn.Linear:
+    """Return the module around which PEFT puts rows that train; the wrapper's weight would be with these added."""
+    found = cast(Any, module).token_adapter.get_base_layer() if isinstance(module, TrainableTokensWrapper) else module
+    return cast(nn.Linear, found)
 
 
 def _unreal(model: nn.Module, config: LoraConfig, adapter: str) -> list[tuple[str, nn.Parameter]]:

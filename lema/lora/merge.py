@@ -18,12 +18,12 @@ from typing import Any, Literal, cast
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 
 from lema.errors import ConfigError
 
-__all__ = ["ADAPTER", "WRAPPED", "Rounding", "merge_lora_params", "merge_module", "rounded", "wrapped"]
+__all__ = ["ADAPTER", "OWN", "WRAPPED", "Rounding", "merge_lora_params", "merge_module", "rounded", "wrapped"]
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -81,10 +81,14 @@ def merge_module(
         narrow = own.is_floating_point() and own.dtype.itemsize < torch.float32.itemsize
         part._parameters[leaf] = nn.Parameter(own.float() if narrow else own, requires_grad=False)
     anything: Any = module
+    how: dict[str, Any] = {"merge": True, "safe_merge": False, "adapter_names": None}
+    rows = anything.base_layer if isinstance(getattr(module, "base_layer", None), TrainableTokensWrapper) else None
     try:
         with torch.no_grad():
+            if rows is not None:  # PEFT would add LoRA's product to a copy of what such a wrapper has
+                anything.base_layer = rows.unload_and_optionally_merge_module(**how)
             if hasattr(module, "unload_and_optionally_merge_module"):
-                merged = anything.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+                merged = anything.unload_and_optionally_merge_module(**how)
             else:
                 anything.merge()
                 merged = anything.get_base_layer()
@@ -94,6 +98,8 @@ def merge_module(
             for stored, tensor in exact.items()
         }
     finally:
+        if rows is not None:
+            anything.base_layer = rows
         for part, leaf, _, parameter in lent:
             part._parameters[leaf] = parameter
         # PEFT must not see the module as merged, because the merged weights no longer exist.

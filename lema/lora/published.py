@@ -3,8 +3,9 @@
 Programs open an adapter on either class. PEFT finds nothing to load where the names of the tensors are of the other,
 and only warns; its own translation of names, in 0.21, takes `language_model.layers` for `model.layers` with something
 before it, and undoes itself. So where the classes differ, an adapter's file has its tensors under the names of each,
-and is read with the names of either. The config says which modules are adapted by ends of names or by expressions,
-which may match others in another class: where they do, it leaves those out, or names the modules.
+and is read with the names of either. Programs that refuse names which they do not know are given those of one class.
+The config says which modules are adapted by ends of names or by expressions, which may match others in another class:
+where they do, it leaves those out, or names the modules.
 """
 
 from __future__ import annotations
@@ -14,29 +15,35 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.errors import AdapterError
 from lema.lora.class_names import class_names
+from lema.lora.merge import OWN, WRAPPED
 from lema.lora.shards import PREFIX
 
-__all__ = ["config_in_files", "config_in_own", "publish_files", "tensors_in_files", "tensors_in_own"]
+__all__ = ["ClassForm", "config_in_files", "config_in_own", "publish_files", "tensors_in_files", "tensors_in_own"]
 
+ClassForm = Literal["both", "published", "text"]
+"""Under the names of which class an adapter's file has its tensors: of the one that `config.json` names, of the one for
+text, which trains, or of both."""
 Rename = Callable[[str], str]
 
 
-def tensors_in_files(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return an adapter's tensors, which have PEFT's names for this model, under those of each class."""
-    found = dict(tensors)
-    for name, tensor in tensors.items():
+def tensors_in_files(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], form: ClassForm = "both"
+) -> dict[str, Tensor]:
+    """Return an adapter's tensors, which have PEFT's names for this model, under those of each class, or of one."""
+    found = {} if form == "published" else dict(tensors)
+    for name, tensor in tensors.items() if form != "text" else ():
         if (there := _renamed(name, class_names(model).in_published)) not in found:
             found[there] = tensor.clone()  # safetensors writes no memory twice
     return found
@@ -55,13 +62,14 @@ def tensors_in_own(model: PreTrainedModel, tensors: Mapping[str, Tensor], where:
 
 
 def config_in_own(model: PreTrainedModel, config: LoraConfig, names: Iterable[str], where: Path) -> LoraConfig:
-    """Return the config of an adapter of either class for this model, which has no adapters. `names`: of the adapter's
-    tensors. `AdapterError`: it adapts modules that this class does not have; `where` is where it lies."""
+    """Return the config of an adapter of either class for this model. `names`: of the adapter's tensors.
+    `AdapterError`: it adapts modules that this class does not have; `where` is where it lies."""
     classes = class_names(model)
     if classes.published is None:
         return config
-    there = {name for name, _ in model.named_modules()}
-    if absent := sorted(one for one in map(classes.in_own, _adapted(config, names)) if one not in there):
+    there = _bare(name for name, _ in model.named_modules())
+    adapted = {classes.in_own(_module(name)) for name in names if ".lora_" in name}
+    if absent := sorted(adapted - there.keys()):
         what = f"the adapter adapts modules that the class that trains, {type(model).__name__}, does not have: "
         how = "`lema merge` writes it into the model; to train it, use one that adapts the language model alone"
         raise AdapterError(what + ", ".join(absent[:3]), where=str(where), how=how)
@@ -71,20 +79,22 @@ def config_in_own(model: PreTrainedModel, config: LoraConfig, names: Iterable[st
 def config_in_files(model: PreTrainedModel, config: LoraConfig, names: Iterable[str]) -> LoraConfig:
     """Return the config that is written of an adapter of this model; `names`: of the adapter's tensors."""
     classes = class_names(model)
-    if classes.published is None or classes.own_published:
+    if classes.published is None or classes.num_forms == 1:
         return config
     return _fitted(config, names, classes.in_published, classes.published)
 
 
-def publish_files(model: PreTrainedModel, directory: Path, config_name: str, weights_name: str) -> None:
-    """Rewrite the files that PEFT wrote of an adapter of this model such that they fit the published class, too."""
-    classes = class_names(model)
-    if classes.published is None or classes.own_published:
+def publish_files(
+    model: PreTrainedModel, directory: Path, config_name: str, weights_name: str, form: ClassForm = "both"
+) -> None:
+    """Rewrite the files that PEFT wrote of an adapter of this model such that they fit the published class, too. The
+    config fits each class, whatever the `form`."""
+    if class_names(model).num_forms == 1:
         return
     tensors = load_file(directory / weights_name)
     config = LoraConfig.from_pretrained(str(directory))
     fitted = config_in_files(model, config, tensors)
-    save_file(tensors_in_files(model, tensors), directory / weights_name, metadata={"format": "pt"})
+    save_file(tensors_in_files(model, tensors, form), directory / weights_name, metadata={"format": "pt"})
     written = json.loads((directory / config_name).read_text(encoding="utf-8"))
     changed = {
         name: _plain(getattr(fitted, name)) for name in CHANGED if getattr(fitted, name) != getattr(config, name)
@@ -102,29 +112,37 @@ CHANGED = (
 
 def _fitted(config: LoraConfig, names: Iterable[str], rename: Rename, model: PreTrainedModel) -> LoraConfig:
     """Return a config with which PEFT adapts in `model` the modules that the adapter's tensors are of."""
-    before = _adapted(config, names)
-    wanted = {rename(name) for name in before}
     fitted = deepcopy(config)
-    modules = dict(model.named_modules())
-    ends = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
-    for option in ("target_parameters", "modules_to_save"):
-        if listed := getattr(config, option):
-            setattr(fitted, option, [_end(one, ends, rename) for one in listed])
+    modules = _bare(name for name, _ in model.named_modules())
+    parameters = _bare(name for name, _ in model.named_parameters(remove_duplicate=False))
+    before, experts = _adapted(config, names, rename, parameters)
+    wanted = {rename(name) for name in before}
+    adapted = before.union(*(_ending(end, experts) for end in config.target_parameters or ()))
+    ends = [*modules, *parameters]
+    if config.target_parameters:
+        there = {rename(name) for name in experts}
+        fitted.target_parameters = _parameters(config.target_parameters, parameters, experts, there)
+    if config.modules_to_save:
+        fitted.modules_to_save = [_end(one, ends, rename) for one in config.modules_to_save]
     if isinstance(rows := config.trainable_token_indices, dict):
         fitted.trainable_token_indices = {_end(name, ends, rename): one for name, one in rows.items()}
-    if (selected := _selected(fitted, modules)) > wanted:
-        _exclude(fitted, _apart(selected - wanted, wanted))
-        selected = _selected(fitted, modules)
-    if selected != wanted:
+    _narrow(fitted, modules, wanted)
+    if _selected(fitted, modules) != wanted:
         fitted.target_modules = sorted({*before, *wanted})  # so that it fits both classes
         fitted.exclude_modules = fitted.layers_to_transform = fitted.layers_pattern = None
+        _narrow(fitted, modules, wanted)  # names of one class may end those of other modules in the other
     for option, usual in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
         patterns: dict[str, int] = getattr(config, option) or {}
-        values = {name: _value(patterns, name, usual) for name in before}
+        values = {name: _value(patterns, name, usual) for name in adapted}
         exact = values | {rename(name): one for name, one in values.items()}
         if any(_value(patterns, name, usual) != one for name, one in exact.items()):
             setattr(fitted, option, {name: one for name, one in sorted(exact.items()) if one != usual})
     return fitted
+
+
+def _bare(names: Iterable[str]) -> dict[str, None]:
+    """Return the names that those of a model with adapters have without them."""
+    return {WRAPPED.sub("", name): None for name in names if not OWN.search(name)}
 
 
 def _value(patterns: Mapping[str, int], name: str, usual: int) -> int:
@@ -132,20 +150,51 @@ def _value(patterns: Mapping[str, int], name: str, usual: int) -> int:
     return patterns.get(get_pattern_key(list(patterns), name), usual)
 
 
-def _adapted(config: LoraConfig, names: Iterable[str]) -> set[str]:
-    """Return the modules that tensors of an adapter are of, but for those of which parameters are adapted."""
-    modules = {
-        name.removeprefix(PREFIX).partition(".lora_")[0].replace(".base_layer", "")
-        for name in names
-        if ".lora_" in name
-    }
-    experts = tuple(one.rpartition(".")[0] for one in config.target_parameters or ())
-    return {one for one in modules if not any(f".{one}".endswith(f".{expert}") for expert in experts)}
+def _adapted(
+    config: LoraConfig, names: Iterable[str], rename: Rename, parameters: Iterable[str]
+) -> tuple[set[str], set[str]]:
+    """Return the modules that tensors of an adapter are of: those that are adapted, and those of which parameters are.
+    `parameters`: the names of those in a model, where a module has the name that `rename` gives it."""
+    modules = {_module(name) for name in names if ".lora_" in name}
+    ends = tuple(f".{one}" for one in config.target_parameters or ())
+    matched = {one.rpartition(".")[0] for one in parameters if f".{one}".endswith(ends)}
+    # An end may be the whole name in the other class, which no parameter here has.
+    around = tuple(end.rpartition(".")[0] for end in ends if end.count(".") > 1)
+    experts = {one for one in modules if rename(one) in matched or f".{one}".endswith(around)}
+    return modules - experts, experts
 
 
-def _selected(config: LoraConfig, modules: Mapping[str, nn.Module]) -> set[str]:
+def _module(name: str) -> str:
+    """Return the module that a tensor of LoRA is of."""
+    return name.removeprefix(PREFIX).partition(".lora_")[0].replace(".base_layer", "")
+
+
+def _parameters(listed: Iterable[str], names: Iterable[str], before: set[str], wanted: set[str]) -> list[str]:
+    """Return ends of names with which PEFT adapts parameters of the `wanted` modules, of those that a model has. Where
+    ends match others as well, as in an image tower, they are the names in this class and the one `before`."""
+    found: dict[str, None] = {}
+    for end in listed:
+        matched = {name.rpartition(".")[0] for name in names if f".{name}".endswith(f".{end}")}
+        fits = matched and matched <= wanted
+        found |= {end: None} if fits else dict.fromkeys(_ending(end, {*before, *wanted}))
+    return list(found)
+
+
+def _ending(end: str, modules: Iterable[str]) -> list[str]:
+    """Return the names of parameters of modules that have an end."""
+    leaf = end.rpartition(".")[2]
+    return [f"{name}.{leaf}" for name in sorted(modules) if f".{name}.{leaf}".endswith(f".{end}")]
+
+
+def _selected(config: LoraConfig, modules: Iterable[str]) -> set[str]:
     """Return the modules that PEFT adapts by a config."""
     return {name for name in modules if name and bool(check_target_module_exists(config, name))}
+
+
+def _narrow(config: LoraConfig, modules: Iterable[str], wanted: set[str]) -> None:
+    """Leave out what a config selects beside all that it should."""
+    if (selected := _selected(config, modules)) > wanted:
+        _exclude(config, _apart(selected - wanted, wanted))
 
 
 def _exclude(config: LoraConfig, modules: Iterable[str]) -> None:

@@ -18,6 +18,7 @@ from lema.engine.head.cut import HeadCut, open_ends
 from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
+from lema.lora.class_names import class_names, compare_classes
 from lema.model import meta_model, read_config
 from lema.model.experts import multiply_apart
 from lema.model.outer_weights import ExpertParts, StoredTensors, expert_parts, layer_bytes, place_outside
@@ -101,8 +102,9 @@ class Blueprint:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: of each parameter that trains its value and two moments, in fp32; and those of the
-        reference's adapter."""
-        return (MASTER_BYTES + MOMENT_BYTES) * self.adapter_parameters + self.reference_bytes
+        reference's adapter. Adapters are written under the names of each class."""
+        forms = class_names(self.model).num_forms if self.trained is None else 1
+        return (forms * MASTER_BYTES + MOMENT_BYTES) * self.adapter_parameters + forms * self.reference_bytes
 
     @property
     def names(self) -> Sequence[frozenset[str]]:
@@ -192,6 +194,7 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
     index = GlobalBinaryIndex(config.gbi_path or own_weights(name, directory))
     dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, index)
     model = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trusted)
+    compare_classes(model, hf_config, trust_remote_code=trusted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training says them, when it begins
         return directory, index, model, match_names(model, index)

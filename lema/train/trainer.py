@@ -24,6 +24,7 @@ from lema.engine.padding import side_by_side
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.lora import save_adapter
 from lema.lora.checks import Base, base_of, check_base, write_base
+from lema.lora.class_names import class_names
 from lema.lora.files import check_same_adapter, load_weights
 from lema.model.files import ModelFiles
 from lema.model.partition import whole_adapter
@@ -290,7 +291,8 @@ class LemaTrainer:
         whole = whole_adapter(adapters, parallel)
         states = states_of_all(self.backend, self.model.split.state)
         state = {**about_run(config, "adapters", self._base.fingerprint), **states, **about}
-        nbytes = nbytes_of(self._parameters() if whole is None else whole.values()) * (1 + (reference is not None))
+        written = class_names(adapters.get_base_model()).num_forms * (1 + (reference is not None))
+        nbytes = nbytes_of(self._parameters() if whole is None else whole.values()) * written
         adapter = partial(save_adapter, adapters, base=self._base.name, revision=self._base.revision, whole=whole)
         every: list[Writer] = [
             lambda _: self._base_files.check(),

@@ -16,6 +16,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from lema.model.skeleton import auto_class
 
+# Types that stream whose published class has other names than the one that trains.
+TWO_CLASSES = ("dots3_note", "llama4", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+
 
 def published_class(config: PreTrainedConfig) -> Any:
     """The class that is published of a type: the one that sees images, where there is one."""
@@ -23,9 +26,10 @@ def published_class(config: PreTrainedConfig) -> Any:
     return known[type(config)] if type(config) in known else auto_class(config)._model_mapping[type(config)]
 
 
-def publish(model_type: str, directory: Path) -> Path:
-    """Write a random model of a type as its publisher would, of the published class."""
-    config = tiny_config(model_type)
+def publish(model_type: str, directory: Path, config: PreTrainedConfig | None = None) -> Path:
+    """Write a random model of a type as its publisher would, of the published class; `config`: another than the tiny
+    one of the type."""
+    config = config or tiny_config(model_type)
     torch.manual_seed(1)
     model = published_class(config)._from_config(deepcopy(config), dtype=torch.float32)
     with torch.no_grad():

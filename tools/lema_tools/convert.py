@@ -78,5 +78,5 @@ def merge(
         from lema.convert import merge_adapter
 
         drawn: dict[str, Any] = {"rounding": rounding, "seed": seed}  # checked there
-        merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, **drawn)
+        merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, note=typer.echo, **drawn)
     typer.echo(f"wrote {out}")

@@ -8,7 +8,6 @@ takes no memory: the layers' weights are on `meta`, and in no state dict.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -32,7 +31,7 @@ from lema.errors import ConfigError
 from lema.lora.checks import base_of, read_json
 from lema.lora.files import CONFIG, WEIGHTS, fill_adapter, read_safetensors, settings_of
 from lema.lora.materialize import make_real
-from lema.lora.published import publish_files, tensors_in_own
+from lema.lora.published import config_in_own, publish_files, tensors_in_own
 from lema.storage.modelfiles import load_generation_config
 from lema.train.model import LemaModel
 
@@ -214,7 +213,8 @@ class StreamedPeftModel(PeftModel):
             return super().load_adapter(str(model_id), adapter_name, *args, **kwargs)
         tensors = tensors_in_own(self.opened.skeleton, read_safetensors(place / WEIGHTS), place / WEIGHTS)
         with TemporaryDirectory() as scratch:
-            shutil.copyfile(place / CONFIG, Path(scratch) / CONFIG)
+            config = LoraConfig.from_pretrained(str(place))
+            config_in_own(self.opened.skeleton, config, tensors, place).save_pretrained(scratch)
             save_file({name: one.clone() for name, one in tensors.items()}, Path(scratch) / WEIGHTS)
             outcome = super().load_adapter(scratch, adapter_name, *args, **kwargs)
         return fill_adapter(self, tensors, adapter_name) or outcome

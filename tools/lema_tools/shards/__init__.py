@@ -1,4 +1,4 @@
-"""`lema consolidate` and `lema shard`: an adapter's shards become PEFT's files, and the reverse."""
+"""`lema consolidate` and `lema shard`: an adapter's shards become PEFT's files, and the reverse; names of one class."""
 
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,10 +23,21 @@ def consolidate(
         bool, typer.Option("--take-first", help="If replicas differ, take the first rank's and list the differences.")
     ] = False,
     model: Annotated[str | None, typer.Option(help="Base model. Default: the one that the adapter names.")] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            metavar="both|published|text",
+            help="Write an adapter in PEFT's format again, with the names of one class, or of both.",
+        ),
+    ] = None,
 ) -> None:
     """Convert the shards of an adapter into files that PEFT loads."""
-    from lema_tools.shards.convert import consolidate_adapter
+    from lema_tools.shards.convert import consolidate_adapter, rename_adapter
 
+    if names is not None:
+        rename_adapter(shards, out, names, model=model)
+        typer.echo(f"wrote {out}: with the names of {'each class' if names == 'both' else f'the {names} class'}")
+        return
     made = consolidate_adapter(shards, out, kv_layout=kv_layout, check=not take_first, model=model)
     for name, found in made.differing.items():
         typer.echo(f"replicas differ in {name}: {'; '.join(map(str, found))}", err=True)

@@ -1,7 +1,8 @@
 """Converts sharded adapters to PEFT's files and back, so that any shards become an adapter that loads at any degree.
 
 Both directions only move numbers, without arithmetic on them, and need nothing of the base model but its config.
-Formats are entry points of the group `lema.shard_formats`.
+Shards have the names of the class that trains, and PEFT's files also those of the class that `config.json` names, or
+those of one of the two. Formats are entry points of the group `lema.shard_formats`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from lema.backend.layout import Difference, KvLayout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError, named_in
 from lema.lora.checks import BASE_NAME, check_shapes, read_json
+from lema.lora.class_names import compare_classes
 from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, the_lora_config
+from lema.lora.published import ClassForm, publish_files, tensors_in_own
 from lema.model import meta_model, read_config
 from lema.storage import resolve_model
 from lema.storage.atomic import appearing, free_directory
 
-__all__ = ["Consolidated", "ShardFormat", "consolidate_adapter", "shard_adapter", "shard_formats"]
+__all__ = ["Consolidated", "ShardFormat", "consolidate_adapter", "rename_adapter", "shard_adapter", "shard_formats"]
 
 Settings = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -90,7 +93,7 @@ def consolidate_adapter(
     shards, or the one it lies in, in any format (`shard_formats`). `kv_layout`: where replicas of keys and values lie,
     if the shards do not say. `check`: replicas must agree, bit for bit; else the first rank's are taken,
     and it is told which differ. `model`: the base model, whose modules' shapes, by its config, the adapter must fit;
-    None: the one it names, if that is here."""
+    None: the one it names, if that is here. Without it the names are those in the shards."""
     out, (directory, form) = free_directory(out_dir, 1), _find_shards(Path(shards))
     config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
     if config_file is None:
@@ -100,11 +103,32 @@ def consolidate_adapter(
     order = None if kv_layout is None else _order(kv_layout)
     tensors, differing, tp, config = form.read(directory, config, skeleton, order, check=check)
     if base is not None and skeleton is not None:
+        tensors = tensors_in_own(skeleton, tensors, directory)
         check_shapes(tensors, skeleton, base)
     with appearing(out) as partial:
-        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
-        _write_settings(config, config_file.parent, partial)
+        _write_adapter(tensors, config, skeleton, config_file.parent, partial)
     return Consolidated(out, tp, len(tensors), differing, base)
+
+
+def rename_adapter(
+    adapter_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str], names: str, *, model: str | None = None
+) -> Path:
+    """Write an adapter in PEFT's format again, its tensors under the names of one class of its base model, or of both
+    (`ClassForm`). `AdapterError`: there is no adapter, or it is damaged; `ConfigError`: `out_dir` is taken, there is no
+    such form, or no base model is named; `WeightsError`: the base model is neither a local directory nor in the hub
+    cache; `DiskError`: a file could not be written; nothing is left behind. `model`: the base model, of which the
+    config is read; None: the one the adapter names."""
+    if names not in get_args(ClassForm):
+        how = f"one of {', '.join(get_args(ClassForm))}"
+        raise ConfigError(f"there is no form of names called {names!r}", where="names", how=how)
+    out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
+    the_lora_config(adapter)
+    settings = _adapter_config(adapter / CONFIG)
+    skeleton = _named_base(adapter, settings, model)
+    tensors = tensors_in_own(skeleton, read_safetensors(adapter / WEIGHTS), adapter / WEIGHTS)
+    with appearing(out) as partial:
+        _write_adapter(tensors, settings, skeleton, adapter, partial, cast(ClassForm, names))
+    return out
 
 
 def shard_adapter(
@@ -131,29 +155,41 @@ def shard_adapter(
     if format not in formats:
         how = f"one of {', '.join(sorted(formats))}"
         raise ConfigError(f"there is no format of shards called {format!r}", where="format", how=how)
-    saved, settings = the_lora_config(adapter), _adapter_config(adapter / CONFIG)
-    base = model or saved.base_model_name_or_path
-    if not base:
-        raise ConfigError("the adapter does not name its base model", where=str(adapter), how="give it: --model")
-    with named_in(adapter / CONFIG if model is None else None):
-        directory = _config_directory(base, None if model else saved.revision, trust_remote_code)
-        config = read_config(directory, trust_remote_code=trust_remote_code)
-        skeleton = meta_model(config, trust_remote_code=trust_remote_code)
-    tensors, order = read_safetensors(adapter / WEIGHTS), _order(kv_layout)
+    the_lora_config(adapter)
+    settings, order = _adapter_config(adapter / CONFIG), _order(kv_layout)
+    skeleton = _named_base(adapter, settings, model, trust=trust_remote_code)
+    tensors = tensors_in_own(skeleton, read_safetensors(adapter / WEIGHTS), adapter / WEIGHTS)
     with appearing(out) as partial:
         _write_settings(settings, adapter, partial)
         formats[format].write(partial / SHARDS, tensors, settings, skeleton, tp, order)
     return out
 
 
-def _base_of(config: Mapping[str, Any], model: str | None) -> tuple[str | None, nn.Module | None]:
+def _named_base(adapter: Path, settings: Settings, model: str | None, *, trust: bool = False) -> PreTrainedModel:
+    """Return the base model on `meta` that is given, or that the adapter names."""
+    base = model or settings.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError("the adapter does not name its base model", where=str(adapter), how="give it: --model")
+    with named_in(adapter / CONFIG if model is None else None):
+        return _skeleton(_config_directory(base, None if model else settings.get("revision"), trust), trust=trust)
+
+
+def _skeleton(directory: Path, *, trust: bool = False) -> PreTrainedModel:
+    """Return a model on `meta`, of the class that trains, whose names in the published class are known."""
+    config = read_config(directory, trust_remote_code=trust)
+    skeleton = meta_model(config, trust_remote_code=trust)
+    compare_classes(skeleton, config, trust_remote_code=trust)
+    return skeleton
+
+
+def _base_of(config: Settings, model: str | None) -> tuple[str | None, PreTrainedModel | None]:
     """Return the name of an adapter's base model, and that model on `meta`; None: it is not here."""
     base = model or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         return None, None
     try:
         directory = _config_directory(base, None if model else config.get("revision"), trust=False)
-        return base, meta_model(read_config(directory))
+        return base, _skeleton(directory)
     except (WeightsError, ModelError, ConfigError):
         if model:
             raise
@@ -186,7 +222,8 @@ def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
         how = f"name one of {', '.join(sorted(path.parent.name for path, _ in found))}"
         raise AdapterError(f"there are {len(found)} adapters here", where=str(given), how=how)
     if (given / WEIGHTS).is_file():
-        raise AdapterError("this adapter is already whole", where=str(given), how="use it unchanged")
+        how = "use it unchanged, or give --names for those of one class of its model"
+        raise AdapterError("this adapter is already whole", where=str(given), how=how)
     how = f"name a directory with {SHARDS}, which holds {' or '.join(one.marks for one in formats.values())}"
     raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
 
@@ -196,6 +233,21 @@ def _adapter_config(file: Path) -> dict[str, Any]:
     if content.get("peft_type") != "LORA":
         raise AdapterError("not the config of a LoRA adapter", where=str(file), how="only LoRA adapters are sharded")
     return content
+
+
+def _write_adapter(
+    tensors: Tensors,
+    config: Settings,
+    skeleton: PreTrainedModel | None,
+    source: Path,
+    out: Path,
+    names: ClassForm = "both",
+) -> None:
+    """Write PEFT's files into a directory, in the names of the classes of a base that is known."""
+    save_file(dict(tensors), out / WEIGHTS, metadata={"format": "pt"})
+    _write_settings(config, source, out)
+    if skeleton is not None:
+        publish_files(skeleton, out, CONFIG, WEIGHTS, names)
 
 
 def _write_settings(config: Mapping[str, Any], source: Path, out: Path) -> None:
