@@ -47,13 +47,12 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     for span in pieces(weight, block=OUTPUTS):
         there = slice(span.start // OUTPUTS, span.stop // OUTPUTS)
         codes = unpack_rows(words[:, there].contiguous().t(), SHIFTS, BITS)  # words are transposed faster than codes
-        beside = (zeros[span], scales[:, span].t().contiguous())
+        own_zeros, own_scales = zeros[span], scales[:, span].t().contiguous()
         if inputs == groups * size:
-            by_group, per_group = codes.view(-1, groups, size), (one.unsqueeze(-1) for one in beside)
-            weight[span] = scaled(by_group, *per_group, dtype).flatten(1)
+            codes, own_zeros, own_scales = codes.view(-1, groups, size), own_zeros[..., None], own_scales[..., None]
         else:
-            per_input = (one.repeat_interleave(size, 1)[:, :inputs] for one in beside)
-            weight[span] = scaled(codes, *per_input, dtype)
+            own_zeros, own_scales = (one.repeat_interleave(size, 1)[:, :inputs] for one in (own_zeros, own_scales))
+        weight[span] = scaled(codes, own_zeros, own_scales, dtype).flatten(1)
     return weight
 
 

@@ -59,15 +59,16 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     zeros, number_of = unpack_columns(zero_words, bits)[:, :outputs], number_of.long()
     neighbours = _are_neighbours(number_of, groups)
     for span in pieces(weight):
-        beside = (zeros[:, span].contiguous(), scales[:, span].contiguous())
+        own_zeros, own_scales = zeros[:, span].contiguous(), scales[:, span].contiguous()
         if neighbours:
             codes = unpack_columns(words[:, span].contiguous().t(), bits)  # words are transposed faster than codes
-            by_group = codes.view(-1, groups, inputs // groups)
-            per_group = (one.t().contiguous().unsqueeze(-1) for one in beside)
-            weight[span] = scaled(by_group, *per_group, dtype).flatten(1)
+            codes = codes.view(-1, groups, inputs // groups)
+            own_zeros, own_scales = (one.t().contiguous().unsqueeze(-1) for one in (own_zeros, own_scales))
+            weight[span] = scaled(codes, own_zeros, own_scales, dtype).flatten(1)
         else:
             codes = unpack_rows(words[:, span], range(0, WORD, bits), bits)[:inputs]
-            weight[span] = scaled(codes, *(one.index_select(0, number_of) for one in beside), dtype).t()
+            own_zeros, own_scales = (one.index_select(0, number_of) for one in (own_zeros, own_scales))
+            weight[span] = scaled(codes, own_zeros, own_scales, dtype).t()
     return weight
 
 
