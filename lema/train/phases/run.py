@@ -191,16 +191,19 @@ class Phases:
             opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
             model = LemaModel(config, trust_remote_code=self.trust_remote_code, **opened)
             stack.callback(model.close, keep_backend=True)
-            for name in sorted({one.full_name for one in phase.mixture}):
-                model.files.note_ends(self.sources[name])
+            # Those of the phases before as well, which another process may have trained.
+            phases = self.plan.phases[: index + 1]
+            used = dict.fromkeys(name for past in phases for name in sorted({one.full_name for one in past.mixture}))
+            for name in used:
+                if name in self.sources:
+                    model.files.note_ends(self.sources[name])
             trainer = trainer_of(model, phase, phase.overrides.get("device_memory", self.config.device_memory))
             if isinstance(trainer, FullTraining):
                 stack.callback(trainer.close)
             stack.callback(events.release)
             rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
-            phases = self.plan.phases[: index + 1]
-            used = {f"data set {one.full_name}" for phase in phases for one in phase.mixture}
-            data = {name: list(about) for name, about in self._rows.items() if name in used}
+            rows_of = {f"data set {name}" for name in used}
+            data = {name: list(about) for name, about in self._rows.items() if name in rows_of}
             run = PhaseRun(places, index, trainer, mixture, rows, data)
             self._begin(index, run, trainer, start)
             if run.done < run.num_steps or run.pending is not None:
