@@ -42,7 +42,7 @@ from lema.train.phases.stage import PhaseRun, copy_adapter, mixture_of, settings
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
-__all__ = ["Phases", "run_phases", "train_phases"]
+__all__ = ["Phases", "date_then", "run_phases", "train_phases"]
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -276,7 +276,7 @@ def train_phases(
         else:
             say("\n".join((f"plan: {report.verdict}", *(f"note: {one}" for one in report.warnings))))
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
-        then = _date_then(Places(Path(config.output_dir), plan)) if resume else None
+        then = date_then(Places(Path(config.output_dir), plan)) if resume else None
         config = first_alone(backend.replicas, partial(files.dated, config, then))
         read = partial(read_sources, config, plan, say=say, files=files)
         sources, held_out = read(file.train_data, "train"), read(file.eval_data, "val") or None
@@ -294,7 +294,7 @@ def train_phases(
     return end
 
 
-def _date_then(places: Places) -> str | None:
+def date_then(places: Places) -> str | None:
     """Return the date that the chat template was told when the run began; None: it was told none."""
     saved = [checkpoint for index in range(len(places.plan.phases)) for checkpoint in places.saved(index)]
     return settings_then(saved[-1]).get("template_date") if saved else None

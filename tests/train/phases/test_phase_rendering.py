@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from days import set_day
 from rich.console import Console
 from smallrun import CHAT_TEMPLATE, tokenizer, write_model
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
@@ -14,7 +15,9 @@ from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
 from lema import LemaModel
 from lema.convert import apply_delta, merge_adapter
 from lema.storage.rendering import read_templates
+from lema.train.checkpoint.resume import settings_then
 from lema.train.phases.file import read_phase_file
+from lema.train.phases.loratrainer import LoRATrainer
 from lema.train.phases.run import train_phases
 
 END, LATER = "@", "#"  # tokens of the vocabulary that the base model does not end at
@@ -180,3 +183,22 @@ def test_texts_without_a_template_leave_the_model_without_one(tmp_path: Path) ->
     file.write_text(json.dumps(said))
     run(file)
     assert_says(tmp_path / "out" / "phase0" / "model", [0], template=None)
+
+
+def test_trainer_of_stages_goes_on_the_next_day_with_the_date_of_its_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = run_file(tmp_path, base_of(tmp_path, as_published), LORA)
+    template = "{{ strftime_now('%d') }}" + TEMPLATE
+    read = read_phase_file(file, chat_template=template, save_steps=1)
+    plan = read.plan.model_copy(update={"phases": [read.plan.phases[0].model_copy(update={"tokens": 128})]})
+
+    def trainer(*callbacks: TrainerCallback) -> LoRATrainer:
+        return LoRATrainer(plan, read.config, {"chats": str(tmp_path / "chats.jsonl")}, callbacks=callbacks)
+
+    set_day(monkeypatch, "2026-11-28")
+    with pytest.raises(KeyboardInterrupt):
+        trainer(Crash()).train()
+    set_day(monkeypatch, "2026-11-29")
+    end = trainer().train(resume=True)
+    assert settings_then(end)["template_date"] == "2026-11-28"
