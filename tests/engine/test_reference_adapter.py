@@ -149,7 +149,7 @@ def test_memory_settings_change_no_number(
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
-def test_compiled_layers_compare_with_the_same_adapter_by_the_same_graph(
+def test_compiled_layers_compare_with_the_same_adapter(
     checkpoint_of: CheckpointOf,
     objective: str,
     recompute: bool,
