@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Outcome, all_gradients, draw_b, relative_difference, trained
+from parity import Outcome, all_gradients, assert_same, draw_b, relative_difference, trained
 from peft import LoraConfig, PeftModel, get_peft_model
 from preferences import BY_HAND, batch_of, examples, parts_of, sums
 from tiny import NUM_LAYERS, Checkpoint
@@ -144,6 +144,38 @@ def test_memory_settings_change_no_number(
         found = model.adapter.loss(parts_of(batch, 4, 4))
         found.backward()
         assert_close(Outcome.of(model.lora_manager, found), Outcome.of(whole, loss))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
+def test_compiled_layers_compare_with_the_same_adapter(
+    checkpoint_of: CheckpointOf,
+    objective: str,
+    recompute: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")  # torch's own kernels, which make the same bits
+    checkpoint, batch = checkpoint_of("llama"), batch_of(examples(labelled=objective == "kto"))
+    adapter, outcomes = supervised(checkpoint, tmp_path / "supervised"), []
+    settings = {"objective": objective, "gradient_checkpointing": recompute}
+    for compiled in (False, True):
+        torch.compiler.reset()
+        with begun(checkpoint, adapter, torch_compile=compiled, **settings) as model:
+            moved(model.lora_manager)
+            found = model.adapter.loss(parts_of(batch, 4, 4))
+            found.backward()
+            outcomes.append(Outcome.of(model.lora_manager, found))
+    torch.compiler.reset()
+    plain, traced = outcomes
+    assert_same(traced, plain)
+    assert len(model.split.compiled.kinds) == NUM_LAYERS
+    whole = whole_with_reference(checkpoint, adapter)
+    moved(whole)
+    loss = BY_HAND[objective](whole, batch)
+    loss.backward()
+    assert_close(traced, Outcome.of(whole, loss))
 
 
 def test_reference_base_compares_with_the_model_without_adapters(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:

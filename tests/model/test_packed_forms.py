@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from lema.convert.prepare import prepare
 from lema.convert.tensors import read_tensor
 from lema.errors import ModelError, WeightsError
 from lema.model import meta_model, read_config
+from lema.model.quantizers import awq, gptq
 from lema.model.weight_names import NameMap, map_names
 from lema.storage import GlobalBinaryIndex
 
@@ -43,6 +45,18 @@ def test_weights_are_what_a_slow_reader_finds(form: str, tmp_path: Path) -> None
         assert torch.equal(found, weight), name
         if name in names.quantized:  # the bytes of codes, with their scales, are what is stored in a slot
             assert names.stored[name].nbytes < weight.numel() * (FORMS[form].bits / 8 + 0.3)
+
+
+@pytest.mark.parametrize("form", [GPTQ, replace(GPTQ, bits=8), AWQ], ids=["gptq", "gptq, 8 bits", "awq"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_last_group_may_have_fewer_inputs(form: PackedForm, dtype: torch.dtype) -> None:
+    form = replace(form, group_size=64, numbered=False)
+    parts = {name.rpartition(".")[2]: one for name, one in packed("weight", torch.randn(64, 128), form).items()}
+    expand = {"gptq": gptq.GPTQ, "awq": awq.AWQ}[form.method].expand
+    settings = SimpleNamespace(group_size=64, desc_act=False, format="gptq")
+    fewer = 96 if form.method == "awq" else 96 * form.bits // 32
+    whole = expand(parts, settings, dtype)
+    assert torch.equal(expand({**parts, "qweight": parts["qweight"][:fewer]}, settings, dtype), whole[:, :96])
 
 
 @pytest.mark.parametrize("form", ["gptq, groups of 32, desc_act", "gptq, groups of 128", "awq, groups of 128"])

@@ -30,6 +30,11 @@ PAIRS = [
     for at in range(16)
 ]
 
+LABELLED = [
+    {"prompt": pair["prompt"], "completion": pair["rejected" if at % 2 else "chosen"], "label": at % 2 == 0}
+    for at, pair in enumerate(PAIRS)
+]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -51,7 +56,8 @@ def supervised(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(model: Path, adapter: Path, out: Path, **changes: Any) -> LemaConfig:
     rows = out.parent / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    found = LABELLED if changes.get("objective") == "kto" else PAIRS
+    rows.write_text("".join(json.dumps(row) + "\n" for row in found))
     # What the adapter says is left to it.
     given = settings(model, out, objective="dpo", train_data=str(rows), max_steps=4, save_steps=1, batch_size=4)
     own = {name: value for name, value in given.model_dump(exclude_unset=True).items() if not name.startswith("lora_")}
@@ -175,12 +181,20 @@ def test_a_run_that_begins_with_the_base_compares_with_it_when_it_is_opened_agai
 
 
 @pytest.mark.slow
-def test_two_processes_compare_with_the_same_adapter(model: Path, supervised: Path, tmp_path: Path) -> None:
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [({"objective": "dpo"}, LN2), ({"objective": "kto", "loss_type": "apo_zero_unpaired"}, 0.5)],
+    ids=["dpo", "kto without its KL term"],
+)
+def test_two_processes_compare_with_the_same_adapter(
+    model: Path, supervised: Path, tmp_path: Path, changes: dict[str, Any], first: float
+) -> None:
     ends = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         options: dict[str, Any] = {"adam_epsilon": 1e-2, "save_steps": 0}
-        config = config_of(model, supervised, tmp_path / name / "out", **options)
+        config = config_of(model, supervised, tmp_path / name / "out", **changes, **options)
         if name == "one":
             run(config)
         else:
@@ -189,7 +203,7 @@ def test_two_processes_compare_with_the_same_adapter(model: Path, supervised: Pa
             done = run_program(["-m", "lema", "train", str(tmp_path / "run.yaml")], 2, tmp_path)
             assert done.returncode == 0, done.stderr[-4000:]
             assert "reference: the adapter that the run began with" in done.stdout
-        assert logged(config, "loss")[1] == pytest.approx(LN2)
+        assert logged(config, "loss")[1] == pytest.approx(first)
         assert same(tensors(tmp_path / name / "out/ref"), tensors(supervised))
         ends.append(tensors(tmp_path / name / "out"))
     one, two = ends

@@ -1,12 +1,11 @@
 """A chat template that writes the day's date: a run keeps the date of its first start, and the data say what it is."""
 
-import datetime as clocks
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers.utils.chat_template_utils as rendering
+from days import set_day
 from smallrun import settings, tokenizer, write_model
 
 from lema.data import Forms, prepare_data
@@ -18,17 +17,6 @@ from lema.train.run import train
 
 TEMPLATE = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content + '@' }}{% endfor %}"
 QUESTION, ANSWER = {"role": "user", "content": "the miller of"}, {"role": "assistant", "content": "corn and the river"}
-
-
-def set_day(monkeypatch: pytest.MonkeyPatch, day: str) -> None:
-    """Let the clock that `transformers` gives to templates show this day."""
-
-    class Moved(clocks.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> "Moved":
-            return cls.fromisoformat(day)
-
-    monkeypatch.setattr(rendering, "datetime", Moved)
 
 
 def dated_tokenizer(template: str = TEMPLATE) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack
+from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack_rows
 from lema.storage.quantized.records import pieces
 
 __all__ = ["AWQ"]
@@ -43,12 +43,16 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     weight = torch.empty(outputs, inputs, dtype=dtype, device=words.device)
     if weight.is_meta:
         return weight
-    number_of = torch.arange(inputs, device=words.device) // size
+    zeros = unpack_rows(zero_words.t(), SHIFTS, BITS)
     for span in pieces(weight, block=OUTPUTS):
         there = slice(span.start // OUTPUTS, span.stop // OUTPUTS)
-        codes = unpack(words[:, there], SHIFTS, BITS, axis=1)
-        zeros = unpack(zero_words[:, there], SHIFTS, BITS, axis=1)
-        scaled(codes, zeros[number_of], scales[:, span][number_of], weight[span])
+        codes = unpack_rows(words[:, there].contiguous().t(), SHIFTS, BITS)  # words are transposed faster than codes
+        own_zeros, own_scales = zeros[span], scales[:, span].t().contiguous()
+        if inputs == groups * size:
+            codes, own_zeros, own_scales = codes.view(-1, groups, size), own_zeros[..., None], own_scales[..., None]
+        else:
+            own_zeros, own_scales = (one.repeat_interleave(size, 1)[:, :inputs] for one in (own_zeros, own_scales))
+        weight[span] = scaled(codes, own_zeros, own_scales, dtype).flatten(1)
     return weight
 
 

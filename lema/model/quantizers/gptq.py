@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack
+from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack_columns, unpack_rows
 from lema.storage.quantized.records import pieces
 
 __all__ = ["FORMATS", "GPTQ"]
@@ -54,14 +54,31 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     weight = torch.empty(outputs, inputs, dtype=dtype, device=words.device)
     if weight.is_meta:
         return weight
-    shifts, number_of = range(0, WORD, bits), number_of.long()
     if settings.format == "gptq":
         zero_words = zero_words + ONES[bits]
-    zeros = unpack(zero_words, shifts, bits, axis=1)[:, :outputs]
+    zeros, number_of = unpack_columns(zero_words, bits)[:, :outputs], number_of.long()
+    neighbours = _are_neighbours(number_of, groups)
     for span in pieces(weight):
-        codes = unpack(words[:, span], shifts, bits, axis=0)[:inputs]
-        scaled(codes, zeros[:, span][number_of], scales[:, span][number_of], weight[span])
+        own_zeros, own_scales = zeros[:, span].contiguous(), scales[:, span].contiguous()
+        if neighbours:
+            codes = unpack_columns(words[:, span].contiguous().t(), bits)  # words are transposed faster than codes
+            codes = codes.view(-1, groups, inputs // groups)
+            own_zeros, own_scales = (one.t().contiguous().unsqueeze(-1) for one in (own_zeros, own_scales))
+            weight[span] = scaled(codes, own_zeros, own_scales, dtype).flatten(1)
+        else:
+            codes = unpack_rows(words[:, span], range(0, WORD, bits), bits)[:inputs]
+            own_zeros, own_scales = (one.index_select(0, number_of) for one in (own_zeros, own_scales))
+            weight[span] = scaled(codes, own_zeros, own_scales, dtype).t()
     return weight
+
+
+def _are_neighbours(number_of: Tensor, groups: int) -> bool:
+    """Whether each group is known to have equally many inputs, one after the other."""
+    inputs = number_of.shape[0]
+    # Elsewhere numbers are not looked at, because a lease would wait for the device.
+    if number_of.device.type != "cpu" or inputs % groups != 0:
+        return False
+    return torch.equal(number_of, torch.arange(inputs) // (inputs // groups))
 
 
 GPTQ = PackedForm(parts=("qweight", "qzeros", "scales", "g_idx"), needed=("qweight", "qzeros", "scales"), expand=expand)

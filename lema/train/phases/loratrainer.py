@@ -24,7 +24,7 @@ from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, w
 from lema.train.phases.phase import Phase
 from lema.train.phases.places import Places, find_point, find_start
 from lema.train.phases.plan import PhasePlan
-from lema.train.phases.run import run_phases
+from lema.train.phases.run import date_then, run_phases
 from lema.train.phases.stage import chosen_by, of_kind
 from lema.train.phases.twophase import LoRATrainerConfig
 
@@ -97,14 +97,18 @@ class LoRATrainer:
         self.config = config
         stages = config if isinstance(config, LoRATrainerConfig) else None
         self.plan = config if isinstance(config, PhasePlan) else config.plan()
-        self.model = model = clipped(model if stages is None else stages.settings_of_run(model))
+        model = clipped(model if stages is None else stages.settings_of_run(model))
+        files = ModelFiles(model, trust_remote_code=trust_remote_code)
+        self._places = Places(Path(model.output_dir), self.plan)
+        # Of a run that has begun there, because its rows are those of its first day.
+        self.model = model = files.dated(model, date_then(self._places))
         self._trust = trust_remote_code
-        self._sources = read_sources(model, self.plan, datasets, "train", trust_remote_code=trust_remote_code)
+        self._sources = read_sources(model, self.plan, datasets, "train", files=files)
         wanted = stages.evaluations if stages is not None and stages.evaluate else []
         if missing := [name for name in wanted if name not in (eval_data or {})]:
             what = f"there is no data set {missing[0]!r} to evaluate on"
             raise ConfigError(what, where="evaluations", how="add it to eval_data")
-        found = read_sources(model, self.plan, eval_data or {}, "val", also=wanted, trust_remote_code=trust_remote_code)
+        found = read_sources(model, self.plan, eval_data or {}, "val", also=wanted, files=files)
         self._measured = {name: found[name] for name in wanted}
         self.evaluated: dict[str, dict[str, float]] = {}
         validated = {one.full_name for phase in self.plan.phases for one in phase.mixture} & found.keys()
@@ -118,7 +122,6 @@ class LoRATrainer:
         self._here: LoRATrainState | None = None  # where `restore_from_path` or `transition_to_lora` has put it
         self._begun = False
         self._counted: dict[int, tuple[int, int]] = {}  # parameters that train in a phase, and those of the model
-        self._places = Places(Path(model.output_dir), self.plan)
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
         """Train through all stages, from where the run is; return the directory that the last one ends with. With

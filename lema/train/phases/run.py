@@ -43,7 +43,7 @@ from lema.train.phases.stage import PhaseRun, copy_adapter, mixture_of, settings
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
-__all__ = ["Phases", "run_phases", "train_phases"]
+__all__ = ["Phases", "date_then", "run_phases", "train_phases"]
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -195,16 +195,19 @@ class Phases:
             opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
             model = LemaModel(config, trust_remote_code=self.trust_remote_code, **opened)
             stack.callback(model.close, keep_backend=True)
-            for name in sorted({one.full_name for one in phase.mixture}):
-                model.files.note_ends(self.sources[name])
+            # Those of the phases before as well, which another process may have trained.
+            phases = self.plan.phases[: index + 1]
+            used = dict.fromkeys(name for past in phases for name in sorted({one.full_name for one in past.mixture}))
+            for name in used:
+                if name in self.sources:
+                    model.files.note_ends(self.sources[name])
             trainer = trainer_of(model, phase, phase.overrides.get("device_memory", self.config.device_memory))
             if isinstance(trainer, FullTraining):
                 stack.callback(trainer.close)
             stack.callback(events.release)
             rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
-            phases = self.plan.phases[: index + 1]
-            used = {f"data set {one.full_name}" for phase in phases for one in phase.mixture}
-            data = {name: list(about) for name, about in self._rows.items() if name in used}
+            rows_of = {f"data set {name}" for name in used}
+            data = {name: list(about) for name, about in self._rows.items() if name in rows_of}
             run = PhaseRun(places, index, trainer, mixture, rows, data)
             self._begin(index, run, trainer, start)
             if run.done < run.num_steps or run.pending is not None:
@@ -277,7 +280,7 @@ def train_phases(
         else:
             say("\n".join((f"plan: {report.verdict}", *(f"note: {one}" for one in report.warnings))))
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
-        then = _date_then(Places(Path(config.output_dir), plan)) if resume else None
+        then = date_then(Places(Path(config.output_dir), plan)) if resume else None
         config = first_alone(backend.replicas, partial(files.dated, config, then))
         read = partial(read_sources, config, plan, say=say, files=files)
         sources, held_out = read(file.train_data, "train"), read(file.eval_data, "val") or None
@@ -295,7 +298,7 @@ def train_phases(
     return end
 
 
-def _date_then(places: Places) -> str | None:
+def date_then(places: Places) -> str | None:
     """Return the date that the chat template was told when the run began; None: it was told none."""
     saved = [checkpoint for index in range(len(places.plan.phases)) for checkpoint in places.saved(index)]
     return settings_then(saved[-1]).get("template_date") if saved else None
