@@ -129,7 +129,7 @@ def _operations() -> list[Any]:
 
 def _libraries() -> list[Any]:
     """Return `torch.backends` and torch's modules for its libraries, by which none needs to be named here."""
-    below = [module for name, module in sys.modules.items() if re.fullmatch(r"torch\.backends\.\w+", name)]
+    below = [module for name, module in sys.modules.items() if name.rpartition(".")[0] == torch.backends.__name__]
     return [torch.backends, *below]
 
 

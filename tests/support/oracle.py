@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
@@ -269,10 +270,11 @@ def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], ad
         torch.manual_seed(SEED)
         whole = get_peft_model(base, settings).train()
         draw_b(whole)
+        untouched = copy.deepcopy(whole)  # a module may keep what earlier calls left, such as a longer rotary table
         stage("train", lambda: _whole_step(whole, batches))
         if mutation.generates:
             stage("generate", lambda: _whole_generated(whole, batches[0]["input_ids"]))
-        stage("streamed", lambda: _called(whole, batches[0], mutation))
+        stage("streamed", lambda: _called(untouched, batches[0], mutation))
         stage("merge", lambda: dict(whole.merge_and_unload().state_dict()))
     if mutation.auto:
         stage("auto", lambda: _loaded_values(_load(model)))
