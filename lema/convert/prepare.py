@@ -88,7 +88,7 @@ def write_weights(
         index = GlobalBinaryIndex(own_weights(source, directory := resolve_model(source)))
         origin = {ORIGIN_MARK: origin_of(index)}
         config = read_config(directory, trust_remote_code=trust)
-        model = meta_model(config, dtype or checkpoint_dtype(config, index), trust_remote_code=trust)
+        model = meta_model(config, checkpoint_dtype(config, index, dtype), trust_remote_code=trust)
         names, made = map_names(model, index), model.state_dict()
         # What is not loaded is not widened either.
         dtypes = target_dtypes(model) | {name: made[name].dtype for name in names.kept}
@@ -135,7 +135,7 @@ def write_published(
     """Write a checkpoint into one file in the order it is streamed, under the names it is published with, with every
     tensor that it has; arguments and errors as of `prepare`."""
     index, config = GlobalBinaryIndex(own_weights(source, directory)), read_config(directory, trust_remote_code=trust)
-    chosen = dtype or checkpoint_dtype(config, index)
+    chosen = checkpoint_dtype(config, index, dtype)
     model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust)
     form = PublishedForm(model, names, index, target_dtypes(model))
     layers_name = find_layers(model)[0]

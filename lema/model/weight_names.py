@@ -80,9 +80,7 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     that is not read here; `WeightsError`: tensors are missing, stored twice, of another shape or of a type the model
     cannot be loaded from, or scales of quantised ones are; all are named, with those not used."""
     stored = fold(index)
-    ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
-    settings = quantization_settings(model.config)
-    quantizer = None if ours or settings is None else open_quantizer(settings, index.path)
+    quantizer = _quantizer(model.config, index, stored)
     state: dict[str, Tensor] = model.state_dict()
     names, conversions, twice = _assign(model, index, stored, state, quantizer)
     misshapen = []
@@ -125,20 +123,31 @@ def grouped(names: Sequence[str]) -> str:
     return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more kinds" if len(shown) > SHOWN else "")
 
 
-def checkpoint_dtype(config: Any, index: GlobalBinaryIndex) -> torch.dtype:
-    """Return the dtype that `from_pretrained` gives a model whose caller names none; `transformers` decides it.
+def checkpoint_dtype(config: Any, index: GlobalBinaryIndex, asked: str | torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype that `from_pretrained` gives a model; `transformers` decides it, and the quantizer of the
+    checkpoint, if it has one. `asked`: what the caller names, as `from_pretrained` takes it; None: nothing.
 
     `WeightsError`: it can decide on none, because the index names a dtype that torch does not know, or the first file
-    has a tensor of a type that `transformers` does not read there.
+    has a tensor of a type that `transformers` does not read there. Errors of a quantised checkpoint are those of
+    `map_names`.
     """
     files = [str(file) for file in index.files]
+    quantizer = _quantizer(config, index, fold(index)) if quantization_settings(config) else None
     try:
         # It writes the dtype to the config, and to those of its parts.
-        _, dtype = _get_dtype("auto", files, copy.deepcopy(config), index.described, None, True)
+        _, dtype = _get_dtype(asked or "auto", files, copy.deepcopy(config), index.described, None, True, quantizer)
     except (AttributeError, TypeError, ValueError) as error:
         what = f"transformers finds no dtype for the model, because its config names none: {error}"
         raise WeightsError(what, where=str(index.path), how="name a dtype in config.json, or set dtype") from error
     return dtype
+
+
+def _quantizer(config: Any, index: GlobalBinaryIndex, stored: Mapping[str, Stored]) -> HfQuantizer | None:
+    """Return what expands the weights of a checkpoint by operations of `transformers`; None: none are quantised, or
+    they are in a format that is expanded here, whose quantizer changes neither names nor the dtype of a model."""
+    settings = quantization_settings(config)
+    expanded_here = any(isinstance(record, QuantizedRecord) for record in stored.values())
+    return None if expanded_here or settings is None else open_quantizer(settings, index.path)
 
 
 def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
