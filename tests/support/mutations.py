@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from asloaded import store, tensors
+from formmutations import forms_of
+from mutation import Mutation, Tensors
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tinyconfig import tiny_config
@@ -23,43 +24,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from lema.model.skeleton import auto_class
 
-__all__ = ["ACCEPTED", "REFUSED", "TYPES", "Mutation", "mutations_of"]
+__all__ = ["ACCEPTED", "REFUSED", "TYPES", "mutations_of"]
 
 TYPES = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "mistral", "qwen2", "qwen3", "gpt_neox", "opt", "olmo2")
 TYPES += ("cohere", "granite", "gemma3", "qwen3_moe", "starcoder2", "glm4", "bloom")
-
-Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One change of a tiny model.
-
-    Attributes:
-        name: of the case.
-        built: settings that the model is built with, in the part of the config that reads text.
-        edited: keys of `config.json`, in the part that reads text, changed after the weights were written.
-        top: the same of the whole, where the config has parts.
-        dropped: keys that are taken out of every part of `config.json`.
-        stored: makes other stored tensors of those that there are.
-        files: rearranges the files of the directory.
-        opened: settings that LEMA and `from_pretrained` open the model with.
-        lengths: of the micro-batches; one, where what is drawn or added differs with the order of micro-batches.
-        auto: compare the dtype, and the values in it, that the model has where nobody names one.
-        generates: compare what is generated.
-    """
-
-    name: str
-    built: Mapping[str, Any] = field(default_factory=dict)
-    edited: Mapping[str, Any] = field(default_factory=dict)
-    top: Mapping[str, Any] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
-    stored: Callable[[Tensors], Tensors] | None = None
-    files: Callable[[Path], None] | None = None
-    opened: Mapping[str, Any] = field(default_factory=dict)
-    lengths: tuple[int, ...] = (12, 9)
-    auto: bool = False
-    generates: bool = True
 
 
 def _chosen(pattern: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
@@ -235,6 +203,8 @@ COMMON = (
             ("attn_implementation", "flash_attention_2"),
             ("experts_implementation", "eager"),
             ("fusion_config", {}),
+            ("fusion_config", {"patch_embeddings": True}),
+            ("fusion_config", {"nothing": True}),
             ("initializer_range", 3.0),
             ("tie_word_embeddings", True),
             ("tie_word_embeddings", False),
@@ -453,6 +423,7 @@ def mutations_of(model_type: str) -> Iterator[Mutation]:
     yield from STORED
     yield from FILES
     yield from _ropes(text)
+    yield from forms_of(model_type)
 
 
 # What LEMA alone refuses: a pattern of its message, and the sentence of docs/coverage.md that says so.
@@ -470,6 +441,8 @@ REFUSED = {
 
 # What `transformers` alone refuses, likewise.
 ACCEPTED = {
+    "actorder='group' has been removed": "Groups of compressed-tensors that are numbered (`actorder: group`) are "
+    "expanded, which newer versions of the library refuse.",
     "'tuple' object has no attribute": "`return_dict`, `output_hidden_states` and `output_attentions` in `config.json` "
     "are not followed, which opening the model says: of streamed layers nothing stays but their result. With "
     "`return_dict: false` most models of `transformers` cannot be run.",

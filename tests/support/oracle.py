@@ -8,15 +8,16 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from aligned import aligned
-from asloaded import opened, rows, store, tensors, write_model
+from asloaded import opened, store, tensors, write_model
 from everytype import SEED
-from mutations import Mutation
+from mutation import Mutation, batches_of
 from parity import DRAWS, draw_b, trained
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinyconfig import tiny_config
@@ -104,7 +105,10 @@ def compare(model_type: str, mutation: Mutation, directory: Path) -> Verdict:
     except Exception as error:  # noqa: BLE001 - `transformers` cannot make it, so there is nothing to open
         return Verdict(unwritten=_said(error))
     vocabulary = mutation.built.get("vocab_size", 96)
-    batches = [{name: one % vocabulary for name, one in batch.items()} for batch in rows(*mutation.lengths, count=2)]
+    batches = [
+        {name: torch.where(one < 0, one, one % vocabulary) for name, one in batch.items()}
+        for batch in batches_of(mutation)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mine, adapter = _lema(model, mutation, batches, directory)
@@ -265,7 +269,8 @@ def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], ad
         return name in outcome.values
 
     loaded: list[Any] = []
-    if stage("open", lambda: loaded.append(_load(model, dtype=torch.float32, **mutation.opened)) or {}):
+    load = mutation.whole or partial(_load, dtype=torch.float32, **mutation.opened)
+    if stage("open", lambda: loaded.append(load(model)) or {}):
         base = aligned(loaded[0])
         torch.manual_seed(SEED)
         whole = get_peft_model(base, settings).train()
