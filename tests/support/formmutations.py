@@ -13,7 +13,7 @@ import compressedforms
 import packedforms
 import torch
 from asloaded import edit_config, store, tensors
-from mutation import Mutation, Tensors
+from mutation import Mutation, Tensors, sharded
 from tinyconfig import tiny_config
 from transformers import AutoConfig, BitsAndBytesConfig, CompressedTensorsConfig, FineGrainedFP8Config
 
@@ -51,6 +51,7 @@ FLEX = ("llama", "gemma3")  # no more, because attention is compiled for each
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "ffn_dim": 128}
 WIDE |= {"word_embed_proj_dim": 64, "head_dim": 16}
 GROUP = 8  # inputs, of which every tiny linear module has some multiple
+IN_SHARDS = ("fp8, blocks", "compressed-tensors, int4, groups", "gptq, groups of 8, desc_act", "bitsandbytes, nf4")
 # Types whose layers are of linear modules that are named as those of Llama are.
 CODED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gemma2", "gemma3", "granite", "olmo2")
 CODED += ("cohere", "glm4", "starcoder2", "opt", "gpt_neox")
@@ -61,8 +62,21 @@ def forms_of(model_type: str) -> Iterator[Mutation]:
     yield from INPUTS
     if model_type in FLEX:
         yield Mutation("opened with flex_attention", opened={"attn_implementation": "flex_attention"})
-    if model_type in CODED:
-        yield from _quantised(model_type)
+    for mutation in _quantised(model_type) if model_type in CODED else ():
+        yield mutation
+        if mutation.name in IN_SHARDS:
+            yield replace(mutation, name=f"{mutation.name}, in shards", files=_divided(mutation.files))
+
+
+def _divided(first: Callable[[Path], None] | None) -> Callable[[Path], None]:
+    """Lay the tensors that make a weight in several files."""
+
+    def divide(directory: Path) -> None:
+        if first is not None:
+            first(directory)
+        sharded({"total_size": 1})(directory)
+
+    return divide
 
 
 def _quantised(model_type: str) -> Iterator[Mutation]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from asloaded import VOCABULARY, rows
+from asloaded import VOCABULARY, rows, tensors
+from safetensors.torch import save_file
 from torch import Tensor
 
-__all__ = ["Mutation", "Tensors", "batches_of"]
+__all__ = ["Mutation", "Tensors", "batches_of", "sharded"]
 
 Tensors = dict[str, Tensor]
 
@@ -77,3 +79,21 @@ def _padded(batch: Tensors, side: str) -> Tensors:
     empty = mask == 0
     ids, labels = batch["input_ids"].masked_fill(empty, 0), batch["labels"].masked_fill(empty, -100)
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def sharded(described: Mapping[str, Any] | None) -> Callable[[Path], None]:
+    """Store a model in three files with an index, with the `metadata` that it shall have; None: it has none."""
+
+    def divide(directory: Path) -> None:
+        held = tensors(directory)
+        names, places = sorted(held), dict[str, str]()
+        (directory / "model.safetensors").unlink()
+        for number in range(3):
+            file = f"model-0000{number + 1}-of-00003.safetensors"
+            part = {name: held[name] for name in names[number::3]}
+            save_file(part, directory / file, metadata={"format": "pt"})
+            places |= dict.fromkeys(part, file)
+        index = {"weight_map": places} if described is None else {"metadata": dict(described), "weight_map": places}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return divide

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from asloaded import store, tensors
 from formmutations import forms_of
-from mutation import Mutation, Tensors
+from mutation import Mutation, Tensors, sharded
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tinyconfig import tiny_config
@@ -94,29 +94,11 @@ def _halves_of_two_kinds(held: Tensors) -> Tensors:
     return _chosen("norm", Tensor.half)(_chosen("not norm", Tensor.bfloat16)(held))
 
 
-def _sharded(described: Mapping[str, Any] | None) -> Callable[[Path], None]:
-    """Store a model in three files with an index, with the `metadata` that it shall have; None: it has none."""
-
-    def divide(directory: Path) -> None:
-        held = tensors(directory)
-        names, places = sorted(held), dict[str, str]()
-        (directory / "model.safetensors").unlink()
-        for number in range(3):
-            file = f"model-0000{number + 1}-of-00003.safetensors"
-            part = {name: held[name] for name in names[number::3]}
-            save_file(part, directory / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(part, file)
-        index = {"weight_map": places} if described is None else {"metadata": dict(described), "weight_map": places}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    return divide
-
-
 def _beside_old_shards(directory: Path) -> None:
     """Leave a model in one file beside the shards of one with other values, as a second upload does."""
     held = tensors(directory)
     store(directory, {name: one + 1 for name, one in held.items()})
-    _sharded({})(directory)
+    sharded({})(directory)
     save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -324,10 +306,10 @@ STORED = (
 
 
 FILES = (
-    Mutation("shards", files=_sharded({"total_size": 1})),
-    Mutation("shards with a dtype", files=_sharded({"dtype": "bfloat16"}), dropped=("dtype",), auto=True),
-    Mutation("shards, no dtype", files=_sharded({}), dropped=("dtype",), auto=True),
-    Mutation("shards without metadata", files=_sharded(None)),
+    Mutation("shards", files=sharded({"total_size": 1})),
+    Mutation("shards with a dtype", files=sharded({"dtype": "bfloat16"}), dropped=("dtype",), auto=True),
+    Mutation("shards, no dtype", files=sharded({}), dropped=("dtype",), auto=True),
+    Mutation("shards without metadata", files=sharded(None)),
     Mutation("old shards beside it", files=_beside_old_shards),
     Mutation("file of another name", files=_named_otherwise, top={"transformers_weights": "weights.safetensors"}),
     Mutation("file of another name, untold", files=_named_otherwise),
