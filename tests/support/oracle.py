@@ -259,7 +259,6 @@ def _load(directory: Path, **options: Any) -> Any:
 
 def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], adapter: LoraConfig | None) -> Outcome:
     outcome = Outcome()
-    settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM") if adapter is None else adapter
 
     def stage(name: str, run: Callable[[], dict[str, Any]]) -> bool:
         try:
@@ -270,10 +269,10 @@ def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], ad
 
     loaded: list[Any] = []
     load = mutation.whole or partial(_load, dtype=torch.float32, **mutation.opened)
-    if stage("open", lambda: loaded.append(load(model)) or {}):
+    if stage("open", lambda: loaded.append(load(model)) or {}) and adapter is not None:
         base = aligned(loaded[0])
         torch.manual_seed(SEED)
-        whole = get_peft_model(base, settings).train()
+        whole = get_peft_model(base, adapter).train()
         draw_b(whole)
         untouched = copy.deepcopy(whole)  # a module may keep what earlier calls left, such as a longer rotary table
         stage("train", lambda: _whole_step(whole, batches))
