@@ -19,7 +19,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, CompressedTensorsConfig
 
 from lema.model.skeleton import auto_class
 
-__all__ = ["forms_of"]
+__all__ = ["BITSANDBYTES", "by_bitsandbytes", "forms_of"]
 
 PACKS = ((5, 3, 4), (7, 2))
 PADDED = tuple(Mutation(f"padded at the {side}", padded=side, generates=False) for side in ("left", "right"))
@@ -100,7 +100,7 @@ def _quantised(model_type: str) -> Iterator[Mutation]:
         yield _stored(name, _each(_packed(packing)), packing.quantization_config, _plain(packing))
     built = {field: size for field, size in WIDE.items() if field in fields}
     for name, settings in BITSANDBYTES.items():
-        yield Mutation(f"bitsandbytes, {name}", built=built, files=_by_bitsandbytes(settings), whole=_dequantized)
+        yield Mutation(f"bitsandbytes, {name}", built=built, files=by_bitsandbytes(settings), whole=_dequantized)
 
 
 def _stored(name: str, change: Callable[[Tensors], Tensors], settings: Any, whole: Callable[[Path], Any]) -> Mutation:
@@ -162,7 +162,9 @@ def _dequantized(directory: Path) -> Any:
     )
 
 
-def _by_bitsandbytes(settings: Mapping[str, Any]) -> Callable[[Path], None]:
+def by_bitsandbytes(settings: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Have bitsandbytes quantise a model in its place."""
+
     def quantise(directory: Path) -> None:
         kind = auto_class(AutoConfig.from_pretrained(directory))
         how = BitsAndBytesConfig(**settings, llm_int8_skip_modules=SKIPPED)
