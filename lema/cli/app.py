@@ -11,7 +11,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from lema.cli import info as tellcommands
-from lema.cli.arguments import ConfigFile, Settings, Trust, Verb, config_of, import_libraries, settings_of
+from lema.cli.arguments import (
+    ConfigFile,
+    Settings,
+    Trust,
+    Verb,
+    check_written,
+    config_of,
+    import_libraries,
+    settings_of,
+)
 from lema.cli.exitcodes import run
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
@@ -105,7 +114,9 @@ def train(
         file = read_phase_file(config, **settings_of(settings))
     else:
         checked = config_of(config, settings)
-    import_libraries(context, file.config if phased else checked, trusted=trust_remote_code)
+    named = file.config if phased else checked
+    check_written("--trace", trace, named, config)
+    import_libraries(context, named, trusted=trust_remote_code)
     from rich.console import Console
 
     from lema.backend.trace import tracing
@@ -161,6 +172,7 @@ def plan(
         file = read_phase_file(config, **settings_of(settings))
     else:
         checked = config_of(config, settings)
+        check_written("--plot", plot, checked, config)
     import_libraries(context, file.config if phased else checked, trusted=trust_remote_code)
     from lema.plan.machine import profile as find_profile
 

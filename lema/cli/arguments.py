@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lema.train.phases.file import PhaseFile
 
 __all__ = ["ConfigFile", "PhaseNamed", "Revision", "Settings", "Source", "Trust", "Verb"]
-__all__ += ["config_of", "import_libraries", "phase_of", "settings_of"]
+__all__ += ["check_written", "config_of", "import_libraries", "phase_of", "settings_of"]
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
@@ -45,14 +45,26 @@ Trust = Annotated[
 Revision = Annotated[str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.")]
 
 
+LARGEST_NUMBER = 2**32 - 1  # of an option: seeds are as large; counts and measures are smaller
+
+
 class Verb(TyperCommand):
     """A command; where it takes settings, `--KEY VALUE` and `--KEY=VALUE` stand for `--set KEY=VALUE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; options of the command's own go before settings of the same name."""
+        """Read the arguments; options of the command's own go before settings of the same name. `ConfigError`: a number
+        is none, or larger than any that means something."""
+        left = super().parse_args(ctx, self._with_settings(ctx, args))
+        for name, value in ctx.params.items():
+            if type(value) in (int, float) and not abs(value) <= LARGEST_NUMBER:  # NaN, too
+                what = f"{str(value)[:40]} is not a number between {-LARGEST_NUMBER:,} and {LARGEST_NUMBER:,}"
+                raise ConfigError(what, where=f"--{name.replace('_', '-')}", how="give a smaller number")
+        return left
+
+    def _with_settings(self, ctx: Any, args: list[str]) -> list[str]:
         own = {*ctx.help_option_names, *(option for parameter in self.params for option in parameter.opts)}
         if "--set" not in own or not any(one.startswith("--") and one.partition("=")[0] not in own for one in args):
-            return super().parse_args(ctx, args)
+            return args
         from lema.config import LemaConfig
 
         known, found, rest = LemaConfig.defaults(), list[str](), iter(args)
@@ -63,7 +75,21 @@ class Verb(TyperCommand):
                 found.append(one)
             else:
                 found += ["--set", f"{key}={value if equals else next(rest, '')}"]
-        return super().parse_args(ctx, found)
+        return found
+
+
+def check_written(option: str, target: Path | None, config: "LemaConfig", *reads: Path | None) -> None:
+    """Make sure that the file which an option names to be written is no link and no device, and none that the command
+    reads: `reads`, or what the settings name. `ConfigError` says what it is."""
+    if target is None:
+        return
+    from lema.errors import named_in
+    from lema.storage.regular import check_apart, check_target
+    from lema.train.inputs import inputs_of
+
+    with named_in(option):
+        check_target(target)
+        check_apart(target, [*(place for place in reads if place is not None), *inputs_of(config)])
 
 
 def settings_of(given: list[str] | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ __all__ = ["YamlFile", "parse_value", "read_yaml"]
 MAX_BYTES = 256 << 10  # of a file: the parser takes 10 s for so much, and settings are a few thousand
 MAX_VALUES = 20_000  # in a file, aliases written out: a few lines of them stand for more than any memory
 MAX_OPEN = 200  # brackets open at once: the parser's time goes by the square of their number
+HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # of one character
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
 
 
@@ -75,7 +76,8 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
         how = "write fewer settings, and fewer aliases (`*name`) of aliases"
         raise ConfigError(f"the file unpacks to more than {MAX_VALUES:,} values", where=str(file), how=how)
     lines = dict(_lines(root, "", set()))
-    values = _parsed(lambda _: yaml.constructor.construct_document(root), text, str(file))  # it is not parsed again
+    constructed = _parsed(lambda _: yaml.constructor.construct_document(root), text, str(file))  # not parsed again
+    values = _with_whole_characters(constructed)
     for key in values:
         if not isinstance(key, str):
             line = lines.get(str(key))
@@ -85,7 +87,18 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
 
 def parse_value(text: str, where: str) -> Any:
     """Read one value as a YAML file would, or raise `ConfigError`: `1e-4`, `true`, `[one, two]`; empty is None."""
-    return _parsed(_yaml().load, text, where, lines=False)
+    return _with_whole_characters(_parsed(_yaml().load, text, where, lines=False))
+
+
+def _with_whole_characters(value: Any) -> Any:
+    """Join the halves of characters beyond the first 65,536, which JSON writes as two escapes, and YAML as one."""
+    if isinstance(value, dict):
+        return {_with_whole_characters(key): _with_whole_characters(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_characters(inner) for inner in value]
+    if isinstance(value, str) and HALVES.search(value):
+        return HALVES.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), value)
+    return value
 
 
 def _yaml() -> YAML:

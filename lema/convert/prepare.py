@@ -29,6 +29,7 @@ from lema.storage.diskspace import disk_errors
 from lema.storage.header import TensorRecord
 from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, origin_of
+from lema.storage.regular import check_apart
 from lema.storage.tensorfile import TensorSpec, ends_apart, tensor_file
 
 __all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors"]
@@ -211,6 +212,8 @@ def prepare(
     how many there are in all."""
     check_kind(quantize)
     place, wanted = Path(out), _parse_dtype(dtype)
+    if not isinstance(model_or_dir, PreTrainedModel):
+        check_apart(place, [resolve_model(model_or_dir)])
     if place.suffix == ".safetensors" and not place.is_dir():
         if quantize is not None:
             what = "a single file cannot hold a quantised model, because config.json describes the quantisation"
@@ -226,8 +229,6 @@ def prepare(
         write_config(place / "config.json", place, names | written.changes)
         return replace(written, path=place)
     directory = resolve_model(model_or_dir)
-    if place.exists() and place.samefile(directory):
-        raise ConfigError("a model cannot be prepared into its own directory", where=str(place), how="choose another")
     if quantize is None:
         written = write_published(directory, model_or_dir, weights, wanted, trust_remote_code, progress)
     else:

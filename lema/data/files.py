@@ -54,6 +54,19 @@ def find_files(paths: str | Path | Iterable[str | Path], first: int | None = Non
     return [file for path in given for file in _expand(path, first)]
 
 
+def local_places(paths: Any) -> list[Path]:
+    """Return the files and directories that the settings of data name, globs as what they match, without opening any;
+    a data set of the hub is none."""
+    if isinstance(paths, Mapping):
+        return [place for named in paths.values() for place in local_places(named)]
+    if isinstance(paths, (str, Path)):
+        if is_stream(paths):
+            return []
+        path = Path(paths).expanduser()
+        return [path] if path.exists() else [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207
+    return [place for path in paths or () for place in local_places(path)]
+
+
 def _kind(path: Path) -> str:
     """The suffix for a file's contents, without the suffix for its compression."""
     if is_stream(path):

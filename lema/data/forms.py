@@ -14,6 +14,7 @@ import numpy.typing as npt
 from lema.config import LemaConfig
 from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
 from lema.errors import DataError
+from lema.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,7 +78,7 @@ class Forms:
             changed.chat_template = own[given]
         else:
             try:
-                changed.chat_template = Path(given).expanduser().read_text(encoding="utf-8")
+                changed.chat_template = read_regular(Path(given).expanduser()).decode("utf-8")
             except (OSError, ValueError, RuntimeError) as error:  # that of a home that is not here
                 how = "give a .jinja file, or the template itself"
                 raise DataError(f"the chat template cannot be read: {error}", where="chat_template", how=how) from error

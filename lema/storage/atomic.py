@@ -25,6 +25,7 @@ from typing import BinaryIO
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.storage.diskspace import disk_errors
 from lema.storage.manifest import check_manifest, write_manifest
+from lema.storage.regular import check_target
 
 __all__ = ["appearing", "commit", "discard", "flush", "free_directory", "replace_file", "replacing", "settle"]
 
@@ -225,7 +226,9 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
 @contextmanager
 def partial_file(file: Path) -> Iterator[tuple[int, Path]]:
     """Give what `open_partial` returns; the new file takes the name `file` at the end, on disk, or goes on failure.
-    `OSError`: it could not be written; what was there before is untouched."""
+    `OSError`: it could not be written; `ConfigError`: the name is that of a link, a device or the like. What was there
+    before is untouched."""
+    check_target(file)
     descriptor, path = open_partial(file)
     try:
         yield descriptor, path

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lema.errors import DiskError, DiskFull, Stopped
+from lema.errors import DiskError, DiskFull, LemaError, Stopped
 
 __all__ = ["check_room", "disk_errors", "is_full", "not_written", "say_passed_over", "unsaved", "user_cache"]
 
@@ -76,11 +76,17 @@ def unsaved(stopped: Stopped, error: DiskFull) -> DiskFull:
 
 @contextmanager
 def disk_errors(file: Path) -> Iterator[None]:
-    """Say what an `OSError` that a `with` block meets while it reads or writes `file` means, and how to fix it."""
+    """Say what an `OSError` that a `with` block meets while it reads or writes `file` means, and how to fix it; or a
+    full disk, which libraries tell in words of their own."""
     try:
         yield
-    except OSError as error:
-        full, name = error.errno in FULL, file.name
-        what = f"the disk is full: {name} could not be written" if full else f"{name}: {error.strerror or error}"
+    except LemaError:
+        raise
+    except Exception as error:
+        full, name = is_full(error), file.name
+        if not full and not isinstance(error, OSError):
+            raise
+        why = getattr(error, "strerror", None) or error
+        what = f"the disk is full: {name} could not be written" if full else f"{name}: {why}"
         how = "free space, or choose another directory" if full else "check that the directory exists and is writable"
         raise (DiskFull if full else DiskError)(what, where=str(file), how=how) from error

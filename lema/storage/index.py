@@ -126,7 +126,7 @@ def check_inside(file: Path) -> None:
             if any(target.is_relative_to(store) for store in stores):
                 return
             break
-    what = f"{file.name} is a link that leaves the model's directory, to {target}"
+    what = f"{file.name} is a link that leaves its directory, to {target}"
     raise WeightsError(what, where=str(file), how="copy the file into the directory if you trust it")
 
 

@@ -39,6 +39,7 @@ from lema.train.checkpoint.resume import (
 )
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents, with_bar
+from lema.train.inputs import check_output_dir
 from lema.train.loop import Drawn, Pending, RunLoop
 from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics, step_of
 from lema.train.sampler import StepSampler
@@ -102,6 +103,7 @@ class PlainRun:
 
     def begin(self, *, weights_only: bool = False) -> None:
         """Begin, or go on from where `steps` is; `ConfigError` in another run's `output_dir` or without steps left."""
+        check_output_dir(self._config)
         if self.done == 0:
             check_new(self._config)
         if self.done >= self.num_steps:

@@ -21,9 +21,11 @@ from lema.errors import ConfigError, DataError, DiskError, DiskFull
 from lema.lora.files import CONFIG
 from lema.storage.atomic import replacing
 from lema.storage.diskspace import disk_errors, not_written
+from lema.storage.regular import open_appending, open_regular
 from lema.stream import StreamCounters
 
 METRICS_NAME, PLAN_NAME, PICTURE = "metrics.jsonl", "plan.json", "loss.png"
+SAMPLES = "samples.jsonl"
 
 # JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as floats.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -38,7 +40,7 @@ class MetricsLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: a line that could not be written must not be tried again on closing.
-            self._file = self.path.open("ab+", buffering=0)
+            self._file = open_appending(self.path)
             _cut_torn_line(self._file)
         except OSError as error:
             raise DiskError(f"cannot open the metrics: {error.strerror}", where=str(self.path)) from error
@@ -84,7 +86,8 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
     try:
         if not file.is_file():
             return
-        data = file.read_bytes()
+        with open_regular(file, inside=True) as opened:
+            data = opened.read()
         lines = data[:size].splitlines(keepends=True)
         kept = b"".join(line for line in lines if not isinstance(row := _row(line), dict) or keep(row))
         if len(kept) < len(data):
@@ -101,7 +104,7 @@ def check_unused(config: LemaConfig, ended: Sequence[str] = ("train_loss",)) -> 
     if (directory / CONFIG).is_file():
         held = "an adapter"
     elif (file := directory / METRICS_NAME).is_file():
-        with disk_errors(file), file.open("rb") as lines:
+        with disk_errors(file), open_regular(file, inside=True) as lines:
             rows = filter(lambda row: isinstance(row, dict), map(_row, lines))
             held = "the metrics of another run" if any(name in row for row in rows for name in ended) else ""
     if held and not config.overwrite_output_dir:
@@ -120,7 +123,8 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
+        with open_regular(file, inside=True) as opened:
+            text = opened.read().decode("utf-8")
     except OSError as error:
         raise DataError(f"cannot read the metrics: {error.strerror}", where=str(file)) from error
     lines = text.split("\n")

@@ -23,6 +23,7 @@ from lema.train.checkpoint.format import checkpoints
 from lema.train.checkpoint.resume import as_begun
 from lema.train.events import NotePlan
 from lema.train.fit import check_new
+from lema.train.inputs import check_output_dir
 from lema.train.model import LemaModel
 from lema.train.stop import STOP_FILE, StopOnSignal
 
@@ -61,6 +62,7 @@ def train(
     """
     shown = console or Console(highlight=False)
     out, newest = line_printer(shown), checkpoints(Path(config.output_dir))[-1:] if resume else []
+    check_output_dir(config)
     if not resume:
         check_new(config)  # now, because tokenising takes minutes
     given, config = sorted(config.model_fields_set), as_begun(config, newest[0]) if newest else config

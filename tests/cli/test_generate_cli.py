@@ -64,6 +64,27 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(config: Path, tmp_path
     assert out.read_bytes() == whole
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--temperature", "1e-300"),
+        ("--temperature", "1e308"),
+        ("--temperature", "nan"),
+        ("--repetition-penalty", "0"),
+        ("--top-p", "nan"),
+        ("--top-k", "9" * 30),
+        ("--seed", "9" * 20),
+        ("--max-new-tokens", "9" * 4000),
+        ("--batch-size", str(2**64)),
+    ],
+)
+def test_numbers_at_their_edges_are_named(option: str, value: str, config: Path, capfd: Any) -> None:
+    capfd.readouterr()
+    assert lema("generate", config, "-p", "a", "--do-sample", option, value) == 2
+    error = capfd.readouterr().err
+    assert option in error and "Traceback" not in error and len(error) < 1000
+
+
 def test_results_are_there_when_a_later_batch_fails(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

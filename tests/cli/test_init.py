@@ -1,6 +1,7 @@
 """`lema init` writes a file that `lema train` runs, takes names known offline, and overwrites nothing."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,22 @@ def test_what_it_writes_is_trained(place: Path, monkeypatch: pytest.MonkeyPatch)
     config = LemaConfig.from_yaml("small.yaml")
     assert (config.device_memory, config.model_name_or_path, config.train_data) == ("1GB", "model", "rows.jsonl")
     assert {name: getattr(config, name) for name in BASE} == BASE
+    assert config.max_length == 1024
     text = Path("small.yaml").read_text()
     assert "tokens/s, limited by" in text and "Half of the 32.0 GB of the profile t4" in text
     settings = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert text.count("\n# ") >= len(settings)  # reasons for all of them
     assert run(app, ["train", "small.yaml", "--max-steps", "1", "--device", "cpu"]) == 0
     assert (place / "output/small/adapter_model.safetensors").is_file()
+
+
+def test_rows_are_no_longer_than_the_model_has_positions(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    shutil.copytree("model", "short")
+    config = json.loads(Path("short/config.json").read_text())
+    Path("short/config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    assert init("short", "1GB", "--output", "short.yaml") == 0
+    assert LemaConfig.from_yaml("short.yaml").max_length == 256
 
 
 def test_a_file_that_is_there_stays(

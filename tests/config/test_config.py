@@ -412,6 +412,14 @@ def test_yaml_values_are_yaml_1_2(tmp_path: Path) -> None:
     assert parse_memory(config.device_memory or 0, 1) == 4_000_000_000
 
 
+def test_characters_that_json_writes_as_two_escapes_are_whole(tmp_path: Path) -> None:
+    text = json.dumps({"model_name_or_path": "m", "train_data": ["\U0001f600.jsonl"], "run_name": "\U0001f600"})
+    config = LemaConfig.from_yaml(write(tmp_path / "c.json", text))
+    assert (config.train_data, config.run_name) == (["\U0001f600.jsonl"], "\U0001f600")
+    with pytest.raises(ConfigError, match="half of a character"):
+        LemaConfig.from_yaml(write(tmp_path / "c.json", '{"model_name_or_path": "\\ud83d"}'))
+
+
 def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
     assert LemaConfig.from_yaml(write(tmp_path / "c.yaml", "\ufeffmodel_name_or_path: m\n")).model_name_or_path == "m"
 

@@ -426,7 +426,7 @@ def test_a_wrong_argument_is_named(tmp_path: Path, options: dict[str, Any], mess
 
 def test_a_model_is_not_prepared_over_itself(tmp_path: Path) -> None:
     source = saved(llama(), tmp_path / "model")
-    with pytest.raises(ConfigError, match="its own directory"):
+    with pytest.raises(ConfigError, match="would write over what it reads"):
         prepare(source, source)
 
 
@@ -439,7 +439,7 @@ def test_a_small_file_that_links_out_of_the_model_is_not_copied(tmp_path: Path) 
     source = saved(llama(), tmp_path / "model")
     (tmp_path / "secret.json").write_text("secret")
     (source / "tokenizer.json").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(WeightsError, match="leaves the model's directory"):
+    with pytest.raises(WeightsError, match="leaves its directory"):
         prepare(source, tmp_path / "out")
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 

@@ -119,7 +119,7 @@ def test_files_beside_the_weights_are_checked_before_they_are_read(model: Path, 
         load_generation_config(model)
     (model / "tokenizer.json").unlink()
     (model / "tokenizer.json").symlink_to("/dev/zero")
-    with pytest.raises(WeightsError, match="leaves the model's directory"):
+    with pytest.raises(WeightsError, match="leaves its directory"):
         check_companions(model)
 
 

@@ -180,7 +180,7 @@ def test_a_link_out_of_the_directory_is_refused(tmp_path: Path, through: str) ->
     else:
         name = SINGLE_NAME if through == "single" else INDEX_NAME
         (model / name).symlink_to(secret / name)
-    with pytest.raises(WeightsError, match="leaves the model's directory"):
+    with pytest.raises(WeightsError, match="leaves its directory"):
         GlobalBinaryIndex(model)
 
 
@@ -203,7 +203,7 @@ def test_a_hub_snapshot_may_link_into_the_blobs_of_its_own_repository(tmp_path: 
 
 
 def test_a_hub_snapshot_may_not_link_into_another_repository(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="leaves the model's directory"):
+    with pytest.raises(WeightsError, match="leaves its directory"):
         GlobalBinaryIndex(link_snapshot(tmp_path, tmp_path / "models--org--other" / "blobs"))
 
 
@@ -215,7 +215,7 @@ def test_the_blob_store_shared_by_a_hub_cache_counts_only_if_marked(tmp_path: Pa
         (tmp_path / "blobs" / ".huggingface-shared-blobs").write_text("1\n")
         check_bytes(GlobalBinaryIndex(snapshot))
     else:
-        with pytest.raises(WeightsError, match="leaves the model's directory"):
+        with pytest.raises(WeightsError, match="leaves its directory"):
             GlobalBinaryIndex(snapshot)
 
 

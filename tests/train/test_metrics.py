@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lema.config.units import human_bytes, human_count, human_duration
-from lema.errors import DataError, DiskError
+from lema.errors import ConfigError, DataError, DiskError
 from lema.train.metrics import MetricsLog, cut_metrics, plot_loss, read_metrics, step_of
 
 ROWS = st.lists(
@@ -119,9 +119,17 @@ def test_metrics_that_cannot_be_opened_are_a_disk_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")  # noqa: PTH110
-def test_a_full_disk_is_a_disk_error() -> None:
-    with closing(MetricsLog("/dev/full")) as metrics, pytest.raises(DiskError, match="No space left"):
-        metrics.write({"step": 1})
+def test_a_full_disk_is_a_disk_error(tmp_path: Path) -> None:
+    with closing(MetricsLog(tmp_path / "m.jsonl")) as metrics, Path("/dev/full").open("ab+", buffering=0) as full:
+        own, metrics._file = metrics._file, full
+        with pytest.raises(DiskError, match="No space left"):
+            metrics.write({"step": 1})
+        metrics._file = own
+
+
+def test_a_device_is_no_place_for_metrics() -> None:
+    with pytest.raises(ConfigError, match="full is a device"):
+        MetricsLog("/dev/full")
 
 
 def test_a_disk_that_fills_within_a_line_keeps_the_lines_before(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def forget_the_config(model: Path) -> None:
         (forge_a_long_header, 3, ["model-0000", "header"]),
         (leave_upwards, 3, ["'../elsewhere.safetensors'", f"weight_map['{UP}']"]),
         (leave_from_the_root, 3, ["'/etc/elsewhere.safetensors'"]),
-        (leave_by_a_link, 3, ["leaves the model's directory"]),
+        (leave_by_a_link, 3, ["leaves its directory"]),
         (keep_only_pickles, 3, ["pytorch_model.bin", "save_pretrained(OUT)"]),
         (lose_two_tensors, 3, [UP, DOWN]),
         (reshape_a_tensor, 3, [UP, "31"]),

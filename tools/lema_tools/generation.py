@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import PhaseNamed, Settings, Source, Trust
+from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError
 from lema_tools.opened import model_of, outcome_of
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from lema.train.model import LemaModel
 
 __all__ = ["generate"]
+
+COLDEST, HOTTEST = 1e-4, 1e4  # divisors of logits, of which none overflows in bfloat16
+MOST_RESULTS = 2**32  # bytes of the results that a command which resumes reads again
 
 
 def generate(
@@ -51,7 +54,8 @@ def generate(
         ),
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Temperature of sampling; 0 takes the most likely token.")
+        float | None,
+        typer.Option(min=0.0, max=HOTTEST, help="Temperature of sampling; 0 takes the most likely token."),
     ] = None,
     top_p: Annotated[
         float | None,
@@ -62,7 +66,9 @@ def generate(
         float | None,
         typer.Option(min=0.0, max=1.0, help="Sample from tokens with this fraction of the highest probability."),
     ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat tokens less often.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(min=COLDEST, max=HOTTEST, help="Above 1: repeat tokens less often.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of sampling. Default: the seed of the settings.")
     ] = None,
@@ -95,6 +101,7 @@ def generate(
     kept = _kept(output, rows, resume=resume)
     model = model_of(source, settings, trust_remote_code, outcome_of(source, settings, phase))
     with contextlib.closing(model):
+        check_written("--output", output, model.config, source, prompts)
         made = _Made(model, rows, kept, output, bare=prompts is None and output is None)
         made.run(options, chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)
 
@@ -102,6 +109,9 @@ def generate(
 def _sampling(*, do_sample: bool, temperature: float | None, **others: float | None) -> dict[str, Any]:
     """Return the settings of sampling as `transformers` names them; a ConfigError: with them nothing would be drawn."""
     given = {name: value for name, value in others.items() if value is not None}
+    if temperature is not None and 0 < temperature < COLDEST:
+        what = f"logits divided by {temperature} would be infinite"
+        raise ConfigError(what, where="--temperature", how=f"give 0, or {COLDEST} or more")
     if temperature == 0 or not (do_sample or temperature):
         if given or do_sample:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in [*given, *["do_sample"] * do_sample])
@@ -121,9 +131,10 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
         how = "use --resume to continue it, or choose another file"
         raise ConfigError("the output already has results", where=f"--output {output}", how=how)
     from lema.data.chat.prompts import written
+    from lema.storage.regular import read_regular
 
     found = {}
-    for number, line in enumerate(output.read_bytes().splitlines(keepends=True), 1):
+    for number, line in enumerate(read_regular(output, MOST_RESULTS).splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             continue  # the end of what was being written as the run ended
         try:
@@ -177,6 +188,8 @@ class _Made:
     def _written(self, batches: Iterable[list["Completion"]], show: Callable[[int, int], None], *, first: bool) -> int:
         """Write each batch as it ends, whole, and all in the order of the prompts at last; return the tokens made."""
         from lema.data.chat.prompts import written
+        from lema.storage.diskspace import disk_errors
+        from lema.storage.regular import append
 
         tokens = 0
         if first:
@@ -189,8 +202,8 @@ class _Made:
                 tokens += len(one.tokens)
             lines = "".join(_line(self.kept[one.index]) for one in batch)
             if first and self.output is not None:
-                with self.output.open("a", encoding="utf-8") as file:
-                    file.write(lines)
+                with disk_errors(self.output):
+                    append(self.output, lines.encode())
             elif first and not self.bare:
                 typer.echo(lines, nl=False)
             show(0, len(batch))

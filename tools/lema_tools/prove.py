@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lema.errors import ConfigError, MemoryLimitError
+from lema.storage.regular import check_apart
 
 if TYPE_CHECKING:
     from lema_tools.proof.arms import Case
@@ -42,6 +43,8 @@ def prove(
     from lema.backend import load
     from lema.config.printing import hush
 
+    if model is not None:
+        check_apart(output, [_found(model)])
     hush()
     load(device).close()  # before a model is made: a device that is not there is told at once
     from lema_tools.proof.arms import Case, run_apart

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
+from lema.storage.regular import check_apart, check_target, read_regular
 from lema_tools.page import escape, page, table, tiles
 from lema_tools.rundir import TIMES, Run, amount, by_step, read_json, read_run
 from lema_tools.steptrace import find_trace, read_step
@@ -35,6 +36,9 @@ def report(
     from lema.storage.atomic import replace_file
 
     file = output or output_dir / "report.html"
+    check_target(file)
+    reads = [path for path in output_dir.glob("*") if path.suffix != ".html"]
+    check_apart(file, reads if trace is None else [*reads, trace])
     replace_file(file, html(read_run(output_dir), trace).encode("utf-8", "replace"))
     typer.echo(f"report: {file}")
 
@@ -50,7 +54,7 @@ def html(run: Run, trace: Path | None = None) -> str:
         ("summary", "Summary", tiles(_tiles(run)) + _phases(run)),
         ("curves", "Curves", _curves(run)),
         ("time", "Where a step's time goes", _times(run)),
-        ("timeline", "Timeline of a step", _timeline(run, trace or find_trace(run.directory))),
+        ("timeline", "Timeline of a step", _timeline(run, trace)),
         ("memory", "Memory", _memory(run)),
         ("results", "Results", _card(run)),
         ("certificates", "Certificates", _certificates(run)),
@@ -179,9 +183,10 @@ def _times(run: Run) -> str:
 
 
 def _timeline(run: Run, trace: Path | None) -> str:
-    found = None if trace is None else read_step(trace)
-    if trace is not None and found is not None:
-        name = escape(trace.name)
+    file = trace or find_trace(run.directory)
+    found = None if file is None else read_step(file, inside=trace is None)
+    if file is not None and found is not None:
+        name = escape(file.name)
         return f'<div class="card">{timeline(*found)}<p class="note">The step of median length in {name}.</p></div>'
     if not run.seconds:
         return '<p class="none">There is no trace and no line of metrics with seconds.</p>'
@@ -225,7 +230,7 @@ def _card(run: Run) -> str:
     """Return the tables of the model card, data and results; of a run without one its last line of metrics."""
     text = ""
     if (card := run.directory / "README.md").is_file():
-        text = card.read_text(encoding="utf-8", errors="replace")[:LONG]
+        text = _text_of(card)
     parts = []
     for title in ("Results", "Data"):
         found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -242,6 +247,11 @@ def _card(run: Run) -> str:
     return f'<div class="grid2">{"".join(parts)}</div>' if parts else none
 
 
+def _text_of(file: Path) -> str:
+    """Return the beginning of a text of the run's directory."""
+    return read_regular(file, inside=True).decode("utf-8", errors="replace")[:LONG]
+
+
 def _certificates(run: Run) -> str:
     cards = []
     for file in run.certificates:
@@ -251,7 +261,7 @@ def _certificates(run: Run) -> str:
             tables = "".join(_rows(key, value) for key, value in found.items() if _is_table(value))
             cards.append(f'<div class="card"><h3>{name}{known}</h3>{tables}{table(_flat(found))}</div>')
         else:
-            text = escape(file.read_text(encoding="utf-8", errors="replace")[:LONG])
+            text = escape(_text_of(file))
             cards.append(f'<details class="card"><summary>{name}</summary><pre>{text}</pre></details>')
     none = "The directory has no certificate. lema prove compares a run with transformers and PEFT, and writes one."
     return "".join(cards) or f'<p class="none">{none}</p>'

@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lema.errors import ConfigError, DataError, printable
+from lema.storage.regular import open_regular, read_regular
 from lema_tools.planfile import MOST, check_plan
 
 __all__ = ["TIMES", "Memory", "MetricsTail", "Run", "amount", "by_step", "read_json", "read_run"]
@@ -24,6 +25,7 @@ __all__ = ["TIMES", "Memory", "MetricsTail", "Run", "amount", "by_step", "read_j
 METRICS, PLAN, LOCK = "metrics.jsonl", "plan.json", ".lock"
 NON_FINITE = ("NaN", "Infinity", "-Infinity")  # what JSON has no numbers for
 LARGEST = 1e100  # numbers beyond are drawn as infinity is
+MOST_METRICS = 2**31  # bytes of them
 RECENT = 10  # lines of metrics that speed and time left are told by
 
 # Where the seconds of a step go, by the names of metrics.jsonl. The rest is computing, with whatever is not measured.
@@ -190,14 +192,14 @@ class MetricsTail:
         """Return all whole lines that are there now; `DataError` where one is no JSON object, `ConfigError` where there
         is no file."""
         try:
-            with self._file.open("rb") as stream:
+            with open_regular(self._file, inside=True) as stream:
                 inode = os.fstat(stream.fileno()).st_ino
                 stream.seek(max(0, self._read - len(self._last)))
                 if inode != self._inode or stream.read(len(self._last)) != self._last:
                     self._begin()
                     self._inode = inode
                     stream.seek(0)
-                self._take(stream.read())
+                self._take(_bounded(stream, self._file))
         except (FileNotFoundError, NotADirectoryError) as error:
             raise _no_run(self._file.parent) from error
         except OSError as error:
@@ -209,6 +211,14 @@ class MetricsTail:
         for line in whole.splitlines(keepends=True):
             self._rows.append(_row(line, f"{self._file}:{len(self._rows) + 1}"))
             self._read, self._last = self._read + len(line), line
+
+
+def _bounded(stream: BinaryIO, file: Path) -> bytes:
+    data = stream.read(MOST_METRICS + 1)
+    if len(data) > MOST_METRICS:
+        what = f"{file.name} has more than {MOST_METRICS:,} bytes of metrics"
+        raise DataError(what, where=str(file), how="use the file that the run wrote")
+    return data
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
@@ -248,7 +258,7 @@ def read_run(directory: Path, tail: MetricsTail | None = None) -> Run:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file; nothing where there is none, or something else is in it."""
     with suppress(OSError, ValueError, RecursionError):  # files beside the metrics are told of as far as they are there
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(file, inside=True).decode("utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -281,7 +291,7 @@ def _holder(directory: Path) -> str:
 
     file = directory / LOCK
     with suppress(OSError, psutil.Error):  # it goes when the run does
-        pid, _, host = file.read_text(errors="replace").strip().partition(" ")
+        pid, _, host = read_regular(file, inside=True).decode(errors="replace").strip().partition(" ")
         if host != socket.gethostname():  # nobody here can tell whether that process lives
             return printable(f"process {pid} on {host}"[:80]) if pid and host else ""
         if pid.isdigit() and psutil.Process(int(pid)).create_time() <= file.stat().st_mtime + 1:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lema.errors import DataError
+from lema.storage.regular import read_regular
 from lema_tools.svg import Span
 
 __all__ = ["find_trace", "read_step"]
@@ -23,13 +24,14 @@ def find_trace(directory: Path) -> Path | None:
     return next(iter(sorted(directory.glob("*trace*.json"))), None)
 
 
-def read_step(file: Path) -> tuple[list[Span], dict[str, int]] | None:
+def read_step(file: Path, *, inside: bool = True) -> tuple[list[Span], dict[str, int]] | None:
     """Return the spans of the step of median length, in seconds, and their tracks with colours; None: no step is whole.
-    `DataError`: the file is no trace."""
+    `inside`: the file lies in a directory that was handed over, and is no link out of it. `DataError`: the file is no
+    trace."""
     try:
         if file.stat().st_size > LARGEST:
             raise DataError("the trace is too large to be drawn", where=str(file), how="open it at ui.perfetto.dev")
-        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        events = json.loads(read_regular(file, LARGEST, inside=inside).decode("utf-8"))["traceEvents"]
         names = {one["tid"]: str(one["args"]["name"]) for one in events if one.get("ph") == "M"}
         spans = [_span(one, names) for one in events if one.get("ph") == "X"]
     except OSError as error:

@@ -36,6 +36,7 @@ from lema.lora.checks import Base, write_base
 from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_tensor
 from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
+from lema.storage.regular import read_regular
 from lema.storage.verify import check_finite, check_written
 from lema.train.reference import reference_writers
 
@@ -166,7 +167,7 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
 def read_state(directory: Path) -> dict[str, Any]:
     """Read a checkpoint's JSON state; `AdapterError` where it is missing or damaged."""
     try:
-        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_regular(directory / STATE, inside=True))
     except (OSError, ValueError) as error:
         raise AdapterError(f"the checkpoint's state cannot be read: {error}", where=str(directory / STATE)) from error
     expected = {"global_step", "schedule", "scaler", "generators", "extra", "optimizer"}

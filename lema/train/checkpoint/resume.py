@@ -28,6 +28,7 @@ from lema.errors import AdapterError, ConfigError, listed
 from lema.lora.files import WEIGHTS, adapter_differences, read_lora_config
 from lema.model.state.outer import OuterState
 from lema.storage.manifest import check_manifest
+from lema.storage.regular import read_regular
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, checkpoints, read_state
 
 __all__ = [
@@ -112,7 +113,7 @@ def past_log(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
+        state = json.loads(read_regular(file, inside=True))
         told = {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
         return told | {"stateful_callbacks": state.get("stateful_callbacks", {})}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -188,7 +189,7 @@ def settings_then(checkpoint: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(json.loads(read_regular(file, inside=True)))
     except (OSError, ValueError, TypeError) as error:
         raise AdapterError(f"the checkpoint's settings cannot be read: {error}", where=str(file)) from error
 

@@ -24,12 +24,15 @@ from lema.errors import ConfigError, ModelError
 from lema.plan import Allocation
 from lema.plan.inference.room import RowPlan, TextPlan, plan_texts
 from lema.storage.atomic import replace_file
+from lema.storage.diskspace import disk_errors
 from lema.storage.modelfiles import library_errors
+from lema.storage.regular import append, read_regular
+from lema.train.metrics import SAMPLES
 
 if TYPE_CHECKING:
     from lema.train.model import LemaModel
 
-__all__ = ["SAMPLES", "Completion", "Samples", "batches_of", "completions", "plan_of", "planned", "texts_of"]
+__all__ = ["Completion", "Samples", "batches_of", "completions", "plan_of", "planned", "texts_of"]
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
 WRONG_SETTINGS = "these settings of generation do not work", "correct the file or the options"
@@ -182,7 +185,7 @@ def _same_generators(model: LemaModel) -> None:
     backend.set_rng_state(parallel.gather(state.to(backend.device))[0].to(state.device))
 
 
-SAMPLES = "samples.jsonl"
+MOST_SAMPLES = 2**30  # bytes of the texts that a run which goes on reads again
 
 
 class Samples(TrainerCallback):
@@ -201,7 +204,7 @@ class Samples(TrainerCallback):
         """Make sure that there is room for the texts, and forget those of steps that are taken again."""
         plan_of(self._model, self._ids, self._new, min(len(self._ids), MOST_AT_ONCE))
         if state.is_world_process_zero and self._file.exists():
-            lines = self._file.read_text(encoding="utf-8").splitlines(keepends=True)
+            lines = read_regular(self._file, MOST_SAMPLES, inside=True).decode("utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
             replace_file(self._file, "".join(kept).encode())
 
@@ -211,8 +214,8 @@ class Samples(TrainerCallback):
         made = [one for batch in completions(self._model, self._ids, self._new, size, options) for one in batch]
         if not state.is_world_process_zero:
             return
-        with self._file.open("a", encoding="utf-8") as file:
+        with disk_errors(self._file):
             for one in sorted(made, key=lambda one: one.index):
                 row = {"step": state.global_step, **written(self._rows[one.index]), "completion": one.text}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                append(self._file, (json.dumps(row, ensure_ascii=False) + "\n").encode())
                 print(f"sample {one.index + 1} at step {state.global_step}: {one.text!r}")

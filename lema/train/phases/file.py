@@ -20,6 +20,7 @@ from lema.config.results import OF_PLAIN_RUNS
 from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
 from lema.errors import ConfigError
+from lema.storage.atomic import replace_file
 from lema.storage.hub import HUB
 from lema.train.phases.phase import LENGTHS, Phase
 from lema.train.phases.plan import PhasePlan
@@ -135,6 +136,10 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
     for name in sorted(used - train_data.keys()) if train_data else ():
         how = meant(name, train_data) or "give its files"
         problems.append(Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how))
+    validates = bool(eval_data) and (stages is None or stages.validate)
+    for name in sorted(used - eval_data.keys()) if validates else ():
+        how = meant(name, eval_data) or "give its files, or leave eval_data out"
+        problems.append(Problem("eval_data", f"eval_data has no data set {name!r}, which a phase trains on", how))
     measured = stages.evaluations if stages is not None else []
     for name in (one for one in measured if one not in eval_data):
         problems.append(Problem("evaluations", f"eval_data has no data set {name!r} to evaluate on", "give its files"))
@@ -321,5 +326,5 @@ def evaluate_end(
     with closing(model):
         found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
         file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"
-        first_alone(model.backend.replicas, lambda: file.write_text(text, encoding="utf-8"))
+        first_alone(model.backend.replicas, lambda: replace_file(file, text.encode()))
     return found

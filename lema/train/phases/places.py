@@ -23,6 +23,7 @@ from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError, listed
 from lema.storage.atomic import replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
+from lema.storage.regular import read_regular
 from lema.train.checkpoint.format import STATE, checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
 from lema.train.checkpoint.resume import Say, check_sound, newest_sound, tell_warning
 from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics
@@ -173,7 +174,7 @@ class Places:
         if not file.is_file():
             return None
         try:
-            note = json.loads(file.read_text(encoding="utf-8"))
+            note = json.loads(read_regular(file, inside=True))
             return {key: note[key] for key in ("checkpoint", "eval_loss", "only")}
         except (OSError, ValueError, KeyError, TypeError) as error:
             how = "delete it; the next best evaluation writes it again"

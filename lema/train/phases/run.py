@@ -31,6 +31,7 @@ from lema.train.checkpoint.format import read_state
 from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed, settings_then
 from lema.train.events import NotePlan, RunEvents
 from lema.train.full.training import FullTraining
+from lema.train.inputs import check_output_dir
 from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, check_unused, read_metrics, step_of
 from lema.train.model import LemaModel
@@ -131,6 +132,7 @@ class Phases:
         begun = any(places.saved(index) for index in range(len(self.plan.phases)))
         if resume and (begun or start is None):
             return go_on(replicas, places, self.config, self.say)
+        check_output_dir(self.config)
         if not begun:
             check_unused(self.config)
         if begun or start is None:
@@ -161,6 +163,8 @@ class Phases:
 
     def _train_all(self, events: RunEvents, begin: Start | None) -> None:
         first, places = begin.index if begin else 0, self.places
+        for index in range(first, len(self.plan.phases)):  # so that what does not fit is told before any phase begins
+            mixture_of(self.plan, index, self.sources, self.held_out)
         if begin is not None and (below := begin.rebuilt) is not None:
             self._train(below, events, Start(below, places.end_of(below), {}, here=True))
             gc.collect()

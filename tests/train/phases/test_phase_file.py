@@ -105,6 +105,10 @@ def test_other_files_are_not_taken_for_one(tmp_path: Path) -> None:
         ([("save_steps: 0", "save_step: 0")], "save_step"),
         ([("rows.jsonl\n", "nowhere.jsonl\n")], "there is no .*nowhere"),
         ([("save_steps: 0\n", "save_steps: 0\nmax_steps: 3\n")], "max_steps has no effect in a file of phases"),
+        (
+            [("rows.jsonl, packed: ", "rows.jsonl, other: ")],
+            "eval_data has no data set 'packed', which a phase trains on",
+        ),
         ([("max_length: 12\n", "max_length: 12\npost_lora_tokens: [1]\n")], "both define the phases"),
     ],
 )

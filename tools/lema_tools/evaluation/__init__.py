@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lema.cli.arguments import PhaseNamed, Settings, Source, Trust
+from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.config.units import human_bytes, human_duration
 from lema.errors import ConfigError, DataError
 from lema_tools.opened import model_of, outcome_of
@@ -51,6 +51,7 @@ def evaluate(
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome)
     with contextlib.closing(model):
+        check_written("--output", output, model.config, source)
         if tasks is not None:
             from lema_tools.evaluation.harness import Harness
 

@@ -11,16 +11,17 @@ from typing import Any
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
+from lema.data.columns import longest_row
 from lema.errors import MemoryLimitError
 from lema.model.skeleton import find_layers
-from lema.plan.blueprint import Blueprint, draw_up
+from lema.plan.blueprint import draw_up
 from lema.plan.machine import PROFILES, Machine
 from lema.plan.planner import planner_of
 
 __all__ = ["BASE", "Choice", "choices", "profile_for", "yaml_lines"]
 
 GB = 10**9
-BASE: dict[str, Any] = {"batch_size": 16, "max_length": 1024, "lora_rank": 16, "lora_alpha": 32, "learning_rate": 1e-4}
+BASE: dict[str, Any] = {"batch_size": 16, "lora_rank": 16, "lora_alpha": 32, "learning_rate": 1e-4}
 # Rows of a step that are computed at once, then one row with fewer logits at once and one layer less on the device.
 LADDER: tuple[dict[str, int], ...] = (
     {"micro_batch_size": 4},
@@ -59,7 +60,10 @@ def choices(
 ) -> Iterator[Choice | MemoryLimitError]:
     """Yield for each amount of device memory, which rise, what is chosen for the model in `directory`, or why nothing
     fits. The model is looked at once for all of them. Raises `ModelError`: what it takes cannot be told."""
-    blueprint: Blueprint | None = None
+    common = {"device": "cpu", "lora_target_parameters": list[str](), **BASE}
+    blueprint = draw_up(LemaConfig(str(directory), **common))
+    text_config = blueprint.model.config.get_text_config()
+    common["max_length"] = longest_row(None, getattr(text_config, "max_position_embeddings", None))
     known: dict[Any, Any] = {}
     for memory in memories:
         name = profile or profile_for(memory)
@@ -67,9 +71,9 @@ def choices(
         found: Choice | MemoryLimitError | None = None
         for changes in LADDER:
             host = f"{int(HOST * machine.host_memory / GB)}GB"
-            settings = {"device_memory": f"{memory / GB:g}GB", "host_memory": host, **BASE, **changes}
-            config = LemaConfig(str(directory), device="cpu", lora_target_parameters=[], **settings)
-            blueprint = blueprint or draw_up(config)
+            memories_of = {"device_memory": f"{memory / GB:g}GB", "host_memory": host}
+            settings = {**memories_of, **BASE, "max_length": common["max_length"], **changes}
+            config = LemaConfig(str(directory), **{**common, **settings})
             try:
                 planner = planner_of(config, machine, blueprint=blueprint, known=known)
                 found = _choice(planner, settings, name, machine)

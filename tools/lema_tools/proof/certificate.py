@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lema.config.units import human_bytes, human_count
 from lema.errors import LemaError
+from lema.storage.atomic import replace_file
 from lema_tools.proof.arms import Case, Outcome
 
 __all__ = ["PromiseBroken", "certify", "markdown", "tolerance", "write"]
@@ -125,8 +126,8 @@ def write(certificate: Mapping[str, Any], directory: Path) -> tuple[Path, Path]:
     """Write `certificate.json` and `certificate.md` to a directory, and return where."""
     directory.mkdir(parents=True, exist_ok=True)
     files = directory / "certificate.json", directory / "certificate.md"
-    files[0].write_text(json.dumps(certificate, indent=1) + "\n", encoding="utf-8")
-    files[1].write_text("\n".join(markdown(certificate)) + "\n", encoding="utf-8")
+    replace_file(files[0], (json.dumps(certificate, indent=1) + "\n").encode())
+    replace_file(files[1], ("\n".join(markdown(certificate)) + "\n").encode())
     return files
 
 

@@ -1,0 +1,111 @@
+"""Files that are opened by name: nothing blocks, nothing has no end, and what a command reads is nothing it writes.
+
+What is read may have come from a stranger: it is a regular file, of bounded size where it is read whole, and, where its
+directory was handed over, no link out of it. What is written is never written through a link, nor in place of a device
+or a pipe, nor over a file that the command reads, whatever name either has.
+"""
+
+import os
+import stat
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+from lema.errors import ConfigError, DataError
+from lema.storage.index import check_inside
+
+__all__ = ["append", "check_apart", "check_target", "open_appending", "open_regular", "read_regular"]
+
+KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+KINDS |= {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link"}
+LARGEST_TEXT = 64 * 2**20  # bytes of a text that a command reads whole: settings, notes, cards
+
+
+def open_regular(file: Path, *, inside: bool = False) -> BinaryIO:
+    """Open a file to read. `inside`: its directory was handed over, and it may not be a link out of that. `OSError`: it
+    cannot be opened; `DataError`: it is a device, a pipe or the like; `WeightsError`: it is such a link."""
+    if inside:
+        check_inside(file)
+    # Without waiting for a pipe's other end. Of a regular file the flag means nothing.
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        what = f"{file.name} is {_kind(mode)}, not a regular file"
+        raise DataError(what, where=str(file), how="give a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(file: Path, limit: int = LARGEST_TEXT, *, inside: bool = False) -> bytes:
+    """Return what is in a file of at most `limit` bytes. Errors are those of `open_regular`, and `DataError` if it has
+    more."""
+    with open_regular(file, inside=inside) as opened:
+        content = opened.read(limit + 1)
+    if len(content) > limit:
+        what = f"{file.name} is larger than the {limit:,} bytes that such a file may have"
+        raise DataError(what, where=str(file), how="use the file that was written there at first")
+    return content
+
+
+def check_target(file: Path) -> None:
+    """Make sure that a new file may take this name: nothing is there, or a regular file. `ConfigError` says what is."""
+    try:
+        mode = file.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):  # what is missing above it is told where it is written
+        return
+    if not stat.S_ISREG(mode):
+        raise _taken(file, mode)
+
+
+def open_appending(file: Path) -> FileIO:
+    """Open a file to read and to append to, unbuffered, and make it where there is none. `OSError`: it cannot be
+    opened; `ConfigError`: it is a link, a device, a pipe or the like."""
+    check_target(file)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(file, flags, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):  # it was exchanged meanwhile
+        os.close(descriptor)
+        raise _taken(file, mode)
+    return os.fdopen(descriptor, "ab+", buffering=0)
+
+
+def append(file: Path, content: bytes) -> None:
+    """Write at the end of a file. Errors are those of `open_appending`."""
+    with open_appending(file) as opened:
+        while content:
+            content = content[opened.write(content) :]
+
+
+def check_apart(target: Path, reads: Iterable[Path]) -> None:
+    """Make sure that nothing is written over what is read: the target is none of the files, nor one of the directories,
+    nor one of the files in these, under whatever name. `ConfigError` names the two."""
+    identity = _identity(target)
+    if identity is None:
+        return
+    for read in reads:
+        inner = read.iterdir() if read.is_dir() and not target.is_dir() else ()
+        for entry in (read, *inner):
+            if _identity(entry) == identity:
+                named = str(target) if str(target) == str(entry) else f"{target}, which is {entry}"
+                what = "the command would write over what it reads"
+                raise ConfigError(what, where=named, how="choose another place for what is written")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what a file or directory is, whatever its name, links followed; None: there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _taken(file: Path, mode: int) -> ConfigError:
+    what = f"{file.name} is {_kind(mode)}, and nothing is written through or over one"
+    return ConfigError(what, where=str(file), how="delete it, or choose another name")
+
+
+def _kind(mode: int) -> str:
+    return KINDS.get(stat.S_IFMT(mode), "no regular file")

@@ -1,0 +1,211 @@
+"""No verb writes over what it reads, whatever name either has, nor through a link, nor over a device or a pipe."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clirun import TEXTS, assert_refused, config_writer, lema, write_rows
+
+Named = Callable[[Path, Path], Path]
+Files = dict[Path, bytes]
+
+
+def itself(file: Path, place: Path) -> Path:
+    return file
+
+
+def symlink(file: Path, place: Path) -> Path:
+    place.symlink_to(file)
+    return place
+
+
+def hard_link(file: Path, place: Path) -> Path:
+    os.link(file, place)
+    return place
+
+
+def relative(file: Path, place: Path) -> Path:
+    return Path(os.path.relpath(file, Path.cwd()))
+
+
+def roundabout(file: Path, place: Path) -> Path:
+    (place.parent / "round").mkdir()
+    return place.parent / "round" / ".." / os.path.relpath(file, place.parent)
+
+
+NAMES: list[Named] = [itself, symlink, hard_link, relative, roundabout]
+
+
+@pytest.fixture
+def model(llama: Path, tmp_path: Path) -> Path:
+    shutil.copytree(llama, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> Path:
+    return config_writer(model, tmp_path)()
+
+
+def contents(*places: Path) -> Files:
+    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*")))]
+    return {file: file.read_bytes() for file in files if file.is_file()}
+
+
+@pytest.fixture
+def unchanged(config: Path, model: Path, tmp_path: Path) -> Iterator[None]:
+    before = contents(model, config, tmp_path / "data.jsonl")
+    yield
+    assert contents(model, config, tmp_path / "data.jsonl") == before
+
+
+@pytest.mark.parametrize("named", NAMES)
+@pytest.mark.parametrize("which", ["model/*.safetensors", "model/config.json", "data.jsonl", "run.yaml"])
+@pytest.mark.usefixtures("unchanged")
+def test_a_trace_is_written_over_nothing_that_the_run_reads(
+    which: str, named: Named, config: Path, tmp_path: Path, capfd: Any
+) -> None:
+    target = named(next(tmp_path.glob(which)), tmp_path / "trace.json")
+    words = ["--trace", "is a link"] if named is symlink else ["--trace", "would write over what it reads"]
+    assert_refused(capfd, 2, words, "train", config, "--trace", target)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("named", NAMES)
+@pytest.mark.usefixtures("unchanged")
+def test_a_plot_is_drawn_over_nothing_that_the_plan_reads(
+    named: Named, config: Path, tmp_path: Path, capfd: Any
+) -> None:
+    target = named(next((tmp_path / "model").glob("*.safetensors")), tmp_path / "plot.png")
+    assert_refused(capfd, 2, ["--plot"], "plan", config, "--plot", target)
+
+
+@pytest.mark.parametrize("named", NAMES)
+def test_results_are_written_over_nothing_that_generate_reads(
+    named: Named, config: Path, tmp_path: Path, capfd: Any
+) -> None:
+    prompts = write_rows(tmp_path / "prompts.txt", TEXTS[:2])
+    before = prompts.read_bytes()
+    target = named(prompts, tmp_path / "out.jsonl")
+    command = ["generate", config, "--prompts", prompts, "--output", target, "--max-new-tokens", 1]
+    assert_refused(capfd, 2, [], *command)
+    assert_refused(capfd, 2, [], *command, "--resume")
+    assert prompts.read_bytes() == before
+
+
+@pytest.mark.parametrize("named", [itself, symlink, hard_link, relative])
+@pytest.mark.parametrize("which", ["*.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.usefixtures("unchanged")
+def test_a_model_is_not_prepared_over_one_of_its_files(
+    which: str, named: Named, model: Path, tmp_path: Path, capfd: Any
+) -> None:
+    target = named(next(model.glob(which)), tmp_path / "prepared.safetensors")
+    assert_refused(capfd, 2, ["model"], "prepare", model, target)
+
+
+def directory_itself(place: Path, other: Path) -> Path:
+    return place
+
+
+def linked_directory(place: Path, other: Path) -> Path:
+    other.symlink_to(place, target_is_directory=True)
+    return other
+
+
+@pytest.mark.parametrize("named", [directory_itself, linked_directory, relative, roundabout])
+@pytest.mark.parametrize("which", ["model", "rows"])
+def test_output_dir_is_no_directory_that_the_run_reads(
+    which: str, named: Named, model: Path, tmp_path: Path, capfd: Any
+) -> None:
+    (tmp_path / "rows").mkdir()
+    write_rows(tmp_path / "rows" / "data.jsonl", TEXTS)
+    output = named(tmp_path / which, tmp_path / "out")
+    config = config_writer(model, tmp_path)(output_dir=str(output), train_data=str(tmp_path / "rows"))
+    before = contents(model, tmp_path / "rows")
+    for more in ([], ["--resume"], ["--set", "overwrite_output_dir=true"]):
+        assert_refused(capfd, 2, ["output_dir", "would write over what it reads"], "train", config, *more)
+    assert contents(model, tmp_path / "rows") == before
+    phases = tmp_path / "phases.yaml"
+    phases.write_text(config.read_text() + "phases:\n  - name: first\n    mode: lora\n    max_steps: 1\n")
+    assert_refused(capfd, 2, [], "train", phases)
+    assert contents(model, tmp_path / "rows") == before
+
+
+def test_the_metrics_are_not_written_into_the_data(model: Path, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "out").mkdir()
+    data = write_rows(tmp_path / "out" / "metrics.jsonl", TEXTS)
+    config = config_writer(model, tmp_path)(train_data=str(data))
+    before = data.read_bytes()
+    assert_refused(capfd, 2, ["output_dir", "metrics.jsonl"], "train", config)
+    assert data.read_bytes() == before
+
+
+def test_a_run_does_not_log_through_a_link(model: Path, tmp_path: Path, capfd: Any) -> None:
+    victim, config = tmp_path / "victim", config_writer(model, tmp_path)(max_steps=4, save_steps=2)
+    victim.write_text("one\nlast line without newline")
+    assert lema("train", config) == 0
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    (tmp_path / "out" / "metrics.jsonl").unlink()
+    (tmp_path / "out" / "metrics.jsonl").symlink_to(victim)
+    assert_refused(capfd, 3, ["metrics.jsonl is a link"], "train", config, "--resume")
+    assert victim.read_text() == "one\nlast line without newline"
+
+
+@pytest.fixture(scope="module")
+def ended(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ended")
+    assert lema("train", config_writer(llama, place)()) == 0
+    return place / "out"
+
+
+def private(file: Path) -> None:
+    own = file.parent.parent / "private"
+    own.write_text("SECRET")
+    file.symlink_to(own)
+
+
+def endless(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("plant", [private, endless, pipe])
+@pytest.mark.parametrize("name", ["certificate.md", "certificate.json", "plan.json", "metrics.jsonl", "trace.json"])
+def test_a_report_has_nothing_from_outside_the_run(
+    name: str, plant: Callable[[Path], None], ended: Path, tmp_path: Path, capfd: Any
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ended, run)
+    (run / name).unlink(missing_ok=True)
+    plant(run / name)
+    assert_refused(capfd, 3, [name], "report", run)
+    assert not (run / "report.html").exists()
+    if name in ("plan.json", "metrics.jsonl"):
+        assert_refused(capfd, 3, [name], "watch", run, "--once")
+
+
+def test_a_report_replaces_nothing_that_it_reads(ended: Path, tmp_path: Path, capfd: Any) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(ended, run)
+    os.mkfifo(tmp_path / "pipe")
+    os.link(run / "metrics.jsonl", tmp_path / "hard")
+    before = contents(run)
+    for target in (run / "metrics.jsonl", run / "plan.json", tmp_path / "hard", tmp_path / "pipe", Path("/dev/full")):
+        assert_refused(capfd, 2, [target.name], "report", run, "--output", target)
+    assert contents(run) == before
+    assert lema("report", run) == 0
+    assert lema("report", run) == 0
+    assert lema("report", run, "--output", run / "other.html") == 0
+
+
+def test_a_certificate_is_not_written_into_the_model(model: Path, capfd: Any) -> None:
+    before = contents(model)
+    assert_refused(capfd, 2, ["would write over what it reads"], "prove", model, "--output", model)
+    assert contents(model) == before
