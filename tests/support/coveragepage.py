@@ -164,6 +164,11 @@ generated tokens and every tensor of the merged model are the same bits in fp32,
 
 # Further differences, of calls that the oracle makes alike.
 OTHERWISE = (
+    "Of compressed-tensors, numbered groups (`actorder: group`), which newer versions of the library refuse, are "
+    "expanded, and asymmetric integers in experts that are merged, with which `transformers` fails. Merged experts "
+    "have the dtype of the model; in `transformers` they keep that of their scales.",
+    "In experts that are merged, blocks of fp8 at the edge of a weight may be smaller; `transformers` expands them "
+    "wrongly.",
     "What `fusion_config` in `config.json` fuses is not fused: modules of towers, through which no text goes. A merged "
     "model has the published weights, as `transformers` writes them.",
     "Blocks of bitsandbytes' 4 bits that go on in the next row of a weight are expanded as on a GPU; on a CPU "

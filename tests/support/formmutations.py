@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ FLEX = ("llama", "gemma3")  # no more, because attention is compiled for each
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "ffn_dim": 128}
 WIDE |= {"word_embed_proj_dim": 64, "head_dim": 16}
 GROUP = 8  # inputs, of which every tiny linear module has some multiple
+FP8: Mapping[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": list(blockfp8.BLOCK),
+}
 IN_SHARDS = ("fp8, blocks", "compressed-tensors, int4, groups", "gptq, groups of 8, desc_act", "bitsandbytes, nf4")
 # Types whose layers are of linear modules that are named as those of Llama are.
 CODED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gemma2", "gemma3", "granite", "olmo2")
@@ -81,23 +88,30 @@ def _divided(first: Callable[[Path], None] | None) -> Callable[[Path], None]:
 
 def _quantised(model_type: str) -> Iterator[Mutation]:
     fields = tiny_config(model_type).get_text_config(decoder=True).to_dict()
-    fp8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    fp8 |= {"weight_block_size": list(blockfp8.BLOCK)}
-    yield _stored("fp8, blocks", _each(_fp8), fp8, _loaded(FineGrainedFP8Config, weight_block_size=blockfp8.BLOCK))
+    experts = {"num_experts", "num_local_experts"} & fields.keys()
+    yield replace(
+        _stored("fp8, blocks", _each(_fp8), FP8, _loaded(FineGrainedFP8Config, weight_block_size=blockfp8.BLOCK)),
+        # So that no block is smaller, which transformers expands wrongly in merged experts.
+        built={"moe_intermediate_size": 2 * blockfp8.BLOCK[0]} if "moe_intermediate_size" in fields else {},
+    )
     for name in ("int4, groups", "int4, channels, symmetric", "int8, channels, not packed", "int4, numbered groups"):
         form = compressedforms.FORMS[name]
         form = form if form.group_size is None else replace(form, group_size=GROUP)
-        yield _stored(
-            f"compressed-tensors, {name}",
-            _each(_compressed(form)),
-            form.quantization_config,
-            _loaded(CompressedTensorsConfig),
-        )
+        load = _loaded(CompressedTensorsConfig)
+        if form.ordered or (experts and form.packed and not form.symmetric):  # what transformers cannot expand
+            load = _plain(partial(compressedforms.expanded, form=form))
+        settings = form.quantization_config
+        yield _stored(f"compressed-tensors, {name}", _each(_compressed(form)), settings, load)
     for name in ("gptq, groups of 32", "gptq, groups of 32, desc_act", "gptq, one group", "awq, groups of 32"):
         packing = packedforms.FORMS[name]
         packing = packing if packing.group_size == -1 else replace(packing, group_size=GROUP)
         name = name.replace("32", str(GROUP))
-        yield _stored(name, _each(_packed(packing)), packing.quantization_config, _plain(packing))
+        yield _stored(
+            name,
+            _each(_packed(packing)),
+            packing.quantization_config,
+            _plain(partial(packedforms.expanded, form=packing)),
+        )
     built = {field: size for field, size in WIDE.items() if field in fields}
     for name, settings in BITSANDBYTES.items():
         yield Mutation(f"bitsandbytes, {name}", built=built, files=by_bitsandbytes(settings), whole=_dequantized)
@@ -138,18 +152,19 @@ def _loaded(settings: Any, **options: Any) -> Callable[[Path], Any]:
     def load(directory: Path) -> Any:
         how = settings(dequantize=True, **options)
         kind = auto_class(AutoConfig.from_pretrained(directory))
-        return kind.from_pretrained(directory, dtype=torch.float32, quantization_config=how)
+        # Widened, because merged experts of compressed-tensors stay in the type of their scales.
+        return kind.from_pretrained(directory, dtype=torch.float32, quantization_config=how).float()
 
     return load
 
 
-def _plain(form: packedforms.PackedForm) -> Callable[[Path], Any]:
-    """Load what the codes stand for, read one by one: no library that is here reads them on a CPU."""
+def _plain(expand: Callable[[Tensors], Tensors]) -> Callable[[Path], Any]:
+    """Load what the codes stand for, read one by one, where no library that is here reads them on a CPU."""
 
     def load(directory: Path) -> Any:
         plain = directory.with_name("plain")
         shutil.copytree(directory, plain)
-        store(plain, {name: one.float() for name, one in packedforms.expanded(tensors(directory), form).items()})
+        store(plain, {name: one.float() for name, one in expand(tensors(directory)).items()})
         edit_config(plain, "quantization_config")
         return auto_class(AutoConfig.from_pretrained(plain)).from_pretrained(plain, dtype=torch.float32)
 
@@ -157,9 +172,8 @@ def _plain(form: packedforms.PackedForm) -> Callable[[Path], Any]:
 
 
 def _dequantized(directory: Path) -> Any:
-    return (
-        auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(directory, dtype=torch.float32).dequantize()
-    )
+    kind = auto_class(AutoConfig.from_pretrained(directory))
+    return kind.from_pretrained(directory, dtype=torch.float32).dequantize()
 
 
 def by_bitsandbytes(settings: Mapping[str, Any]) -> Callable[[Path], None]:

@@ -423,8 +423,6 @@ REFUSED = {
 
 # What `transformers` alone refuses, likewise.
 ACCEPTED = {
-    "actorder='group' has been removed": "Groups of compressed-tensors that are numbered (`actorder: group`) are "
-    "expanded, which newer versions of the library refuse.",
     "'tuple' object has no attribute": "`return_dict`, `output_hidden_states` and `output_attentions` in `config.json` "
     "are not followed, which opening the model says: of streamed layers nothing stays but their result. With "
     "`return_dict: false` most models of `transformers` cannot be run.",
