@@ -85,7 +85,7 @@ def open_stored(
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
     index = GlobalBinaryIndex(weights or own_weights(name_or_path, directory))
-    chosen = getattr(torch, dtype) if dtype else checkpoint_dtype(config, index)
+    chosen = checkpoint_dtype(config, index, dtype)
     model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust_remote_code)
     classes = compare_classes(model, config, trust_remote_code=trust_remote_code)
     changes = changes | rewritten_config(dtype)

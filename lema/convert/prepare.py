@@ -105,7 +105,7 @@ def _open(source: Source, dtype: torch.dtype | None, trust: bool) -> _Opened:
         return _Opened(source, _dtypes_in_memory(source, dtype), str, [(source, str)])
     directory = resolve_model(source)
     index, config = GlobalBinaryIndex(own_weights(source, directory)), read_config(directory, trust_remote_code=trust)
-    chosen = dtype or checkpoint_dtype(config, index)
+    chosen = checkpoint_dtype(config, index, dtype)
     model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust)
     trains = meta_model(deepcopy(config), chosen, trust_remote_code=trust)
     rename = compare_classes(trains, config, trust_remote_code=trust).in_own

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.fusion_mapping import _iter_enabled_fusions
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -164,6 +165,9 @@ def meta_model(
             if getattr(part, name, usual) != usual:
                 setattr(part, name, usual)
     try:
+        # What they fuse is not fused here: it is in towers, through which no text goes. Nor is anything registered, as
+        # `from_pretrained` does for the whole process.
+        _iter_enabled_fusions(getattr(config, "fusion_config", None) or {})
         model = _build(builder, config, options, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
             model = _build(builder, config, options, nullcontext())

@@ -82,9 +82,7 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
     that is not read here; `WeightsError`: tensors are missing, stored twice, of another shape or of a type the model
     cannot be loaded from, or scales of quantised ones are; all are named, with those not used."""
     stored = fold(index)
-    ours = any(isinstance(record, QuantizedRecord) for record in stored.values())
-    settings = quantization_settings(model.config)
-    quantizer = None if ours or settings is None else open_quantizer(settings, index.path)
+    quantizer = _quantizer(model.config, index, stored)
     state: dict[str, Tensor] = model.state_dict()
     names, conversions, twice = _assign(model, index, stored, state, quantizer)
     misshapen = []
@@ -127,20 +125,31 @@ def grouped(names: Sequence[str]) -> str:
     return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more kinds" if len(shown) > SHOWN else "")
 
 
-def checkpoint_dtype(config: Any, index: GlobalBinaryIndex) -> torch.dtype:
-    """Return the dtype that `from_pretrained` gives a model whose caller names none; `transformers` decides it.
+def checkpoint_dtype(config: Any, index: GlobalBinaryIndex, asked: str | torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype that `from_pretrained` gives a model; `transformers` decides it, and the quantizer of the
+    checkpoint, if it has one. `asked`: what the caller names, as `from_pretrained` takes it; None: nothing.
 
     `WeightsError`: it can decide on none, because the index names a dtype that torch does not know, or the first file
-    has a tensor of a type that `transformers` does not read there.
+    has a tensor of a type that `transformers` does not read there. Errors of a quantised checkpoint are those of
+    `map_names`.
     """
     files = [str(file) for file in index.files]
+    quantizer = _quantizer(config, index, fold(index)) if quantization_settings(config) else None
     try:
         # It writes the dtype to the config, and to those of its parts.
-        _, dtype = _get_dtype("auto", files, copy.deepcopy(config), index.described, None, True)
+        _, dtype = _get_dtype(asked or "auto", files, copy.deepcopy(config), index.described, None, True, quantizer)
     except (AttributeError, TypeError, ValueError) as error:
         what = f"transformers finds no dtype for the model, because its config names none: {error}"
         raise WeightsError(what, where=str(index.path), how="name a dtype in config.json, or set dtype") from error
     return dtype
+
+
+def _quantizer(config: Any, index: GlobalBinaryIndex, stored: Mapping[str, Stored]) -> HfQuantizer | None:
+    """Return what expands the weights of a checkpoint by operations of `transformers`; None: none are quantised, or
+    they are in a format that is expanded here, whose quantizer changes neither names nor the dtype of a model."""
+    settings = quantization_settings(config)
+    expanded_here = any(isinstance(record, QuantizedRecord) for record in stored.values())
+    return None if expanded_here or settings is None else open_quantizer(settings, index.path)
 
 
 def target_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
@@ -289,27 +298,37 @@ def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], fi
 
 
 def _tie(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> None:
-    """Decide which weights are one, as `PreTrainedModel.tie_weights` does in `from_pretrained`, pair by pair. Whichever
-    is stored fills the other. Two that are both stored, with different values, are two weights from here on, whatever
-    the config says. That function is not called, because it compares weights that are loaded."""
-    dtypes, pairs = target_dtypes(model), list(model.all_tied_weights_keys.items())
-    for number, (target, source) in enumerate(pairs):
-        target_there, source_there = (name in filled or name in names.tied for name in (target, source))
-        if target_there and source_there:
-            both = [names.tied.get(name, name) for name in (target, source)]
-            records = [names.stored[name] for name in both if name in names.stored]
-            if both[0] != both[1] and len(records) == 2 and not _same_values(records[0], records[1], dtypes[source]):
-                del model.all_tied_weights_keys[target]
-                apart = torch.empty_like(model.get_parameter(target))
-                put(model, target, nn.Parameter(apart, requires_grad=model.get_parameter(target).requires_grad))
-        elif target_there or source_there:
-            absent, there = (source, target) if target_there else (target, source)
-            if absent in missing:
-                names.tied[absent] = names.tied.get(there, there)
-        else:
-            others = (other for other, same in pairs[number + 1 :] if same == source and other in filled)
-            if target in missing and (other := next(others, None)) is not None:
-                names.tied[target] = other
+    """Let `tie_weights` decide which weights are one, called as `from_pretrained` calls it: whichever is stored fills
+    the other, and two that are both stored, with different values, are two weights from here on, whatever the config
+    says. It compares weights that are loaded, so meanwhile each weight is a single element in the weight's shape, and
+    those whose stored values are equal are the same element."""
+    pairs = dict(model.all_tied_weights_keys)
+    usual = {name: model.get_parameter_or_buffer(name) for name in (*pairs.values(), *pairs)}
+    for name, element in _elements(names, [*usual], target_dtypes(model)).items():
+        put(model, name, nn.Parameter(element.expand(usual[name].shape), requires_grad=False))
+    absent = {*missing}
+    model.tie_weights(missing_keys=absent, recompute_mapping=False)
+    tied = {name: model.get_parameter_or_buffer(name) for name in usual}
+    weights: dict[int, Tensor] = {}  # by `id` of what stands for them
+    for name, one in tied.items():
+        weight = weights.get(id(one), usual[name])
+        if id(one) not in weights and any(weight is other for other in weights.values()):
+            weight = nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad)
+        weights[id(one)] = weight
+        put(model, name, weight)
+    for name in usual.keys() & {*missing} - absent:
+        others = (other for other in tied if other in filled and tied[other] is tied[name])
+        names.tied[name] = next(others)
+
+
+def _elements(names: NameMap, tied: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return a number for each weight, the same tensor for those whose stored values are equal in the model."""
+    elements: dict[str, Tensor] = {}
+    for number, name in enumerate(tied):
+        record, stored = names.stored.get(name), [other for other in elements if other in names.stored]
+        equal = (other for other in stored if record and _same_values(names.stored[other], record, dtypes[other]))
+        elements[name] = elements.get(next(equal, ""), torch.tensor(number))
+    return elements
 
 
 def _same_values(one: Stored, other: Stored, dtype: torch.dtype) -> bool:

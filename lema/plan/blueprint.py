@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel, SingleProcess, load
@@ -192,7 +191,7 @@ def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex,
     directory = resolve_model(name, revision=config.revision, trust_remote_code=trusted, download=False)
     hf_config = read_config(directory, trust_remote_code=trusted)
     index = GlobalBinaryIndex(config.gbi_path or own_weights(name, directory))
-    dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, index)
+    dtype = checkpoint_dtype(hf_config, index, config.dtype)
     model = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trusted)
     compare_classes(model, hf_config, trust_remote_code=trusted)
     with warnings.catch_warnings():

@@ -11,7 +11,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -106,7 +105,7 @@ class LemaModel:
             raise ConfigError(what, where=str(self.directory / "config.json"), how="correct model_type, or remove it")
         self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
-        dtype = getattr(torch, config.dtype) if config.dtype else checkpoint_dtype(hf_config, self.gbi)
+        dtype = checkpoint_dtype(hf_config, self.gbi, config.dtype)
         if others := other_outputs(hf_config):
             what = f"config.json sets {' and '.join(others)}, which changes no number, and streamed layers do not do"
             warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=2)

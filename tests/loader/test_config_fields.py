@@ -7,11 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from asloaded import edit_config, farthest_from_whole, llama, opened, rows, step, whole, whole_step, write_model
+from asloaded import (
+    edit_config,
+    farthest_from_whole,
+    llama,
+    opened,
+    rows,
+    step,
+    tensors,
+    whole,
+    whole_step,
+    write_model,
+)
 from everytype import farthest
 from safetensors.torch import load_file, save_file
 from tinyconfig import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.monkey_patching import clear_patch_mapping, get_patch_mapping, register_patch_mapping
 
 from lema import LemaConfig, LemaModel
 from lema.convert.merge import merge_adapter
@@ -117,3 +130,33 @@ def test_settings_of_generation_in_a_config_are_followed(kind: str, tmp_path: Pa
     loaded = auto_class(AutoConfig.from_pretrained(model)).from_pretrained(model)
     assert found.repetition_penalty == loaded.generation_config.repetition_penalty == 1.9
     assert found.to_dict() == loaded.generation_config.to_dict()
+
+
+def test_a_tower_that_a_config_fuses_changes_no_number(tmp_path: Path) -> None:
+    """Not in a process, either, in which `from_pretrained` has fused it before."""
+    model = write_model(tiny_config("qwen3_vl"), tmp_path / "model")
+    edit_config(model, fusion_config={"patch_embeddings": True})
+    before = get_patch_mapping(), get_checkpoint_conversion_mapping("qwen3_vl")
+    try:
+        assert farthest_from_whole(model, rows(12, 9)) == 0
+        fused = auto_class(AutoConfig.from_pretrained(model)).from_pretrained(model)
+        assert any("linear_proj" in name for name in fused.state_dict())
+        assert farthest_from_whole(model, rows(12, 9)) == 0
+        with opened(model) as streamed:
+            streamed.save_pretrained(str(tmp_path / "adapter"))
+        assert tensors(merge_adapter(tmp_path / "adapter", tmp_path / "merged")).keys() == tensors(model).keys()
+    finally:
+        clear_patch_mapping()
+        register_patch_mapping(before[0])
+        register_checkpoint_conversion_mapping("qwen3_vl", before[1] or [], overwrite=True)
+
+
+@pytest.mark.parametrize("fusions", [{"nothing": True}, {"patch_embeddings": "yes"}], ids=str)
+def test_fusions_that_transformers_refuses_are_refused(fusions: dict[str, Any], tmp_path: Path) -> None:
+    model = write_model(llama(), tmp_path / "model")
+    edit_config(model, fusion_config=fusions)
+    with pytest.raises(ValueError, match="fusion") as theirs:
+        AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(ModelError, match="fusion") as mine:
+        LemaModel(LemaConfig(str(model), device="cpu"))
+    assert str(theirs.value) in str(mine.value)

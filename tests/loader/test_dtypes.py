@@ -5,11 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import blockfp8
 import pytest
 import torch
-from asloaded import edit_config, llama, store, tensors, write_model
+from asloaded import edit_config, llama, opened, store, tensors, write_model
 from tinyconfig import tiny_config
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from lema import LemaConfig, LemaModel
 from lema.errors import WeightsError
@@ -55,9 +58,9 @@ def test_the_first_floating_tensor_of_the_sorted_names_decides(
 ) -> None:
     model = checkpoint(tmp_path / "model", llama(), wide)
     assert loaded_dtype(model) == expected == checkpoint_dtype(read_config(model), GlobalBinaryIndex(model))
-    opened = LemaModel(LemaConfig(str(model), device="cpu", save_steps=0))
-    assert opened.skeleton.lm_head.weight.dtype == expected
-    opened.close()
+    streamed = LemaModel(LemaConfig(str(model), device="cpu", save_steps=0))
+    assert streamed.skeleton.lm_head.weight.dtype == expected
+    streamed.close()
     assert draw_up(LemaConfig(str(model), device="cpu")).model.lm_head.weight.dtype == expected
 
 
@@ -84,3 +87,24 @@ def test_what_the_index_of_shards_says_comes_first(told: str | None, tmp_path: P
     file.write_text(json.dumps(index | {"metadata": index["metadata"] | {"dtype": "float31"}}))
     with pytest.raises(WeightsError, match=r"finds no dtype for the model.*float31"):
         checkpoint_dtype(read_config(model), GlobalBinaryIndex(model))
+
+
+@pytest.mark.parametrize("asked", ["float32", None], ids=str)
+def test_the_quantizer_of_a_checkpoint_has_the_last_word(
+    asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = blockfp8.write(llama(), tmp_path / "model")
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "update_dtype", lambda *_: torch.float16)
+    how = FineGrainedFP8Config(dequantize=True, weight_block_size=blockfp8.BLOCK)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=asked or "auto", quantization_config=how)
+    assert checkpoint_dtype(read_config(model), GlobalBinaryIndex(model), asked) == loaded.dtype == torch.float16
+    with opened(model, dtype=asked) as streamed:
+        assert streamed.skeleton.config.dtype == torch.float16
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes_4bit", "bitsandbytes_8bit", "torchao", "gptq", "awq", "auto-round"])
+def test_quantizers_that_are_not_asked_keep_every_dtype(method: str) -> None:
+    """Where LEMA expands what is stored itself. AWQ's has a word for its kernels on a GPU, which do not run here."""
+    kind = AUTO_QUANTIZER_MAPPING[method]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert kind.update_dtype(kind.__new__(kind), dtype) == dtype

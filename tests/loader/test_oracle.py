@@ -12,7 +12,8 @@ from typing import Any
 
 import oracle
 import pytest
-from mutations import ACCEPTED, REFUSED, TYPES, Mutation, mutations_of
+from mutation import Mutation
+from mutations import ACCEPTED, REFUSED, TYPES, mutations_of
 from oracle import compare
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"

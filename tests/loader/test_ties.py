@@ -1,22 +1,25 @@
 """Weights are one where `from_pretrained` makes them one: what is stored decides, not what the config says alone."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import transformers
 from asloaded import edit_config, farthest_from_whole, llama, opened, rows, store, tensors, whole, write_model
 from tinyconfig import tiny_config
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import lema
 from lema.convert.merge import merge_adapter
 from lema.convert.prepare import prepare
 from lema.model import meta_model, read_config
+from lema.model.outer_weights import read_stored
 from lema.model.skeleton import auto_class
-from lema.model.weight_names import map_names
+from lema.model.weight_names import map_names, match_names
 from lema.storage import GlobalBinaryIndex
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,3 +119,44 @@ def test_whichever_is_stored_alone_fills_both(stored: tuple[str], tmp_path: Path
     table = held.pop("model.embed_tokens.weight")
     store(model, held | dict.fromkeys(stored, table))
     assert farthest_from_whole(model, rows(12)) == 0
+
+
+class TwoHeads(LlamaForCausalLM):
+    """A model with a second head, as some that predict several tokens have."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("lm_head.weight", "second_head.weight"), "model.embed_tokens.weight"
+    )
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.second_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+ONE = ("model.embed_tokens.weight", "lm_head.weight", "second_head.weight")
+STORED = [stored for stored in product(("absent", "equal", "other"), repeat=3) if set(stored) != {"absent"}]
+
+
+def shared(model: nn.Module) -> list[set[str]]:
+    """Return which of the names are one parameter."""
+    found: dict[int, set[str]] = {}
+    for name in ONE:
+        found.setdefault(id(model.get_parameter(name)), set()).add(name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("stored", STORED, ids=", ".join)
+def test_of_three_names_those_are_one_that_transformers_ties(stored: tuple[str, ...], tmp_path: Path) -> None:
+    model = write_model(llama(tie_word_embeddings=True), tmp_path / "model")
+    held = tensors(model)
+    values = {"equal": held.pop(ONE[0]), "other": torch.ones(96, 32)}
+    store(model, held | {name: values[how].clone() for name, how in zip(ONE, stored, strict=True) if how != "absent"})
+    skeleton = meta_model(read_config(model), kind=TwoHeads)
+    index = GlobalBinaryIndex(model)
+    records = match_names(skeleton, index)
+    loaded = TwoHeads.from_pretrained(model)
+    assert shared(skeleton) == shared(loaded)
+    assert skeleton.all_tied_weights_keys == loaded.all_tied_weights_keys
+    for name in ONE:
+        assert torch.equal(read_stored(records[name], torch.float32), loaded.get_parameter(name))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import Checkpoint
 from torch import Tensor
 
-__all__ = ["FILE", "FORMS", "Form", "compressed", "write_compressed"]
+__all__ = ["FILE", "FORMS", "Form", "compressed", "expanded", "write_compressed"]
 
 FILE = "model.safetensors"
 Tensors = dict[str, Tensor]
@@ -90,6 +90,26 @@ def compressed(name: str, weight: Tensor, form: Form) -> tuple[Tensors, Tensor]:
     if form.ordered:
         made[f"{name}_g_idx"] = numbers.int() if form.ordered == "numbered" else torch.full((inputs,), -1).int()
     return made, expected
+
+
+def expanded(held: Mapping[str, Tensor], form: Form) -> Tensors:
+    """Return all tensors of a model, those that are packed by what their codes stand for, in the scales' type."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    found: Tensors = {}
+    for stored, tensor in held.items():
+        name, _, part = stored.rpartition("weight")
+        name = f"{name}weight"
+        if part == "_packed":
+            scales = held[f"{name}_scale"]
+            codes = unpack_from_int32(tensor, form.bits, torch.Size(held[f"{name}_shape"].tolist()))
+            numbers = torch.arange(codes.shape[1]) * scales.shape[1] // codes.shape[1]
+            numbers = held[f"{name}_g_idx"] if form.ordered == "numbered" else numbers
+            zeros = unpack_from_int32(held[f"{name}_zero_point"], form.bits, scales.shape, packed_dim=0)
+            found[name] = (codes.to(scales.dtype) - zeros[:, numbers].to(scales.dtype)) * scales[:, numbers]
+        elif f"{name}_packed" not in held:
+            found[stored] = tensor
+    return found
 
 
 def write_compressed(form: Form, directory: Path, num_layers: int) -> Checkpoint:

@@ -156,13 +156,23 @@ LEMA reads rows).
 DIFFERENCES = """\
 ## Where LEMA differs from `from_pretrained`
 
-`tests/loader/test_oracle.py` changes checkpoints and their configs in more than 200 ways, in 18 model types. Each is
-opened by LEMA and by `from_pretrained` with PEFT, and the loss, every adapter gradient, generated tokens and every
-tensor of the merged model are the same bits in fp32, but for what is listed here.
+`tests/loader/test_oracle.py` changes checkpoints, their configs and the rows that they read in more than 200 ways, in
+18 model types: fields, ties, dtypes, names and files, rotary tables, packs and padding, and the forms in which weights
+are quantised. Each is opened by LEMA and by `from_pretrained` with PEFT, and the loss, every adapter gradient,
+generated tokens and every tensor of the merged model are the same bits in fp32, but for what is listed here.
 """
 
 # Further differences, of calls that the oracle makes alike.
 OTHERWISE = (
+    "Of compressed-tensors, numbered groups (`actorder: group`), which newer versions of the library refuse, are "
+    "expanded, and asymmetric integers in experts that are merged, with which `transformers` fails. Merged experts "
+    "have the dtype of the model; in `transformers` they keep that of their scales.",
+    "In experts that are merged, blocks of fp8 at the edge of a weight may be smaller; `transformers` expands them "
+    "wrongly.",
+    "What `fusion_config` in `config.json` fuses is not fused: modules of towers, through which no text goes. A merged "
+    "model has the published weights, as `transformers` writes them.",
+    "Blocks of bitsandbytes' 4 bits that go on in the next row of a weight are expanded as on a GPU; on a CPU "
+    "bitsandbytes 0.50 expands them wrongly.",
     "`use_cache: false` in `config.json`, which trainers leave there, does not keep `lema generate` from using a cache "
     "of keys and values: without one every token would read the whole text again.",
     "An adapter of `deepseek_ocr2`, `inkling2`, `laguna`, `mistral_large4` or `unlimited_ocr` is read whole. PEFT's "

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from asloaded import store, tensors
+from formmutations import forms_of
+from mutation import Mutation, Tensors, sharded
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from tinyconfig import tiny_config
@@ -23,43 +24,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from lema.model.skeleton import auto_class
 
-__all__ = ["ACCEPTED", "REFUSED", "TYPES", "Mutation", "mutations_of"]
+__all__ = ["ACCEPTED", "REFUSED", "TYPES", "mutations_of"]
 
 TYPES = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "mistral", "qwen2", "qwen3", "gpt_neox", "opt", "olmo2")
 TYPES += ("cohere", "granite", "gemma3", "qwen3_moe", "starcoder2", "glm4", "bloom")
-
-Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One change of a tiny model.
-
-    Attributes:
-        name: of the case.
-        built: settings that the model is built with, in the part of the config that reads text.
-        edited: keys of `config.json`, in the part that reads text, changed after the weights were written.
-        top: the same of the whole, where the config has parts.
-        dropped: keys that are taken out of every part of `config.json`.
-        stored: makes other stored tensors of those that there are.
-        files: rearranges the files of the directory.
-        opened: settings that LEMA and `from_pretrained` open the model with.
-        lengths: of the micro-batches; one, where what is drawn or added differs with the order of micro-batches.
-        auto: compare the dtype, and the values in it, that the model has where nobody names one.
-        generates: compare what is generated.
-    """
-
-    name: str
-    built: Mapping[str, Any] = field(default_factory=dict)
-    edited: Mapping[str, Any] = field(default_factory=dict)
-    top: Mapping[str, Any] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
-    stored: Callable[[Tensors], Tensors] | None = None
-    files: Callable[[Path], None] | None = None
-    opened: Mapping[str, Any] = field(default_factory=dict)
-    lengths: tuple[int, ...] = (12, 9)
-    auto: bool = False
-    generates: bool = True
 
 
 def _chosen(pattern: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
@@ -126,29 +94,11 @@ def _halves_of_two_kinds(held: Tensors) -> Tensors:
     return _chosen("norm", Tensor.half)(_chosen("not norm", Tensor.bfloat16)(held))
 
 
-def _sharded(described: Mapping[str, Any] | None) -> Callable[[Path], None]:
-    """Store a model in three files with an index, with the `metadata` that it shall have; None: it has none."""
-
-    def divide(directory: Path) -> None:
-        held = tensors(directory)
-        names, places = sorted(held), dict[str, str]()
-        (directory / "model.safetensors").unlink()
-        for number in range(3):
-            file = f"model-0000{number + 1}-of-00003.safetensors"
-            part = {name: held[name] for name in names[number::3]}
-            save_file(part, directory / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(part, file)
-        index = {"weight_map": places} if described is None else {"metadata": dict(described), "weight_map": places}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    return divide
-
-
 def _beside_old_shards(directory: Path) -> None:
     """Leave a model in one file beside the shards of one with other values, as a second upload does."""
     held = tensors(directory)
     store(directory, {name: one + 1 for name, one in held.items()})
-    _sharded({})(directory)
+    sharded({})(directory)
     save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -235,6 +185,8 @@ COMMON = (
             ("attn_implementation", "flash_attention_2"),
             ("experts_implementation", "eager"),
             ("fusion_config", {}),
+            ("fusion_config", {"patch_embeddings": True}),
+            ("fusion_config", {"nothing": True}),
             ("initializer_range", 3.0),
             ("tie_word_embeddings", True),
             ("tie_word_embeddings", False),
@@ -354,10 +306,10 @@ STORED = (
 
 
 FILES = (
-    Mutation("shards", files=_sharded({"total_size": 1})),
-    Mutation("shards with a dtype", files=_sharded({"dtype": "bfloat16"}), dropped=("dtype",), auto=True),
-    Mutation("shards, no dtype", files=_sharded({}), dropped=("dtype",), auto=True),
-    Mutation("shards without metadata", files=_sharded(None)),
+    Mutation("shards", files=sharded({"total_size": 1})),
+    Mutation("shards with a dtype", files=sharded({"dtype": "bfloat16"}), dropped=("dtype",), auto=True),
+    Mutation("shards, no dtype", files=sharded({}), dropped=("dtype",), auto=True),
+    Mutation("shards without metadata", files=sharded(None)),
     Mutation("old shards beside it", files=_beside_old_shards),
     Mutation("file of another name", files=_named_otherwise, top={"transformers_weights": "weights.safetensors"}),
     Mutation("file of another name, untold", files=_named_otherwise),
@@ -453,6 +405,7 @@ def mutations_of(model_type: str) -> Iterator[Mutation]:
     yield from STORED
     yield from FILES
     yield from _ropes(text)
+    yield from forms_of(model_type)
 
 
 # What LEMA alone refuses: a pattern of its message, and the sentence of docs/coverage.md that says so.

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from aligned import aligned
-from asloaded import opened, rows, store, tensors, write_model
+from asloaded import opened, store, tensors, write_model
 from everytype import SEED
-from mutations import Mutation
+from mutation import Mutation, batches_of
 from parity import DRAWS, draw_b, trained
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinyconfig import tiny_config
@@ -103,7 +105,10 @@ def compare(model_type: str, mutation: Mutation, directory: Path) -> Verdict:
     except Exception as error:  # noqa: BLE001 - `transformers` cannot make it, so there is nothing to open
         return Verdict(unwritten=_said(error))
     vocabulary = mutation.built.get("vocab_size", 96)
-    batches = [{name: one % vocabulary for name, one in batch.items()} for batch in rows(*mutation.lengths, count=2)]
+    batches = [
+        {name: torch.where(one < 0, one, one % vocabulary) for name, one in batch.items()}
+        for batch in batches_of(mutation)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mine, adapter = _lema(model, mutation, batches, directory)
@@ -254,7 +259,6 @@ def _load(directory: Path, **options: Any) -> Any:
 
 def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], adapter: LoraConfig | None) -> Outcome:
     outcome = Outcome()
-    settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM") if adapter is None else adapter
 
     def stage(name: str, run: Callable[[], dict[str, Any]]) -> bool:
         try:
@@ -264,15 +268,17 @@ def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], ad
         return name in outcome.values
 
     loaded: list[Any] = []
-    if stage("open", lambda: loaded.append(_load(model, dtype=torch.float32, **mutation.opened)) or {}):
+    load = mutation.whole or partial(_load, dtype=torch.float32, **mutation.opened)
+    if stage("open", lambda: loaded.append(load(model)) or {}) and adapter is not None:
         base = aligned(loaded[0])
         torch.manual_seed(SEED)
-        whole = get_peft_model(base, settings).train()
+        whole = get_peft_model(base, adapter).train()
         draw_b(whole)
+        untouched = copy.deepcopy(whole)  # a module may keep what earlier calls left, such as a longer rotary table
         stage("train", lambda: _whole_step(whole, batches))
         if mutation.generates:
             stage("generate", lambda: _whole_generated(whole, batches[0]["input_ids"]))
-        stage("streamed", lambda: _called(whole, batches[0], mutation))
+        stage("streamed", lambda: _called(untouched, batches[0], mutation))
         stage("merge", lambda: dict(whole.merge_and_unload().state_dict()))
     if mutation.auto:
         stage("auto", lambda: _loaded_values(_load(model)))
