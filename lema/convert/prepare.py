@@ -29,7 +29,7 @@ from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, target_dtypes, warn_of_unused
 from lema.storage import GlobalBinaryIndex, resolve_model
-from lema.storage.diskspace import disk_errors
+from lema.storage.atomic import directories_for
 from lema.storage.header import DTYPE_BITS
 from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, origin_of
@@ -129,8 +129,6 @@ def write_weights(
 ) -> Prepared:
     """Write a model into one file in the order it is streamed, in the assembled form or as it is published; other
     arguments and errors as of `prepare`."""
-    with disk_errors(file.parent):
-        file.parent.mkdir(parents=True, exist_ok=True)
     opened = _open(source, dtype, trust)
     form = opened.form(assembled=assembled)
     quantizer = None if quantize is None else Quantizer.of(quantize, opened.model, opened.dtypes, form.places)
@@ -145,7 +143,7 @@ def write_weights(
     if quantizer is not None:
         metadata = quantizer.metadata([name for name, _, _ in whole])
     origin = {} if opened.index is None else {ORIGIN_MARK: origin_of(opened.index)}
-    with tensor_file(file, specs, metadata | origin, progress) as out:
+    with directories_for(file), tensor_file(file, specs, metadata | origin, progress) as out:
         for name, _, _ in whole:
             tensor = form.tensors[name]
             if quantizer is not None and name in quantizer.chosen:

@@ -27,7 +27,7 @@ from lema.storage.diskspace import disk_errors
 from lema.storage.manifest import check_manifest, write_manifest
 from lema.storage.regular import check_target
 
-__all__ = ["appearing", "commit", "discard", "flush", "free_directory", "replace_file", "replacing", "settle"]
+__all__ = ["appearing", "commit", "directories_for", "discard", "flush", "free_directory", "replace_file", "replacing", "settle"]
 
 READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LOCKABLE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC  # of a file
@@ -221,6 +221,22 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("the directory is not empty", where=str(out), how="choose a new or empty directory")
     return out
+
+
+@contextmanager
+def directories_for(file: Path) -> Iterator[None]:
+    """Make the directories above a file that is written in the `with` block; on failure those that were made go. Raises
+    `DiskError` if one cannot be made."""
+    missing = [directory for directory in file.absolute().parents if not directory.exists()]
+    with disk_errors(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for directory in missing:
+            with suppress(OSError):  # it is not empty, because others have written there
+                directory.rmdir()
+        raise
 
 
 @contextmanager
