@@ -27,7 +27,8 @@ from lema.storage.diskspace import disk_errors
 from lema.storage.manifest import check_manifest, write_manifest
 from lema.storage.regular import check_target
 
-__all__ = ["appearing", "commit", "directories_for", "discard", "flush", "free_directory", "replace_file", "replacing", "settle"]
+__all__ = ["appearing", "commit", "directories_for", "discard", "flush", "free_directory", "replace_file", "replacing"]
+__all__ += ["settle"]
 
 READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LOCKABLE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC  # of a file
