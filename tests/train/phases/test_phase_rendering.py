@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from days import set_day
+from phaseruns import assert_same
 from rich.console import Console
 from smallrun import CHAT_TEMPLATE, tokenizer, write_model
 from transformers import AutoTokenizer, GenerationConfig, TrainerCallback
 
 from lema import LemaModel
 from lema.convert import apply_delta, merge_adapter
+from lema.errors import ConfigError
 from lema.storage.rendering import read_templates
 from lema.train.checkpoint.resume import settings_then
 from lema.train.phases.file import read_phase_file
@@ -193,8 +195,9 @@ def test_trainer_of_stages_goes_on_the_next_day_with_the_date_of_its_first(
     read = read_phase_file(file, chat_template=template, save_steps=1)
     plan = read.plan.model_copy(update={"phases": [read.plan.phases[0].model_copy(update={"tokens": 128})]})
 
-    def trainer(*callbacks: TrainerCallback) -> LoRATrainer:
-        return LoRATrainer(plan, read.config, {"chats": str(tmp_path / "chats.jsonl")}, callbacks=callbacks)
+    def trainer(*callbacks: TrainerCallback, **changes: Any) -> LoRATrainer:
+        config = read.config.model_copy(update=changes)
+        return LoRATrainer(plan, config, {"chats": str(tmp_path / "chats.jsonl")}, callbacks=callbacks)
 
     set_day(monkeypatch, "2026-11-28")
     with pytest.raises(KeyboardInterrupt):
@@ -202,3 +205,11 @@ def test_trainer_of_stages_goes_on_the_next_day_with_the_date_of_its_first(
     set_day(monkeypatch, "2026-11-29")
     end = trainer().train(resume=True)
     assert settings_then(end)["template_date"] == "2026-11-28"
+    # In another directory the date is the user's to give.
+    elsewhere = trainer(output_dir=str(tmp_path / "elsewhere"))
+    elsewhere.restore_from_path(end.parent / "checkpoint-1")
+    with pytest.raises(ConfigError, match="template_date: '2026-11-28' -> '2026-11-29'"):
+        elsewhere.train()
+    told = trainer(output_dir=str(tmp_path / "told"), template_date="2026-11-28")
+    told.restore_from_path(end.parent / "checkpoint-1")
+    assert_same(told.train(), end)
