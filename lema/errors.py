@@ -27,7 +27,8 @@ __all__ = [
     "printable",
 ]
 
-NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")  # terminals obey it, or print none
+# Terminals obey these, print them in another order, or print none.
+NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 SAYINGS = ("out of memory", "status_alloc_failed")  # of drivers, and of libraries of kernels that allocate themselves
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
+from lema.cli.streams import full, text_streams
 from lema.errors import ConfigError, DiskError, LemaError, MemoryLimitError, Stopped, is_out_of_memory
 
 __all__ = ["run"]
@@ -13,7 +14,18 @@ _DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def run(commands: typer.Typer, arguments: Sequence[str], *, by: str = "") -> int:
-    """Run a command line `by` whom; return its exit code. An error is one message on standard error, or a traceback."""
+    """Run a command line `by` whom; return its exit code. An error is one message on standard error, or a traceback.
+    What is printed is text, and a reader who goes away ends the printing alone."""
+    with text_streams() as streams:
+        code = _run(commands, arguments, by)
+    # Of a run the product is on the disk, of any other command it is what was printed.
+    if code == 0 and any(map(full, streams)) and arguments[:1] != ["train"]:
+        typer.echo("error: what was printed could not be written; the disk may be full", err=True)
+        return DiskError.exit_code
+    return code
+
+
+def _run(commands: typer.Typer, arguments: Sequence[str], by: str) -> int:
     debug = "--debug" in arguments
     try:
         typer.main.get_command(commands).main([a for a in arguments if a != "--debug"], prog_name="lema", obj=by)

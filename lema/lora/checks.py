@@ -204,10 +204,10 @@ class Base(NamedTuple):
     fingerprint: str  # of the files that the adapter is trained on
 
 
-def base_of(config: LemaConfig, index: GlobalBinaryIndex) -> Base:
-    """Return the model that the settings name; in the place of a directory that was prepared, what that was made of, if
-    it is a hub id, or a directory that is still there."""
-    fingerprint = base_fingerprint(index)
+def base_of(config: LemaConfig, index: GlobalBinaryIndex, fingerprint: str | None = None) -> Base:
+    """Return the model that the settings name, with its `fingerprint` (None: it is computed). In the place of a
+    directory that was prepared it is what that was made of, if this is a hub id, or a directory that is still there."""
+    fingerprint = fingerprint or base_fingerprint(index)
     if Path(config.model_name_or_path).expanduser().exists() and (origin := index.origin) is not None:
         name, commit = origin
         if not Path(name).is_absolute() or Path(name).is_dir():

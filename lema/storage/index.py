@@ -5,6 +5,8 @@ name only files of its own directory; the hub cache, whose snapshots are links i
 """
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from lema.errors import WeightsError
 from lema.storage.header import MAX_HEADER_BYTES, TensorRecord, damaged, read_header, read_json
 
 __all__ = ["INDEX_NAME", "ORIGIN_MARK", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
-__all__ += ["origin_of"]
+__all__ += ["file_stamps", "origin_of"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -40,6 +42,7 @@ class GlobalBinaryIndex(dict[str, TensorRecord]):
         if entry.name.endswith(".json"):
             weight_map, self.described = _read_weight_map(entry)
         self.files = tuple(entry.parent / name for name in sorted(set(weight_map.values()))) or (entry,)
+        self.stamps = file_stamps(self.files)  # before the headers are read
         self.metadata: dict[Path, dict[str, str]] = {}  # file -> the strings its writer left in the header
         for file in self.files:
             self.metadata[file], records = read_header(file)
@@ -78,6 +81,17 @@ class GlobalBinaryIndex(dict[str, TensorRecord]):
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(record.nbytes for record in self.values())
+
+
+def file_stamps(files: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
+    """Return what the system says of each file, which changes when it is written or exchanged: device, inode, size and
+    time in nanoseconds; nothing of one that is not there."""
+    found: dict[Path, tuple[int, ...]] = {}
+    for file in files:
+        with suppress(OSError):
+            status = file.stat()
+            found[file] = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return found
 
 
 def origin_of(index: GlobalBinaryIndex) -> str:

@@ -12,11 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lema.errors import DiskError, NonFiniteError
+from lema.errors import DiskError, NonFiniteError, ReadError, WeightsError
 from lema.storage.header import TensorRecord
+from lema.storage.index import GlobalBinaryIndex, file_stamps
 from lema.storage.tensorfile import read_into
 
-__all__ = ["base_fingerprint", "check_finite", "check_written", "same_bits"]
+__all__ = ["BaseFiles", "base_fingerprint", "check_finite", "check_written", "same_bits"]
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
@@ -63,6 +64,47 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def _differs(what: str, file: Path) -> DiskError:
     what = f"the disk returns other bytes than were written: {what}"
     return DiskError(what, where=str(file), how="check the disk; earlier files are untouched")
+
+
+class BaseFiles:
+    """The files of a model as a run began to read them.
+
+    Args:
+        index: what the headers of the files say.
+
+    Attributes:
+        fingerprint: of the tensors, as `base_fingerprint` describes.
+
+    Raises:
+        WeightsError: a file has changed since its header was read.
+    """
+
+    def __init__(self, index: GlobalBinaryIndex) -> None:
+        self._index, self._stamps = index, index.stamps
+        if file_stamps(index.files) != index.stamps:
+            raise self._changed()
+        self.fingerprint = base_fingerprint(index)
+
+    def check(self) -> None:
+        """Make sure that the files are still those that the run began with: by what the system says of each, and where
+        that has changed, by the fingerprint. `WeightsError`: they are not."""
+        now = file_stamps(self._index.files)
+        if now == self._stamps:
+            return
+        try:
+            same = now.keys() == self._stamps.keys() and base_fingerprint(self._index) == self.fingerprint
+        except (ReadError, WeightsError):  # it is shorter now
+            same = False
+        if not same:
+            raise self._changed()
+        self._stamps = now
+
+    def _changed(self) -> WeightsError:
+        now, then = file_stamps(self._index.files), self._stamps
+        changed = [file.name for file in self._index.files if now.get(file) != then.get(file)]
+        what = f"the model has changed since the run began to read it: {', '.join(changed[:3])}"
+        how = "put the model back as it was, and continue with --resume from the last checkpoint, which is of before"
+        return WeightsError(what, where=str(self._index.path), how=how)
 
 
 SAMPLE_BYTES = 1024

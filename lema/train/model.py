@@ -51,6 +51,7 @@ from lema.plan.planner import Planner, opened_planner, settled
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.rendering import read_templates
+from lema.storage.verify import BaseFiles
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
@@ -244,7 +245,8 @@ class LemaModel:
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
         they are not the model's own, or raise `DiskError`. Only the first process writes."""
-        given = self.backend, self._require_adapter(), self.config, base_of(self.config, self.gbi), self.reference
+        base = base_of(self.config, self.gbi, BaseFiles(self.gbi).fingerprint)
+        given = self.backend, self._require_adapter(), self.config, base, self.reference
         leave_adapter(Path(directory), *given, [self.files.write_rendering])
 
     @cached_property

@@ -47,6 +47,8 @@ class StopOnSignal:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no signals
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # the run goes on without its terminal
+                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

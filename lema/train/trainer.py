@@ -29,6 +29,7 @@ from lema.model.files import ModelFiles
 from lema.model.partition import whole_adapter
 from lema.storage import GlobalBinaryIndex
 from lema.storage.locks import one_run
+from lema.storage.verify import BaseFiles
 from lema.stream import LayerStream
 from lema.train.batch import as_batch, as_rows, packed
 from lema.train.checkpoint.format import (
@@ -248,6 +249,7 @@ class LemaTrainer:
                 taken = self.global_step - self.skipped_steps
                 self.follow(make_schedule(optimizer, self.config, run.num_steps, taken))
             result = run.train(cast(LRScheduler, self.schedule), self.callbacks, stop)
+            first_alone(self.backend.replicas, self._base_files.check)
             run.leave(result, self._base, self.files)
             return result
 
@@ -291,6 +293,7 @@ class LemaTrainer:
         nbytes = nbytes_of(self._parameters() if whole is None else whole.values()) * (1 + (reference is not None))
         adapter = partial(save_adapter, adapters, base=self._base.name, revision=self._base.revision, whole=whole)
         every: list[Writer] = [
+            lambda _: self._base_files.check(),
             adapter,
             config.save_pretrained,
             partial(write_base, fingerprint=self._base.fingerprint),
@@ -351,7 +354,11 @@ class LemaTrainer:
 
     @cached_property
     def _base(self) -> Base:
-        return base_of(self.config, self.gbi)
+        return base_of(self.config, self.gbi, self._base_files.fingerprint)
+
+    @cached_property
+    def _base_files(self) -> BaseFiles:
+        return BaseFiles(self.gbi)
 
     def _adapters(self) -> PeftModel:
         if self.peft_model is None:
@@ -362,6 +369,7 @@ class LemaTrainer:
         """Return the optimizer, created if necessary, with the model in training mode."""
         self._adapters().train()
         if self.optimizer is None:
+            self._base_files  # noqa: B018 - now, because what is saved says on which files the run began
             made = make_optimizer(self._parameters(), self.config, self.peft_model, replicas=self.update.over)
             self.optimizer = made
         return self.optimizer

@@ -12,7 +12,7 @@ import typer
 
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.config.units import human_bytes, human_count
-from lema.errors import ConfigError
+from lema.errors import ConfigError, printable
 from lema_tools.opened import model_of, outcome_of
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class _Made:
             self._rewrite()
         if first and self.bare:
             for index in sorted(self.kept):
-                typer.echo(self.kept[index]["completion"])
+                typer.echo(printable(self.kept[index]["completion"]))
         return tokens
 
     def _rewrite(self) -> None:

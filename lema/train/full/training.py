@@ -12,7 +12,7 @@ these masters rounded to the nearest.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from lema.engine.optim import make_optimizer, set_update
 from lema.engine.trained_weights import Leaves, TrainedWeights
 from lema.errors import ConfigError, NonFiniteError
 from lema.storage import GlobalBinaryIndex
-from lema.storage.verify import base_fingerprint
+from lema.storage.verify import BaseFiles
 from lema.train.checkpoint.format import Writer
 from lema.train.checkpoint.resume import UPDATE
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
@@ -55,6 +55,7 @@ class FullTraining:
         gbi: GlobalBinaryIndex | None = None,
     ) -> None:
         self.model, self.config, self._gbi = model, config, gbi
+        self._base_files = None if gbi is None else BaseFiles(gbi)
         self.places = Masters(model, config, chosen)
         self.masters = self.places.by_name
         if config.optim != "adamw_torch":
@@ -134,7 +135,8 @@ class FullTraining:
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
         backend, places = self.model.backend, self.places
         outer = self.model.split.outer
-        write_full(Path(directory), backend, places, self.optimizer, outer, about, self.config, self._base, writers)
+        every: list[Writer] = [lambda _: self._check_base(), *writers]
+        write_full(Path(directory), backend, places, self.optimizer, outer, about, self.config, self._base, every)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError` of what does not fit."""
@@ -154,9 +156,13 @@ class FullTraining:
         """Begin with the moments in a checkpoint of another selection; masters stay. Return its `extra`."""
         return carry_moments(Path(directory), self.places, self.optimizer)
 
-    @cached_property
+    def _check_base(self) -> None:
+        if self._base_files is not None:
+            self._base_files.check()
+
+    @property
     def _base(self) -> str | None:
-        return None if self._gbi is None else base_fingerprint(self._gbi)
+        return None if self._base_files is None else self._base_files.fingerprint
 
     def close(self) -> None:
         """End the optimizer's thread and let the file go; the model trains its own weights no more."""

@@ -1,0 +1,106 @@
+"""A run whose model changes under it ends, and what it saved before says on which files it was trained."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from smallrun import settings, token_rows, write_model
+from transformers import TrainerCallback
+
+from lema import LemaConfig, LemaModel
+from lema.errors import WeightsError
+from lema.lora.checks import BASE_NAME
+from lema.storage import GlobalBinaryIndex
+from lema.storage.verify import base_fingerprint
+
+
+def rewrite(file: Path) -> None:
+    tensors = {name: tensor + 1 for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+
+
+def exchange(file: Path) -> None:
+    rewritten = file.with_name("new")
+    rewritten.write_bytes(file.read_bytes())
+    rewrite(rewritten)
+    rewritten.replace(file)
+
+
+def shorten(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 64)
+
+
+def touch(file: Path) -> None:
+    os.utime(file, ns=(1, 1))
+
+
+def copy_over(file: Path) -> None:
+    copied = file.with_name("new")
+    copied.write_bytes(file.read_bytes())
+    copied.replace(file)
+
+
+class _At(TrainerCallback):
+    """Changes the model's file after a step."""
+
+    def __init__(self, step: int, change: Callable[[], None]) -> None:
+        self._step, self._change = step, change
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._change()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> LemaConfig:
+    model = write_model(tmp_path / "model")
+    changes = {"max_steps": 4, "save_steps": 2, "strategy": "resident", "check_base_weights": False}
+    return settings(model, tmp_path / "out", **changes)
+
+
+def train(config: LemaConfig, step: int, change: Callable[[Path], None]) -> None:
+    model = LemaModel(config)
+    model.initialize_lora()
+    file = sorted(Path(config.model_name_or_path).glob("*.safetensors"))[0]
+    trainer = model.get_trainer(callbacks=[_At(step, lambda: change(file))])
+    try:
+        trainer.fit(token_rows(8))
+    finally:
+        model.close()
+
+
+def written(directory: Path) -> str:
+    return str(json.loads((directory / BASE_NAME).read_text())["fingerprint"])
+
+
+@pytest.mark.parametrize("change", [rewrite, exchange, shorten])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_changed_model_ends_the_run(step: int, change: Callable[[Path], None], config: LemaConfig) -> None:
+    out, before = Path(config.output_dir), base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))
+    with pytest.raises(WeightsError, match="the model has changed since the run began to read it"):
+        train(config, step, change)
+    saved = sorted(path.name for path in out.glob("checkpoint-*"))
+    assert saved == ["checkpoint-2"] * (step == 3)
+    assert all(written(out / name) == before for name in saved)
+    assert not (out / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("change", [touch, copy_over])
+def test_files_with_the_same_weights_are_the_same_model(change: Callable[[Path], None], config: LemaConfig) -> None:
+    before = base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))
+    train(config, 1, change)
+    assert written(Path(config.output_dir)) == written(Path(config.output_dir) / "checkpoint-4") == before
+
+
+def test_an_adapter_is_not_saved_on_a_model_that_has_changed(config: LemaConfig, tmp_path: Path) -> None:
+    model = LemaModel(config)
+    model.initialize_lora()
+    exchange(sorted(Path(config.model_name_or_path).glob("*.safetensors"))[0])
+    with pytest.raises(WeightsError, match="the model has changed"):
+        model.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    model.close()
