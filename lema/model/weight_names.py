@@ -302,8 +302,11 @@ def _tie(model: PreTrainedModel, names: NameMap, missing: list[str], filled: Abs
     the other, and two that are both stored, with different values, are two weights from here on, whatever the config
     says. It compares weights that are loaded, so meanwhile each weight is a single element in the weight's shape, and
     those whose stored values are equal are the same element."""
-    pairs = dict(model.all_tied_weights_keys)
-    usual = {name: model.get_parameter_or_buffer(name) for name in (*pairs.values(), *pairs)}
+    pairs = model.all_tied_weights_keys
+    named = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
+    uses = Counter(place for _, place in named)
+    as_built = [name for name, place in named if uses[place] > 1]  # which a model's own rule may part
+    usual = {name: model.get_parameter_or_buffer(name) for name in (*pairs.values(), *pairs, *as_built)}
     for name, element in _elements(names, [*usual], target_dtypes(model)).items():
         put(model, name, nn.Parameter(element.expand(usual[name].shape), requires_grad=False))
     absent = {*missing}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -160,3 +160,20 @@ def test_of_three_names_those_are_one_that_transformers_ties(stored: tuple[str, 
     assert skeleton.all_tied_weights_keys == loaded.all_tied_weights_keys
     for name in ONE:
         assert torch.equal(read_stored(records[name], torch.float32), loaded.get_parameter(name))
+
+
+class HeadApart(TwoHeads):
+    """A model with a rule of its own for what is tied."""
+
+    def tie_weights(self, *args: Any, **options: Any) -> None:
+        self.all_tied_weights_keys.pop("second_head.weight", None)
+        super().tie_weights(*args, **options)
+
+
+def test_a_models_own_rule_for_ties_is_followed(tmp_path: Path) -> None:
+    model = write_model(llama(tie_word_embeddings=True), tmp_path / "model")
+    held = tensors(model)
+    store(model, held | {name: held[ONE[0]].clone() for name in ONE})
+    skeleton = meta_model(read_config(model), kind=HeadApart)
+    match_names(skeleton, GlobalBinaryIndex(model))
+    assert shared(skeleton) == shared(HeadApart.from_pretrained(model)) == [{*ONE[:2]}, {ONE[2]}]
