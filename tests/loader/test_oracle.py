@@ -63,7 +63,7 @@ def test_the_oracle_sees_weights_that_are_others(tmp_path: Path, monkeypatch: py
         return model
 
     monkeypatch.setattr(oracle, "_load", other)
-    monkeypatch.setattr(oracle, "_merged", lambda directory: dict(loaded(directory).state_dict()))
+    monkeypatch.setattr(oracle, "_merged", lambda directory, _: dict(loaded(directory).state_dict()))
     found = compare("llama", Mutation("as it is"), tmp_path).differences
     assert {one.partition(":")[0] for one in found} == {"train", "streamed", "merge"}
 
