@@ -412,4 +412,5 @@ class Split:
 
     def replaced(self, forwards: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:
         """Replace the layers' `forward` for the length of a `with` block."""
+        self.state.layers.pause()
         return replaced(dict(zip(self.layers, forwards, strict=True)))

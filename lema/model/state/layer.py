@@ -30,7 +30,7 @@ ADAPTERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)  # keep nothing from call 
 
 class LayerState:
     """What the modules of one layer keep. It is looked at again only after it has changed, so that a layer that keeps
-    nothing costs two comparisons of references in each run.
+    nothing costs a comparison of references in each run.
 
     Args:
         layer: the layer, adapters attached or not.
@@ -59,21 +59,22 @@ class LayerState:
             self._last = Snapshot((one for one in self._layer.modules() if not isinstance(one, ADAPTERS)), look)
         return self._last
 
-    def first(self, run: Callable[[], Any], given: Any) -> tuple[Any, Snapshot, set[int]]:
-        """Run the layer for a micro-batch for the first time. A run that fails leaves no trace.
+    def first(self, run: Callable[[], Any], given: Any) -> tuple[Any, Snapshot, Changed, set[int]]:
+        """Run the layer for a micro-batch for the first time. A run that fails leaves no trace. Nothing has changed
+        since `now` was asked, but by runs.
 
         Args:
             run: runs the layer.
             given: what it is given: tensors whose memory is used for other things later, in nested containers.
 
         Returns:
-            What `run` returns; what the layer held before; and the `id` of what it has changed under names that no call
-            had changed before.
+            What `run` returns; what the layer held before; what it has changed; and the `id` of what that is under
+            names that no call had changed before.
 
         Raises:
             ModelError: the layer keeps what cannot be reproduced.
         """
-        before = self.now()
+        before = self._last or self.now()
         try:
             made = run()
         except BaseException:
@@ -85,16 +86,19 @@ class LayerState:
             self._settle(before, changed, given)
         if self._unwritten is None:
             self._unwritten = before.forget_unwritten()
+        if changed:
+            self.now()
         new = {module: names - self.kept.get(module, set()) for module, names in changed.items()}
         if not any(new.values()):
-            return made, before, set()
+            return made, before, changed, set()
         for module, names in new.items():
             self.kept.setdefault(module, set()).update(names)
-        return made, before, before.parts(new) | self.now().parts(new)
+        return made, before, changed, before.parts(new) | self.now().parts(new)
 
     def again(self, held: Snapshot, run: Callable[[], Any]) -> Any:
-        """Run the layer once more for a micro-batch, for whose first run it `held` this; return what that returns."""
-        now = self.now()
+        """Run the layer once more for a micro-batch, for whose first run it `held` this; return what that returns.
+        Nothing has changed since `now` was asked, but by runs."""
+        now = self._last or self.now()
         if held is now:  # then no call has changed anything
             return run()
         held.restore()

@@ -48,9 +48,11 @@ class LayerStates:
         self._layers, self._name, self._outside = layers, name, outside
         self._states: dict[int, LayerState] = {}
         self._journals: WeakSet[Journal] = WeakSet()
+        self._running: int | None = None  # the layer that ran last, and whose modules nothing else has touched since
 
     def forget(self) -> None:
         """Look the modules up again, because adapters were attached or taken off."""
+        self.pause()
         for state in self._states.values():
             state.forget()
 
@@ -59,15 +61,22 @@ class LayerStates:
         returns. The first run for a `call` finds what the run before it left; each later one finds what the first one
         found, and leaves no trace. `ModelError`: the layer keeps what cannot be reproduced."""
         state = self._state(index)
+        if index != self._running:
+            self._running = index
+            state.now()
         if call.held is not None:
             return state.again(call.held, run)
-        made, held, new = state.first(run, given)
+        made, held, changed, new = state.first(run, given)
         call.begin(held)
         if new:
             self._check_own(index, state, new)
-        if held is not state.now():
+        if changed:
             self._changes(index, held)
         return made
+
+    def pause(self) -> None:
+        """Look at each layer again before its next run, because other code than that of layers may run until then."""
+        self._running = None
 
     def keeps(self, index: int) -> bool:
         """Whether a call has changed what a layer holds."""
@@ -87,6 +96,7 @@ class LayerStates:
 
     def restored(self, module: nn.Module, names: Iterable[str]) -> None:
         """Note that a module of a layer holds under these names what calls of an earlier run have changed."""
+        self.pause()
         index = next(index for index, layer in enumerate(self._layers) if module in layer.modules())
         self._state(index).kept.setdefault(module, set()).update(names)
 
@@ -99,6 +109,7 @@ class LayerStates:
     def put_back(self, journal: Journal) -> None:
         """Let layers hold what they held when a journal was begun, and begin it anew."""
         before, journal.before = journal.before, {}
+        self.pause()
         for index, held in before.items():
             self._changes(index, self._state(index).now())
             held.restore()
