@@ -187,6 +187,26 @@ def test_what_cannot_be_reproduced_is_refused_by_name(case: str, tmp_path: Path)
     assert error.where == "model.layers.0"
 
 
+class Group:
+    """What all layers compute with, as a group of processes."""
+
+    def __init__(self) -> None:
+        self.waiting: list[int] = []
+
+    def __deepcopy__(self, memo: Any) -> "Group":
+        return self
+
+
+def test_what_copies_of_a_layer_share_is_no_state_of_it() -> None:
+    group, layer = Group(), torch.nn.Module()
+    layer.group, layer.counts = group, [0]
+    before = Snapshot(layer.modules())
+    group.waiting.append(1)
+    assert not before.changed()
+    layer.counts.append(1)
+    assert before.changed() == {layer: {"counts"}}
+
+
 def test_a_stored_buffer_that_a_layer_writes_into_is_refused(tmp_path: Path) -> None:
     keep = "self.mean.add_(x.detach().mean()); scale = 1 + self.mean"
     model = keeping(tmp_path / "model", "self.register_buffer('mean', torch.zeros(()))", keep)

@@ -323,9 +323,15 @@ def _items(owner: Any) -> Any:
 def has_state(value: Any) -> bool:
     """Whether the attributes of an object may be what a call changes, so that they are looked at."""
     kind = type(value)
-    if isinstance(value, OPAQUE):
+    if isinstance(value, OPAQUE) or _shared_by_copies(value):
         return False
     return hasattr(value, "__dict__") and not callable(value) and not f"{kind.__module__}.".startswith(LIBRARIES)
+
+
+def _shared_by_copies(value: Any) -> bool:
+    """Whether an object says that copies of what holds it hold the same one, as a group of processes does."""
+    copied = getattr(type(value), "__deepcopy__", None)
+    return copied is not None and not isinstance(value, Tensor) and copied(value, {}) is value
 
 
 def _has_values(tensor: Tensor) -> bool:
