@@ -23,6 +23,8 @@ from lema.stream.gather import NUM_BUFFERS
 from lema.stream.placement import part_bytes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from lema.plan.planner import Planner
 
 __all__ = ["advise", "allocated", "ample", "layers_stay", "of_one_process", "untimed", "whether_recomputed"]
@@ -174,17 +176,25 @@ def untimed(demand: Demand) -> Demand:
 def ample(planner: Planner) -> bool:
     """Whether memory holds the run by a guess that is far too high, so that nothing needs to be looked at."""
     blueprint, batch, rows = planner.blueprint, planner.shape.micro_batch, planner.shape.num_rows
-    text, width = blueprint.model.config.get_text_config(), 0
+    text = blueprint.model.config.get_text_config()
+    heads, width = _most_heads(text), 0
     for layer in blueprint.layers:
         placed = (*layer.tensors, *(one.placed for one in layer.expansions))
         width += WIDE * sum(sum(one.shape[-2:]) for one in placed)  # what goes into a product, and what comes out
-        width += WIDE * batch.length * getattr(text, "num_attention_heads", text.hidden_size)  # scores of one token
+        width += WIDE * batch.length * heads  # scores of one token
     width += WIDE * (text.vocab_size + text.hidden_size)
     weights = sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers) + blueprint.outside_bytes
     weights *= 1 + (blueprint.trained is not None)  # with their gradients
     activations = 4 * width * rows * batch.length * (1 + batch.beside)
     trains = blueprint.adapter_bytes + blueprint.reference_bytes
     return bool(weights + blueprint.head.nbytes + trains + activations < planner.limits[0])
+
+
+def _most_heads(text: PreTrainedConfig) -> int:
+    """Return the heads of attention of the layer with the most; where a config names none, as many as states are wide.
+    Of layers with settings of their own, the config of the whole gives no number."""
+    layers = text.per_layer_config if text.is_heterogeneous else (text,)
+    return max(int(getattr(layer, "num_attention_heads", None) or text.hidden_size) for layer in layers)
 
 
 def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:

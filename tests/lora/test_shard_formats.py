@@ -28,10 +28,12 @@ from shardedadapters import (
     write_adapter,
     write_model,
 )
+from tinyconfig import tiny_config
 from torch import Tensor
-from transformers import MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lema.errors import AdapterError, ConfigError, ModelError
+from lema_neuron.shards.describe import describe
 from lema_tools.shards.convert import consolidate_adapter, shard_adapter
 
 FORMAT = "optimum-neuron"
@@ -152,6 +154,9 @@ def test_an_adapter_or_a_model_of_another_kind_is_refused(fusible: Callable[[int
     sparse = write_adapter(write_model(config, tmp_path / "sparse"), tmp_path / "experts", targets=["q_proj"])
     with pytest.raises(ModelError, match="is no module of the models that this format is for"):
         shard_adapter(sparse, tmp_path / "out", 2, format=FORMAT)
+    uneven = AutoModelForCausalLM.from_config(tiny_config("dots3_note_text"))
+    with pytest.raises(ModelError, match="layers have settings of their own: kv_lora_rank, num_attention_heads"):
+        describe({}, {}, uneven, 2, "tile")
     adapter = fusible(2)
     tensors = load_file(adapter / "adapter_model.safetensors")
     tensors |= {name.replace("layers.0.", "layers.99."): tensor.clone() for name, tensor in tensors.items()}

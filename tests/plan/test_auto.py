@@ -10,6 +10,7 @@ import torch
 from clirun import assert_refused, config_writer, lema
 from hollowmodel import large_config, write_hollow
 from parity import Outcome, assert_same, draw_b
+from publishedclass import publish
 from smallrun import write_model
 from tiny import write_checkpoint
 from torch import Tensor
@@ -227,3 +228,12 @@ def test_a_run_goes_on_with_the_rows_at_once_that_it_began_with(
     monkeypatch.setattr(LemaModel, "initialize_lora", lambda self: (seen.append(self.config), chosen(self))[1])
     assert lema("train", write(save_steps=1, max_steps=2, gradient_checkpointing="auto", batch_size=8), "--resume") == 0
     assert (seen[0].micro_batch_size, seen[0].loss_chunk_tokens) == (2, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors on disk are not used")  # towers
+@pytest.mark.parametrize("model_type", ["dots3_note", "gemma4_text"])
+def test_memory_is_chosen_for_a_model_whose_layers_have_settings_of_their_own(model_type: str, tmp_path: Path) -> None:
+    config = two_lines(publish(model_type, tmp_path / "model"), max_length=16)
+    with closing(LemaModel(config)) as opened:
+        opened.initialize_lora()
+        assert opened.allocation.slots >= 2
