@@ -24,6 +24,10 @@ class MemoryStrategy(StrEnum):
     """In host memory, all of them."""
 
 
+def _as_text(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, date) else value
+
+
 def _day(value: str) -> str:
     try:
         return date.fromisoformat(value).isoformat()
@@ -174,7 +178,7 @@ Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), Before
 Offloading = Annotated[bool | Literal["legacy", "hidden_states", "disk"], _switch("legacy", "hidden_states", "disk")]
 Packing = Annotated[bool | Literal["wrapped"], _switch("wrapped")]
 Scale = Annotated[int | float, Field(gt=0)]
-Day = Annotated[str, AfterValidator(_day)]
+Day = Annotated[str, BeforeValidator(_as_text), AfterValidator(_day)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 

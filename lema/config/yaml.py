@@ -1,6 +1,6 @@
 """A YAML file as a plain mapping that still knows on which line each key stood, at every depth.
 
-The dialect is YAML 1.2, so `1e-4` is a number and `on` is text; duplicate keys, tags and tabs are errors.
+The dialect is YAML 1.2, so `1e-4` is a number, and `on` and a date are text; duplicate keys, tags and tabs are errors.
 """
 
 import re
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.constructor import DuplicateKeyError, SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.reader import ReaderError
@@ -101,9 +101,18 @@ def _with_whole_characters(value: Any) -> Any:
     return value
 
 
+class _Constructor(SafeConstructor):
+    """Makes values of YAML's, and text of dates, which ruamel reads as YAML 1.1 does."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
 def _yaml() -> YAML:
     # pure: the C parser, where it is installed, reads YAML 1.1.
-    return YAML(typ="safe", pure=True)
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
+    return yaml
 
 
 def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:

@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.problems import SettingsError
 from lema.config.types import Scheduler
 from lema.config.units import parse_memory
+from lema.config.yaml import parse_value
 from lema.errors import ConfigError, DiskError, listed
 
 # Run in a fresh process: every field misspelt in many ways, every field given every wrong type. Prints what was wrong
@@ -412,6 +414,17 @@ def test_yaml_values_are_yaml_1_2(tmp_path: Path) -> None:
     assert parse_memory(config.device_memory or 0, 1) == 4_000_000_000
 
 
+def test_a_date_is_text(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\noutput_dir: 2024-05-17\ntemplate_date: 2024-05-17\n"
+    config = LemaConfig.from_yaml(write(tmp_path / "c.yaml", text))
+    assert (config.output_dir, config.template_date) == ("2024-05-17", "2024-05-17")
+    assert parse_value("2024-05-17", "--set") == "2024-05-17"
+    assert LemaConfig("m", template_date=date(2024, 5, 17)).template_date == "2024-05-17"  # type: ignore[arg-type]
+    for moment in ("2024-05-17T10:00:00", datetime(2024, 5, 17, 10)):
+        with pytest.raises(ConfigError, match="must be a date such as 2026-03-31"):
+            LemaConfig("m", template_date=moment)  # type: ignore[arg-type]
+
+
 def test_characters_that_json_writes_as_two_escapes_are_whole(tmp_path: Path) -> None:
     text = json.dumps({"model_name_or_path": "m", "train_data": ["\U0001f600.jsonl"], "run_name": "\U0001f600"})
     config = LemaConfig.from_yaml(write(tmp_path / "c.json", text))
@@ -460,7 +473,8 @@ def test_paths_in_yaml_stay_as_the_shell_sees_them(tmp_path: Path) -> None:
         pytest.param(laughs("{{<<: [{}]}}"), "", "more than 20,000 values", id="merges"),
         ("a: &a [*a]\n", "", "more than 20,000 values"),
         ("seed: 1\n", "", "model_name_or_path is not given"),
-        ("model_name_or_path: m\nseed: 2024-13-45\n", "", "not YAML"),
+        ("model_name_or_path: m\nseed: !!int abc\n", "", "not YAML"),
+        ("model_name_or_path: m\nseed: 2024-13-45\n", ":2", "seed must be a whole number, not '2024-13-45'"),
         ("model_name_or_path: m\neval_split: 0.1\neval_data: e\n", "", "exclude each other"),
     ],
 )
