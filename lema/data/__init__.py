@@ -6,10 +6,9 @@ from lema import lazy_exports
 
 if TYPE_CHECKING:
     from lema.data.batches import Batch, Batches, collate
-    from lema.data.columns import longest_row
     from lema.data.dataset import Counts, TokenDataset
     from lema.data.files import Row, load_rows, read_rows
-    from lema.data.forms import Forms, forms_of
+    from lema.data.forms import Forms, forms_of, longest_row, num_positions
     from lema.data.read import needs_tokenizer, prepare_data
     from lema.data.sampling import Sampling
 
@@ -26,6 +25,7 @@ __all__ = [
     "load_rows",
     "longest_row",
     "needs_tokenizer",
+    "num_positions",
     "prepare_data",
     "read_rows",
 ]
@@ -35,10 +35,9 @@ __getattr__, __dir__ = lazy_exports(
     {
         **dict.fromkeys(("Batch", "Batches", "collate"), "batches"),
         **dict.fromkeys(("Counts", "TokenDataset"), "dataset"),
-        **dict.fromkeys(("Forms", "forms_of"), "forms"),
+        **dict.fromkeys(("Forms", "forms_of", "longest_row", "num_positions"), "forms"),
         **dict.fromkeys(("Row", "load_rows", "read_rows"), "files"),
         **dict.fromkeys(("needs_tokenizer", "prepare_data"), "read"),
         "Sampling": "sampling",
-        "longest_row": "columns",
     },
 )

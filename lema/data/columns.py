@@ -10,7 +10,6 @@ import numpy.typing as npt
 from lema.data.chat.messages import Chat, read_conversations, read_messages
 from lema.data.files import Row
 from lema.data.forms import IGNORED, MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
-from lema.errors import ConfigError
 
 __all__ = [
     "FLAGS",
@@ -20,7 +19,6 @@ __all__ = [
     "Tokens",
     "detect",
     "left_out",
-    "longest_row",
     "num_trained",
     "parse",
     "unused",
@@ -192,17 +190,3 @@ def _instruction(row: Row, chat_template: bool) -> Example:
         question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
         return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": output}])
     return Text((_ALPACA_INPUT if extra.strip() else _ALPACA).format(instruction=instruction, input=extra), output)
-
-
-DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
-
-
-def longest_row(wanted: int | None, positions: int | None) -> int:
-    """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer
-    (None, or less than one: any number). `ConfigError`: the model takes fewer than asked for."""
-    if positions is None or positions < 1:  # -1 is how XLNet's config says that there is no limit
-        return wanted or DEFAULT_LENGTH
-    if wanted is not None and wanted > positions:
-        what = f"the model has {positions} positions, fewer than max_length: {wanted}"
-        raise ConfigError(what, where="max_length", how=f"set max_length to {positions} or less, or leave it out")
-    return wanted or min(DEFAULT_LENGTH, positions)

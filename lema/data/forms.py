@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lema.config import LemaConfig
 from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
-from lema.errors import DataError
+from lema.errors import ConfigError, DataError
 from lema.storage.regular import read_regular
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ __all__ = [
     "flag_of",
     "forms_of",
     "list_of",
+    "longest_row",
     "num_alike",
+    "num_positions",
     "text_of",
 ]
 
@@ -179,3 +181,23 @@ def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
 def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many items two sequences begin with alike."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
+
+
+def num_positions(config: Any) -> int | None:
+    """Return the most tokens that a model takes at once, as the config of its text part says; None: any number."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if positions is None or positions < 1 else int(positions)  # -1 is how XLNet's says that it has no limit
+
+
+def longest_row(wanted: int | None, positions: int | None) -> int:
+    """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer
+    (None: any number). `ConfigError`: the model takes fewer than asked for."""
+    if positions is None:
+        return wanted or DEFAULT_LENGTH
+    if wanted is not None and wanted > positions:
+        what = f"the model has {positions} positions, fewer than max_length: {wanted}"
+        raise ConfigError(what, where="max_length", how=f"set max_length to {positions} or less, or leave it out")
+    return wanted or min(DEFAULT_LENGTH, positions)

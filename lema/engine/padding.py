@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from lema.config import LemaConfig
 from lema.data.batches import OF_ROWS
-from lema.data.columns import longest_row
+from lema.data.forms import longest_row
 from lema.engine.head.loss import IGNORED
 from lema.errors import ConfigError, DataError
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lema.config import LemaConfig
-from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, prepare_data
+from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, num_positions, prepare_data
 from lema.data.cache import folder_of
 from lema.data.chat.ends import ends_of
 from lema.data.chat.template import date_for
@@ -151,7 +151,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
         data = find_files(cast("Any", data), first)  # of data sets by name, one after the other
     text, forms = files.config.get_text_config(), replace(forms_of(config), chat_template=None)  # the tokenizer has it
-    longest = longest_row(config.max_length, getattr(text, "max_position_embeddings", None))
+    longest = longest_row(config.max_length, num_positions(text))
     options: dict[str, Any] = {
         "max_length": sys.maxsize if config.packing == "wrapped" else longest,  # which are cut into packs later
         "overlong": config.overlong,

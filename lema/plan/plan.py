@@ -12,6 +12,7 @@ from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import Batches
 from lema.data.dataset import first_rows
+from lema.data.forms import num_positions
 from lema.data.read import mixed
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.packing import Packs
@@ -151,7 +152,7 @@ def make_plan(
 def _with_tokens(planner: Planner) -> Planner:
     """Return the planner with steps of as many tokens as hide reading behind computing."""
     config = planner.config.model_copy(update={"tokens_per_step": hiding_tokens(planner)})
-    positions = getattr(planner.blueprint.model.config, "max_position_embeddings", None)
+    positions = num_positions(planner.blueprint.model.config)
     shape = step_shape(config, positions, planner.processes, parts=planner.blueprint.parallel.size)
     return replace(planner, config=config, shape=shape)
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lema.backend import Backend, SingleProcess
 from lema.backend.torchrun import local_processes
 from lema.config import LemaConfig
+from lema.data.forms import num_positions
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.optim import moments_elsewhere
 from lema.errors import MemoryLimitError, ModelError
@@ -268,7 +269,7 @@ def planner_of(
             site = site or this_machine(backend, measured=True)
         drawn: dict[str, Any] = {"trust_remote_code": trust_remote_code, "chosen": chosen, "parallel": parallel}
         blueprint = blueprint or draw_up(config, backend=backend, **drawn)
-        positions = getattr(blueprint.model.config, "max_position_embeddings", None)
+        positions = num_positions(blueprint.model.config)
         shape = step_shape(config, positions, processes, parts=parallel.size)
         planner = Planner(config, blueprint, site, None, None, shape, processes, device_memory)
         planner = planner if known is None else replace(planner, known=known)
@@ -297,7 +298,7 @@ def planner_of(
 
 def opened_planner(config: LemaConfig, blueprint: Blueprint, backend: Backend) -> Planner:
     """Return the planner of a model that is open on a backend, with the least memory that any process has."""
-    positions = getattr(blueprint.model.config, "max_position_embeddings", None)
+    positions = num_positions(blueprint.model.config)
     shape = step_shape(config, positions, backend.replicas.size, blueprint.parallel.size)
     return Planner(config, blueprint, this_machine(backend), None, None, shape, backend=backend)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lema.config import LemaConfig
-from lema.data import TokenDataset, longest_row
+from lema.data import TokenDataset, longest_row, num_positions
 from lema.data.columns import FLAGS
 from lema.data.preference import PreferenceDataset
 from lema.data.read import mixed
@@ -137,8 +137,7 @@ def packed(
     some = [rows[place]["input_ids"] for place in range(min(len(rows), 4))]
     if not checked:
         check_packing(model, some, config.micro_batch_size or config.batch_size)
-    positions = getattr(model.split.model.config.get_text_config(), "max_position_embeddings", None)
-    length = longest_row(config.max_length, positions)
+    length = longest_row(config.max_length, num_positions(model.split.model.config))
     packs = Packs(rows, length, config.seed, wrapped=config.packing == "wrapped")
     for line in packs.notes:
         say(line)

@@ -19,6 +19,7 @@ from lema.backend import Backend
 from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
+from lema.data.forms import num_positions
 from lema.engine import StreamedModel
 from lema.engine.beside import StartingAdapter
 from lema.engine.generation import KeyValues
@@ -129,8 +130,7 @@ class LemaModel:
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
         self.reference: StartingAdapter | None = None  # that preference losses compare with
-        positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-        self._padding = padding_of(config, self.backend.parallel.size, positions)
+        self._padding = padding_of(config, self.backend.parallel.size, num_positions(hf_config))
         self._numerics = Numerics(config.tf32, config.deterministic)  # last: a model that is not opened closes nothing
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast, XLNetConfig
 
 from lema.data import Row
 from lema.data.chat.prompts import fitting, prompt_ids
@@ -55,16 +55,16 @@ def test_a_prompt_begins_once_and_goes_on(single: str, text: str) -> None:
 
 
 def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_named() -> None:
-    class Model:
-        vocab_size, max_position_embeddings = 12, 8
-
+    model = PreTrainedConfig(vocab_size=12, max_position_embeddings=8)
     row, known, unknown = Row({"prompt": "w10 w13"}, "prompts.jsonl", 4), [1, 10, 11], [1, 10, 13]
-    fitting([row], [known], 5, Model)
+    fitting([row], [known], 5, model)
     said = "the prompt holds 13, which is outside the vocabulary of 12 tokens"
     with pytest.raises(DataError, match=said) as caught:
-        fitting([row], [unknown], 1, Model)
+        fitting([row], [unknown], 1, model)
     assert "prompts.jsonl:4" in str(caught.value.where) and "position 2" in str(caught.value.where)
     with pytest.raises(DataError, match=said):
         checked([known, unknown], 12)
     with pytest.raises(DataError, match="more than the 8 that the model takes"):
-        fitting([row], [known], 6, Model)
+        fitting([row], [known], 6, model)
+    fitting([row], [known], 6, PreTrainedConfig(vocab_size=12))
+    fitting([row], [known], 6, XLNetConfig(vocab_size=12))  # whose -1 positions are any number

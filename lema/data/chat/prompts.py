@@ -12,7 +12,7 @@ from lema.data.chat.messages import read_messages
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles, encoded
 from lema.data.files import Row, load_rows
-from lema.data.forms import check_ids, text_of
+from lema.data.forms import check_ids, num_positions, text_of
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
 def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, model: Any) -> None:
     """Refuse prompts with no tokens, with tokens that the model has no row of embeddings for, or with more than it has
     positions for, as the config of its text part says, `model`. `DataError`: it names the first."""
-    positions = getattr(model, "max_position_embeddings", None)
+    positions = num_positions(model)
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise row.broken("the prompt has no tokens", how="give a prompt of at least one character")

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lema.data.forms import num_positions
 from lema.errors import ConfigError
 from lema.train.inference.texts import completions, plan_of
 from lema_tools.evaluation.scores import Scored, scores
@@ -95,7 +96,7 @@ def harness_model(
     told_of_it = {
         "tokenizer": tokenizer,
         "tokenizer_name": str(model.config.model_name_or_path).replace("/", "__"),
-        "max_length": int(getattr(config, "max_position_embeddings", None) or POSITIONS),
+        "max_length": num_positions(config) or POSITIONS,
         "eot_token_id": tokenizer.eos_token_id,
         "prefix_token_id": int(tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id),
     }

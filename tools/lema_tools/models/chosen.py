@@ -11,7 +11,7 @@ from typing import Any
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
-from lema.data.columns import longest_row
+from lema.data.forms import longest_row, num_positions
 from lema.errors import MemoryLimitError
 from lema.model.skeleton import find_layers
 from lema.plan.blueprint import draw_up
@@ -62,8 +62,7 @@ def choices(
     fits. The model is looked at once for all of them. Raises `ModelError`: what it takes cannot be told."""
     common = {"device": "cpu", "lora_target_parameters": list[str](), **BASE}
     blueprint = draw_up(LemaConfig(str(directory), **common))
-    text_config = blueprint.model.config.get_text_config()
-    common["max_length"] = longest_row(None, getattr(text_config, "max_position_embeddings", None))
+    common["max_length"] = longest_row(None, num_positions(blueprint.model.config))
     known: dict[Any, Any] = {}
     for memory in memories:
         name = profile or profile_for(memory)
