@@ -21,7 +21,7 @@ class BatchSettings(Settings):
     this number, and at least one row. auto: the number from which reading is hidden behind computing, by the plan."""
     micro_batch_tokens: Silent[Tokens | None] = None
     """Tokens that are computed at once, instead of `micro_batch_size`: the number of rows times the longest row, which
-    fairseq calls max_tokens. It changes the random numbers of dropout. None: `micro_batch_size` decides with
+    fairseq calls max_tokens. It changes results as `micro_batch_size` does. None: `micro_batch_size` decides with
     `batch_size`, and with `tokens_per_step` it is the length of the longest allowed row."""
     group_by_length: Refused[bool] = False
     """Draw rows of similar length for a step, as `transformers` does: rows are drawn in groups of 50 steps, and each

@@ -73,7 +73,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Attention implementation of `transformers` ("eager", "sdpa", ...); None: the default of `transformers`."""
     micro_batch_size: Silent[types.AutoCount] = None
     """Rows that are computed at once; a pair is two rows. None or auto: the whole batch, or as many as `device_memory`
-    holds. It changes results only by rounding, and with dropout also the random numbers."""
+    holds. It changes results only by rounding, and with dropout also the random numbers. Rotary embeddings of type
+    `dynamic` or `longrope` go by the longest of these rows, as in `transformers`, if it is longer than the model's
+    original length: results then depend on which rows are computed at once."""
     gradient_accumulation_steps: Refused[Annotated[int, Field(ge=1, le=100_000)]] = 1
     """Batches per optimizer step."""
     max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None
@@ -201,8 +203,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """With `tensor_parallel_size`: between attention and MLP, each process holds only its part of the sequence."""
     pad_to_multiple_of: Said[types.Count | None] = None
     """Pad rows to a multiple of N tokens, so that devices that compile see few shapes; with N equal to `max_length`
-    they see one. It changes results only by rounding, and with dropout also the random numbers. None: pad to the
-    longest row of the micro-batch, or as `sequence_parallel` needs."""
+    they see one. It changes results only by rounding, with dropout also the random numbers, and with rotary embeddings
+    of type `dynamic` or `longrope` as `micro_batch_size` does. None: pad to the longest row of the micro-batch, or as
+    `sequence_parallel` needs."""
     max_skipped_steps: Silent[types.NotNegative] = 0
     """How many steps a run may drop because of NaN or infinity in the loss or gradients; one more ends the run."""
     check_base_weights: Silent[bool] = True

@@ -35,6 +35,7 @@ from lema.train.checkpoint.resume import (
     newest_sound,
     past_log,
     say_changed,
+    say_regrouped,
     tell_warning,
 )
 from lema.train.evaluate import evaluate, passes_of_rows
@@ -141,6 +142,7 @@ class PlainRun:
         if weights_only:
             say("LEMA takes the weights of this checkpoint but not its optimizer, whose moments begin empty")
         say_changed(changed, say)
+        say_regrouped(path, self._config, steps.model.split.model, say)
 
     def _check_evaluates(self) -> None:
         asked = ("early_stopping_patience", "load_best_model_at_end", "eval_on_start", "eval_prompts")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asloaded import ROPES
 from recorder import Recorder
 from smallrun import (
     adapter_of,
@@ -231,6 +232,21 @@ def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
         "settings changed from here on (then -> now): max_steps: 2 -> 4",
     ]
     assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "yarn"])
+def test_other_rows_at_once_are_said_where_they_decide_a_rotary_table(kind: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", rope_parameters={"rope_type": kind, **ROPES[kind]})
+    config = settings(model, tmp_path / "out", save_steps=1, max_steps=1, micro_batch_size=4)
+    run_fit(config, token_rows(8))
+    said: list[str] = []
+    run_fit(config.model_copy(update={"max_steps": 2}), token_rows(8), resume=True, say=said.append)
+    assert not any("micro_batch_size" in line for line in said)
+    later = config.model_copy(update={"max_steps": 3, "micro_batch_size": 2})
+    run_fit(later, token_rows(8), resume=True, say=said.append)
+    reason = f"rotary embeddings of type {kind} go by the longest of the rows computed at once"
+    line = f"numbers change by more than rounding where rows are long (micro_batch_size: 4 -> 2): {reason}"
+    assert said.count(line) == (kind != "yarn")
 
 
 def test_a_run_that_adapts_no_experts_goes_on_without_them(tmp_path: Path) -> None:

@@ -8,11 +8,20 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["tables_as_they_are"]
+__all__ = ["tables_as_they_are", "types_by_length"]
 
 # In the name of a type, for `transformers`: its forward looks at the positions, and may replace its table.
 BY_VALUES = "dynamic"
+LONG = "longrope"  # whose forward chooses one of two tables by the longest position
 FIXED = "default"
+
+
+def types_by_length(model: nn.Module) -> list[str]:
+    """Return the types of rotary embeddings whose table goes by the longest row of a call, so that the rows that are
+    computed at once change what is computed of each."""
+    named = [kind for module in model.modules() if (kind := vars(module).get("rope_type")) is not None]
+    types = {one for kind in named for one in (kind.values() if isinstance(kind, dict) else (kind,))}
+    return sorted(one for one in types if BY_VALUES in one or one == LONG)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from lema.backend import Backend
 from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
@@ -27,13 +27,14 @@ from lema.config.settings import Change
 from lema.errors import AdapterError, ConfigError, listed
 from lema.lora.files import WEIGHTS, adapter_differences, read_lora_config
 from lema.model.state.model import ModelState
+from lema.model.state.rotary import types_by_length
 from lema.storage.manifest import check_manifest
 from lema.storage.regular import read_regular
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, checkpoints, read_state
 
 __all__ = [
     *("SCHEDULE", "UPDATE", "Changed", "Generators", "Say", "check_same_run", "check_sound", "newest_sound"),
-    *("past_log", "restore_own", "say_changed", "states_of_all", "tell_warning"),
+    *("past_log", "restore_own", "say_changed", "say_regrouped", "states_of_all", "tell_warning"),
 ]
 
 Say = Callable[[str], None]
@@ -50,6 +51,8 @@ SCHEDULE = frozenset(
         *("max_steps", "num_train_epochs"),
     ]
 )
+
+AT_ONCE = frozenset({"micro_batch_size", "micro_batch_tokens", "pad_to_multiple_of"})  # which rows, and how wide
 
 UPDATE = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"})
 
@@ -175,6 +178,15 @@ def say_changed(changed: Sequence[Changed], say: Say) -> None:
     """Say which settings are others from here on, if any are."""
     if changed:
         say(f"settings changed from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+
+
+def say_regrouped(checkpoint: Path, config: LemaConfig, model: nn.Module, say: Say) -> None:
+    """Say that other rows are computed at once from here on, where that changes more than the rounding of sums."""
+    then, now = settings_then(checkpoint), config.to_dict()
+    regrouped = [one for one in changed_settings(then, now, *Change) if one.name in AT_ONCE]
+    if regrouped and (types := types_by_length(model)):
+        reason = f"rotary embeddings of type {' and '.join(types)} go by the longest of the rows computed at once"
+        say(f"numbers change by more than rounding where rows are long ({'; '.join(map(str, regrouped))}): {reason}")
 
 
 def newest_settings(directory: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
 from lema.train.checkpoint.format import read_state
-from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed, settings_then
+from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed, say_regrouped, settings_then
 from lema.train.events import NotePlan, RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.inputs import check_output_dir
@@ -229,6 +229,7 @@ class Phases:
             changed = check_same_run(start.checkpoint, trainer.config, None, run.data)
             if replicas.first:
                 say_changed(changed, self.say)
+                say_regrouped(start.checkpoint, trainer.config, trainer.model.split.model, self.say)
             run.load(start.checkpoint)
             trainer.take_settings({one.name for one in changed})  # the learning rate is the plan's
             return
