@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from coveragepage import CHECKPOINTS, Checkpoint, page, parameters_of, try_checkpoint
+from coveragepage import CHECKPOINTS, DIFFERENCES, Checkpoint, differences, page, parameters_of, try_checkpoint
 from publishedforms import FORMS
 
 from lema.model import meta_model
@@ -21,6 +21,11 @@ def test_the_page_names_the_checkpoints_of_the_list() -> None:
     assert named == [(one.name, one.model_type, one.form) for one in CHECKPOINTS]
     assert len(named) >= 50
     assert {one.form for one in CHECKPOINTS} <= FORMS.keys()
+
+
+def test_the_page_says_each_difference() -> None:
+    lines = PAGE.read_text().splitlines()
+    assert lines[lines.index(DIFFERENCES.splitlines()[0]) :] == list(differences())
 
 
 def test_every_published_count_is_of_a_checkpoint_with_sizes() -> None:

@@ -124,6 +124,11 @@ def page() -> Iterator[str]:
         cells = (checkpoint.name, f"`{checkpoint.model_type}`", checkpoint.form, answer, *sizes)
         yield f"| {' | '.join(cells)} |"
     yield ""
+    yield from differences()
+
+
+def differences() -> Iterator[str]:
+    """Yield the lines of the page on what LEMA does otherwise than `from_pretrained`."""
     yield from DIFFERENCES.splitlines()
     yield ""
     for sentence in (*REFUSED.values(), *ACCEPTED.values(), *OTHERWISE):
@@ -175,12 +180,20 @@ OTHERWISE = (
     "bitsandbytes 0.50 expands them wrongly.",
     "`use_cache: false` in `config.json`, which trainers leave there, does not keep `lema generate` from using a cache "
     "of keys and values: without one every token would read the whole text again.",
+    "Layers may keep something from call to call, such as a counter, as long as it is their own. What several layers "
+    "share, what a later step differentiates through, and a buffer of the checkpoint that a layer writes into is "
+    "refused by name. So are layers that keep something under `objective: dpo` or `kto`, whose reference rows would "
+    "change it (`recurrent_gemma`).",
     "An adapter of `deepseek_ocr2`, `inkling2`, `laguna`, `mistral_large4` or `unlimited_ocr` is read whole. PEFT's "
     "own reader takes names in memory for names in files there, loses what it has written, and warns (`Found missing "
     "adapter keys`): merge such an adapter with `lema merge` for programs that load it by PEFT.",
     "An adapter on a module that several layers share (`zamba`, `zamba2`) is merged for each layer, as it was trained, "
     "and the merged config says `tie_word_embeddings: false`. PEFT's merge adds the adapters of all layers to the one "
     "weight.",
+    "`emu3` and `shieldgemma2` stream from files with the names of the class that trains on text. The files of the "
+    "class that is published have names which that class does not read: LEMA refuses them as tensors that are missing, "
+    "and `AutoModelForCausalLM` (of `shieldgemma2`, `AutoModelForImageTextToText`) draws random values for all weights "
+    "of the text.",
 )
 
 
