@@ -46,7 +46,7 @@ def describe(
     adapts only some of the modules that are fused there; `ModelError`: layers have other modules than
     optimum-neuron's models; `ConfigError`: they cannot be divided among so many ranks."""
     if model.config.is_heterogeneous:
-        what = f"layers have settings of their own: {', '.join(sorted(model.config.per_layer_attributes))}"
+        what = f"layers have settings of their own: {', '.join(sorted(model.config.per_layer_attributes or ()))}"
         raise ModelError(what, where=model.config.model_type, how=HOW)
     keys: int = getattr(model.config, "num_key_value_heads", None) or 1
     copies = max(1, tp // keys) if keys % tp else 1
