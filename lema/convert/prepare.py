@@ -32,9 +32,10 @@ from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.atomic import directories_for
 from lema.storage.header import DTYPE_BITS
 from lema.storage.hub import own_weights
-from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, origin_of
+from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, SOURCES_MARK, origin_of
 from lema.storage.regular import check_apart
 from lema.storage.tensorfile import TensorSpec, ends_apart, tensor_file
+from lema.storage.verify import base_fingerprint
 
 __all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors"]
 
@@ -142,7 +143,7 @@ def write_weights(
     metadata = METADATA if assembled else {"format": "pt"}
     if quantizer is not None:
         metadata = quantizer.metadata([name for name, _, _ in whole])
-    origin = {} if opened.index is None else {ORIGIN_MARK: origin_of(opened.index)}
+    origin = {} if opened.index is None else _origin(opened.index)
     with directories_for(file), tensor_file(file, specs, metadata | origin, progress) as out:
         for name, _, _ in whole:
             tensor = form.tensors[name]
@@ -161,6 +162,12 @@ def write_weights(
     if names is not None and names.quantized:
         changes |= {"quantization_config": None, "dtype": main_dtype(opened.model)}
     return Prepared(file, file, names, changes=changes, left_out=tuple(form.left_out), published=not assembled)
+
+
+def _origin(index: GlobalBinaryIndex) -> dict[str, str]:
+    """Return the entries for the header of a file by which adapters of the source are known to be of the file, too."""
+    sources = dict.fromkeys((*index.sources, base_fingerprint(index)))  # each once: what changes nothing adds none
+    return {ORIGIN_MARK: origin_of(index), SOURCES_MARK: " ".join(sources)}
 
 
 def _aligned(specs: list[TensorSpec], layers_name: str, owner: Callable[[str], str]) -> list[TensorSpec]:

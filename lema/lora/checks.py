@@ -194,6 +194,7 @@ def _shape(module: nn.Module, leaf: str, rank: int | None) -> Sequence[int] | No
 
 BASE_NAME = "adapter_base.json"
 KEY = "fingerprint"
+SOURCES = "sources"  # beside it: those of what the model was prepared from
 
 
 class Base(NamedTuple):
@@ -202,6 +203,7 @@ class Base(NamedTuple):
     name: str  # by which others find it: a hub id, or a path
     revision: str | None  # of a hub id
     fingerprint: str  # of the files that the adapter is trained on
+    sources: tuple[str, ...] = ()  # fingerprints of the models that these files were prepared from
 
 
 def base_of(config: LemaConfig, index: GlobalBinaryIndex, fingerprint: str | None = None) -> Base:
@@ -211,25 +213,32 @@ def base_of(config: LemaConfig, index: GlobalBinaryIndex, fingerprint: str | Non
     if Path(config.model_name_or_path).expanduser().exists() and (origin := index.origin) is not None:
         name, commit = origin
         if not Path(name).is_absolute() or Path(name).is_dir():
-            return Base(name, commit, fingerprint)
-    return Base(config.model_name_or_path, config.revision, fingerprint)
+            return Base(name, commit, fingerprint, index.sources)
+    return Base(config.model_name_or_path, config.revision, fingerprint, index.sources)
 
 
-def write_base(directory: Path, fingerprint: str) -> None:
+def write_base(directory: Path, base: Base) -> None:
     """Write into an adapter's directory which model it belongs to. `DiskError`: a file could not be written."""
-    replace_file(directory / BASE_NAME, (json.dumps({KEY: fingerprint}, indent=2) + "\n").encode())
+    about = {KEY: base.fingerprint} | ({SOURCES: list(base.sources)} if base.sources else {})
+    replace_file(directory / BASE_NAME, (json.dumps(about, indent=2) + "\n").encode())
 
 
-def check_base(directory: Path, index: GlobalBinaryIndex) -> bool:
-    """Make sure that a model's files are those of the model that the adapter in `directory` was trained on. Return
-    whether a file beside the adapter says which model that is; adapters that PEFT alone has written have none.
-    `AdapterError`: it is another model, or what is written is damaged."""
+def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False) -> bool:
+    """Make sure that a model's files are those of the model that the adapter in `directory` was trained on, or that one
+    of the two was prepared from the other, unless they must be the same (`exact`). Return whether a file beside the
+    adapter says which model that is; adapters that PEFT alone has written have none. `AdapterError`: it is another
+    model, or what is written is damaged."""
     file = directory / BASE_NAME
     if not file.is_file():
         return False
     if KEY not in (about := read_json(file)):
         raise AdapterError("the adapter does not name its base model", where=str(file))
-    if (found := base_fingerprint(index)) != (expected := about[KEY]):
+    found, expected, sources = base_fingerprint(index), about[KEY], about.get(SOURCES, [])
+    if not isinstance(sources, list):
+        raise AdapterError(f"{SOURCES} is no list of fingerprints", where=str(file))
+    # Not also where both were prepared from one model: that would take a prepared file that was changed for itself.
+    prepared = not exact and (expected in index.sources or found in sources)
+    if found != expected and not prepared:
         raise AdapterError(
             f"the model has changed since the adapter was trained: its fingerprint is {found}, and it was {expected}",
             where=f"{directory}, on {index.path}",

@@ -92,12 +92,13 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
         raise AdapterError(f"the adapter cannot be used: {error.what}", where=str(directory / CONFIG)) from error
 
 
-def with_adapter(config: LemaConfig) -> LemaConfig:
+def with_adapter(config: LemaConfig, directory: Path | None = None) -> LemaConfig:
     """Return the settings of a run that begins with a saved adapter, those of that adapter among them; raises
-    `AdapterError` or `WeightsError` where there is none, `ConfigError` where a setting contradicts it."""
+    `AdapterError` or `WeightsError` where there is none, `ConfigError` where a setting contradicts it. `directory`:
+    where the adapter is; None: where the settings say."""
     if config.adapter_name_or_path is None:
         return config
-    directory = resolve_model(config.adapter_name_or_path)
+    directory = directory or resolve_model(config.adapter_name_or_path)
     saved = the_lora_config(directory)
     if config.objective != "sft":
         saved.lora_dropout = 0.0  # because these objectives train without, as TRL's `disable_dropout` has it

@@ -35,7 +35,8 @@ class ModelFiles:
     the model are written and end. `ModelError`: there is no model, or its config cannot be read.
 
     `trusted`: whether code that comes with the model may run. `adapter`: the directory of an adapter that the model
-    has, whose chat template and ends take the place of the model's; None: the one that training begins with, if any."""
+    has, or that training begins with, whose chat template and ends take the place of the model's; None: the one of the
+    settings, if any."""
 
     def __init__(
         self,

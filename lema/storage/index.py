@@ -14,11 +14,12 @@ from lema.errors import WeightsError
 from lema.storage.header import MAX_HEADER_BYTES, TensorRecord, damaged, read_header, read_json
 
 __all__ = ["INDEX_NAME", "ORIGIN_MARK", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
-__all__ += ["file_stamps", "origin_of"]
+__all__ += ["SOURCES_MARK", "file_stamps", "origin_of"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ORIGIN_MARK = "lema.origin"  # metadata key: what a prepared file was made of, as `origin_of` writes it
+SOURCES_MARK = "lema.sources"  # metadata key: the fingerprints of what a prepared file was made of, with spaces between
 PREPARED_MARK = "lema.in_memory_names"  # metadata key of files that were prepared
 ASSEMBLED = "assembled"  # its value; no JSON, because transformers takes metadata that is JSON for torchao's own
 OLD_MARKS = (
@@ -85,6 +86,12 @@ class GlobalBinaryIndex(dict[str, TensorRecord]):
             return None
         name, _, commit = ("", "", text) if Path(text).is_absolute() else text.rpartition("@")
         return (name, commit) if name else (text, None)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The fingerprints of the models that the files were prepared from, one after the other; none: they do not say.
+        They are not those of the files, because a prepared model has other names, shapes or types."""
+        return tuple(self.metadata[self.files[0]].get(SOURCES_MARK, "").split())
 
     @property
     def nbytes(self) -> int:

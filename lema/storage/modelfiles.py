@@ -23,7 +23,7 @@ from lema.storage.index import MAX_CONFIG_BYTES, check_inside
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-__all__ = ["check_code", "known_types", "load_generation_config", "load_tokenizer"]
+__all__ = ["TEMPLATES", "check_code", "check_companions", "known_types", "load_generation_config", "load_tokenizer"]
 __all__ += ["read_config_file", "require_commit"]
 
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, settings

@@ -97,7 +97,7 @@ class LemaModel:
         trace: NoTrace = NO_TRACE,
         num_labels: int | None = None,
     ) -> None:
-        config = with_adapter(config)
+        config = with_adapter(config, None if files is None else files.adapter)
         self.config, self.trusted = config, trust_remote_code
         self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
         self.directory, hf_config = self.files.directory, deepcopy(self.files.config)
@@ -175,7 +175,7 @@ class LemaModel:
         """Attach a new adapter with the values that PEFT draws for `seed`, or the one in `adapter_name_or_path`.
         Raises `ModelError` if the adapter or its targets do not fit the model."""
         if (begun := self.config.adapter_name_or_path) is not None:
-            self.begin_with_adapter(resolve_model(begun), dropout=self.config.lora_dropout)
+            self.begin_with_adapter(self.files.adapter or resolve_model(begun), dropout=self.config.lora_dropout)
             return
         lora = configured_lora(self.skeleton, self.config, self.backend.parallel.size)
         if self.config.lora_target_modules is None:

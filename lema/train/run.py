@@ -16,11 +16,11 @@ from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.dataset import first_rows
 from lema.data.read import mixed
 from lema.errors import ConfigError
-from lema.model.files import read_data
+from lema.model.files import ModelFiles, read_data
 from lema.plan.plan import brief, verdict_of
 from lema.plan.planner import Planner, timed
 from lema.train.checkpoint.format import checkpoints
-from lema.train.checkpoint.resume import as_begun
+from lema.train.checkpoint.resume import adapter_to_begin, as_begun
 from lema.train.events import NotePlan
 from lema.train.fit import check_new
 from lema.train.inputs import check_output_dir
@@ -61,12 +61,14 @@ def train(
     `LemaError`, whose `exit_code` is that of the command line.
     """
     shown = console or Console(highlight=False)
-    out, newest = line_printer(shown), checkpoints(Path(config.output_dir))[-1:] if resume else []
+    out, saved = line_printer(shown), checkpoints(Path(config.output_dir)) if resume else []
     check_output_dir(config)
     if not resume:
         check_new(config)  # now, because tokenising takes minutes
-    given, config = sorted(config.model_fields_set), as_begun(config, newest[0]) if newest else config
-    with closing(LemaModel(config, trust_remote_code=trust_remote_code, trace=trace)) as model:
+    given, config = sorted(config.model_fields_set), as_begun(config, saved[-1]) if saved else config
+    adapter = adapter_to_begin(config, saved, weights_only=weights_only)
+    files = ModelFiles(config, trust_remote_code=trust_remote_code, adapter=adapter)
+    with closing(LemaModel(config, files=files, trust_remote_code=trust_remote_code, trace=trace)) as model:
         replicas = model.backend.replicas
         shown.quiet = shown.quiet or not replicas.first
         if replicas.size > 1:

@@ -298,7 +298,7 @@ class LemaTrainer:
             lambda _: self._base_files.check(),
             adapter,
             config.save_pretrained,
-            partial(write_base, fingerprint=self._base.fingerprint),
+            partial(write_base, base=self._base),
             *([] if self.files is None else [self.files.write_rendering]),
             *reference_writers(reference, adapters, self._base, parallel),
             *writers,
@@ -318,7 +318,7 @@ class LemaTrainer:
         path, optimizer, adapters = Path(directory), self.ready(), self._adapters()
         state = read_state(path)
         check_same_adapter(adapters, path)
-        check_base(path, self.gbi)
+        check_base(path, self.gbi, exact=True)  # because the numbers of a run may not change within it
         given = adapters, path, self.model.split.layers_name, self.backend.parallel
         restore_reference(self.model.reference, *given)
         load_weights(*given)

@@ -319,7 +319,7 @@ def test_what_is_quantised_is_written_as_what_it_expands_to(quantized: Any, tmp_
         assert torch.equal(plain[f"{name}.weight"], weight.to(plain[f"{name}.weight"].dtype))
     again = prepare(source, tmp_path / "again", quantize="int8").path
     twice = prepare(out, tmp_path / "twice", quantize="int8").path
-    assert (again / SINGLE_NAME).read_bytes() == (twice / SINGLE_NAME).read_bytes()
+    assert but_for_origin(again / SINGLE_NAME) == but_for_origin(twice / SINGLE_NAME)
 
 
 def test_a_model_without_linear_modules_is_refused(tmp_path: Path) -> None:

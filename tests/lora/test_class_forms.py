@@ -19,8 +19,9 @@ from lema.lora.files import CONFIG, WEIGHTS
 from lema.model.skeleton import auto_class
 from lema.plan.blueprint import draw_up
 from lema.train.checkpoint import format
+from lema.train.reference import REFERENCE
 from lema_cpu import CpuBackend
-from lema_tools.shards.convert import consolidate_adapter, rename_adapter, shard_adapter
+from lema_tools.shards.convert import SHARDS, consolidate_adapter, rename_adapter, shard_adapter
 
 # As docs/adapters.md has it.
 KEY_MAPPING = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
@@ -130,6 +131,43 @@ def test_an_adapter_with_either_names_is_divided_and_put_together_with_both(mode
         assert configs[0].strip() == configs[1].strip()
 
 
+def test_what_goes_with_an_adapter_goes_into_each_form_of_it(tmp_path: Path) -> None:
+    """How its texts are written and end, its tokenizer, and what a preference loss compared with."""
+    source, adapter = publish("qwen3_5", tmp_path / "source"), tmp_path / "both"
+    with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
+        draw_b(model.lora_manager)
+        model.save_pretrained(adapter / REFERENCE)
+        draw_b(model.lora_manager)
+        model.save_pretrained(adapter)
+    texts = {
+        "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/tool.jinja": "{{ tools }}",
+        "generation_config.json": '{"eos_token_id": [2, 5]}',
+        "tokenizer.json": "{}",
+        "vocab.txt": "a",
+        "spiece.model": "b",
+    }
+    (adapter / "additional_chat_templates").mkdir()
+    for name, text in texts.items():
+        (adapter / name).write_text(text)
+    (adapter / "state.json").write_text("{}")  # of a checkpoint, which the result is not
+    rename_adapter(adapter, tmp_path / "published", "published")
+    shard_adapter(adapter, tmp_path / "shards", 2)
+    consolidate_adapter(tmp_path / "shards", tmp_path / "again")
+    for form in ("published", "shards", "again"):
+        assert {name: (tmp_path / form / name).read_text() for name in texts} == texts
+        assert not (tmp_path / form / "state.json").exists()
+    expected = load_file(adapter / REFERENCE / WEIGHTS)
+    for form, names in (
+        ("published", expected.keys() & load_file(tmp_path / "published" / WEIGHTS)),
+        ("again", expected),
+    ):
+        found = load_file(tmp_path / form / REFERENCE / WEIGHTS)
+        assert found.keys() == set(names) and all(torch.equal(found[name], expected[name]) for name in found)
+    again = LemaModel.from_pretrained(tmp_path / "again" / REFERENCE, backend=CpuBackend())
+    again.close()
+
+
 def test_the_plan_counts_what_a_checkpoint_has_under_both_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +192,10 @@ def test_names_that_cannot_be_written_are_refused(tmp_path: Path, capfd: pytest.
     assert_refused(capfd, 3, ["already whole", "--names"], "consolidate", adapter, out)
     assert_refused(capfd, 2, ["no form of names called 'mine'"], "consolidate", adapter, out, "--names", "mine")
     assert_refused(capfd, 3, ["no adapter in PEFT's format"], "consolidate", source, out, "--names", "text")
+    shard_adapter(adapter, tmp_path / "shards", 2)
+    for shards in (tmp_path / "shards", tmp_path / "shards" / SHARDS):
+        said = ["the adapter is in shards", "without --names"]
+        assert_refused(capfd, 3, said, "consolidate", shards, out, "--names", "text")
     gone = ("consolidate", adapter, out, "--names", "text", "--model", "no/such")
     assert_refused(capfd, 3, ["no config of the base model"], *gone)
     assert not out.exists()

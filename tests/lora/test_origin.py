@@ -10,14 +10,15 @@ import torch
 from clirun import lema
 from hubcache import COMMIT, files_of, write_cache
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from smallrun import settings, token_rows, write_model
 from transformers import AutoModelForCausalLM
 
 from lema import LemaModel
 from lema.convert.prepare import prepare
 from lema.errors import AdapterError
-from lema.lora.checks import base_of
+from lema.lora.checks import base_of, check_base
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint
 
@@ -103,3 +104,55 @@ def test_an_adapter_of_the_origin_is_one_to_begin_with_on_what_was_prepared_from
         with pytest.raises(AdapterError, match="the adapter belongs to the model org/other"):
             opened.begin_with_adapter(tmp_path / "org/other")
         opened.begin_with_adapter(tmp_path / "org/tiny")
+
+
+def change(model: Path) -> None:
+    """Write a model's weights again with other numbers, and with what the headers say of them."""
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+        tensors = load_file(file)
+        save_file({name: one + 1 if one.is_floating_point() else one for name, one in tensors.items()}, file, about)
+
+
+def adapter_on(model: Path, directory: Path, begun: Path | None = None) -> Path:
+    """Save an adapter of a model: a new one, or one that begins with another."""
+    with closing(LemaModel(settings(model, directory / "run"))) as opened:
+        if begun is None:
+            opened.initialize_lora()
+        else:
+            opened.begin_with_adapter(begun)
+        opened.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_adapter_goes_from_a_model_to_what_was_prepared_from_it_and_back(kind: str, tmp_path: Path) -> None:
+    source, once, twice = (tmp_path / name for name in ("source", "once", "twice"))
+    write_model(source, **WIDE)
+    prepare(source, once / "model.safetensors")
+    (once / "config.json").write_text((source / "config.json").read_text())
+    prepare(once, twice, quantize=kind)
+    prints = [base_fingerprint(GlobalBinaryIndex(place)) for place in (source, once)]
+    assert GlobalBinaryIndex(once).sources == (prints[0],) and GlobalBinaryIndex(twice).sources == tuple(
+        dict.fromkeys(prints)
+    )
+    mine = {place: adapter_on(place, tmp_path / "adapters" / place.name) for place in (source, once, twice)}
+    for place in mine:
+        for adapter in mine.values():
+            again = adapter_on(place, tmp_path / "again" / place.name / adapter.name, begun=adapter)
+            tensors, expected = (load_file(one / "adapter_model.safetensors") for one in (again, adapter))
+            assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    index = GlobalBinaryIndex(twice)
+    with pytest.raises(AdapterError, match="the model has changed"):  # a run goes on with the same numbers
+        check_base(mine[source], index, exact=True)
+    change(twice)
+    with pytest.raises(AdapterError, match="the model has changed"):
+        adapter_on(twice, tmp_path / "changed", begun=mine[twice])
+    change(source)
+    prepare(source, tmp_path / "new", quantize=kind)
+    for place in (source, tmp_path / "new"):
+        with pytest.raises(AdapterError, match="the model has changed"):
+            adapter_on(place, tmp_path / "changed", begun=mine[source])
+        with pytest.raises(AdapterError, match="the model has changed"):
+            adapter_on(place, tmp_path / "changed", begun=mine[twice])

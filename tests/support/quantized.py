@@ -83,7 +83,8 @@ def but_for_origin(file: Path) -> tuple[Any, bytes]:
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    header["__metadata__"].pop("lema.origin", None)
+    for mark in ("lema.origin", "lema.sources"):
+        header["__metadata__"].pop(mark, None)
     return header, content[8 + length :]
 
 

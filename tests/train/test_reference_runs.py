@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,8 +22,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from lema import LemaConfig, LemaModel
-from lema.errors import AdapterError, ConfigError
-from lema.train.run import load_data
+from lema.errors import AdapterError, ConfigError, WeightsError
+from lema.train.run import load_data, train
 
 LN2 = math.log(2)
 PAIRS = [
@@ -118,6 +119,33 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped_whatever_became_of_
         assert logged(broken, key) == logged(straight, key)
     for place in (tmp_path / "broken", tmp_path / "broken/checkpoint-4"):
         assert same(tensors(place / "ref"), tensors(supervised))
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_run_goes_on_although_the_adapter_that_it_began_with_is_gone(
+    objective: str, model: Path, supervised: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(supervised, start)
+    changes = {"objective": objective, "save_total_limit": None}
+    straight, broken = (config_of(model, start, tmp_path / name, **changes) for name in ("straight", "broken"))
+    for config in (straight, broken):
+        train(config)
+    shutil.rmtree(start)
+    with pytest.raises(WeightsError, match="does not exist"):
+        train(straight.model_copy(update={"output_dir": str(tmp_path / "new")}))
+    for damaged in (False, True):
+        shutil.rmtree(tmp_path / "broken/checkpoint-4")
+        (tmp_path / "broken/adapter_model.safetensors").unlink()
+        if damaged:  # so it is passed over
+            (tmp_path / "broken/checkpoint-3/adapter_model.safetensors").write_bytes(b"")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # which say so
+            train(broken, resume=True)
+        assert same(tensors(tmp_path / "broken"), tensors(tmp_path / "straight"))
+        assert same(tensors(tmp_path / "broken/ref"), tensors(supervised))
+        settings = [json.loads((tmp_path / name / "lema_config.json").read_text()) for name in ("straight", "broken")]
+        assert settings[1] | {"output_dir": settings[0]["output_dir"]} == settings[0]
 
 
 def test_the_reference_is_an_adapter_that_peft_opens(model: Path, supervised: Path, tmp_path: Path) -> None:

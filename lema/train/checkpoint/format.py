@@ -151,7 +151,7 @@ def leave_adapter(
             write_reference(directory)
         save_adapter(adapters, directory, base.name, base.revision, whole, writers)
         config.save_pretrained(directory)
-        write_base(directory, base.fingerprint)
+        write_base(directory, base)
 
     if whole is None:
         write()

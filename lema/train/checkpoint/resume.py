@@ -132,6 +132,17 @@ def tell_warning(line: str, say: Say) -> None:
     say(line)
 
 
+def adapter_to_begin(config: LemaConfig, found: Sequence[Path], *, weights_only: bool = False) -> Path | None:
+    """Return where a run that goes on from checkpoints, the oldest first, has the adapter that it begins with: in the
+    newest sound one, because the adapter that the settings name may have changed or be gone by now. None: where the
+    settings say, if anywhere."""
+    for directory in reversed(found if config.adapter_name_or_path is not None else ()):
+        with suppress(AdapterError):  # which the run tells, when it passes over the checkpoint
+            check_sound(directory, weights_only=weights_only)
+            return directory
+    return None
+
+
 def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     """Return the settings of a run that goes on: what the plan chose when it began, and changes last bits, stays. So
     do the default targets, where experts were not among them, and the date that the chat template was told."""
@@ -140,7 +151,8 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     with suppress(AdapterError):  # which the trainer tells
         then = {} if checkpoint is None else settings_then(checkpoint)
         found: dict[str, Any] = {name: then[name] for name in left_open if then.get(name) is not None}
-        if checkpoint is not None and config.lora_target_modules is None and config.lora_target_parameters is None:
+        named = (config.lora_target_modules, config.lora_target_parameters, config.adapter_name_or_path)
+        if checkpoint is not None and not any(one is not None for one in named):  # a saved adapter has its own targets
             saved = read_lora_config(checkpoint)
             found |= {} if saved is None or saved.target_parameters else {"lora_target_parameters": []}
         return config.model_copy(update=found)

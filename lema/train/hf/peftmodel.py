@@ -163,14 +163,15 @@ class StreamedPeftModel(PeftModel):
         skeleton, settings = opened.skeleton, opened.config
         model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))
         one = model.peft_config["default"]
-        one.base_model_name_or_path, one.revision, fingerprint = base_of(settings, opened.gbi)
+        base = base_of(settings, opened.gbi)
+        one.base_model_name_or_path, one.revision = base.name, base.revision
         if skeleton.can_generate():
             skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
         # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
         # by itself, within a visit that recomputes it already and whose lease ends before.
         skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign] # its own
         _recompute(opened, enable=opened.adapter.recompute)
-        digest = hashlib.sha256(fingerprint.encode()).digest()
+        digest = hashlib.sha256(base.fingerprint.encode()).digest()
         # In the state dict, because what tells a model by its tensors shall tell one base from another.
         model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         model.register_state_dict_post_hook(_leave_out_base)

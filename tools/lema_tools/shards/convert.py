@@ -28,7 +28,10 @@ from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, the_lora_config
 from lema.lora.published import ClassForm, publish_files, tensors_in_own
 from lema.model import meta_model, read_config
 from lema.storage import resolve_model
-from lema.storage.atomic import appearing, free_directory
+from lema.storage.atomic import appearing, free_directory, replace_file
+from lema.storage.modelfiles import TEMPLATES, check_companions
+from lema.storage.rendering import GENERATION
+from lema.train.reference import REFERENCE
 
 __all__ = ["Consolidated", "ShardFormat", "consolidate_adapter", "rename_adapter", "shard_adapter", "shard_formats"]
 
@@ -59,6 +62,9 @@ class ShardFormat(Protocol):
 
 
 SHARDS = "adapter_shards"
+# What goes with an adapter in any form: LEMA's own files, how its texts end and are written, and its tokenizer.
+BESIDE: tuple[str, ...] = (CONFIG_NAME, BASE_NAME, GENERATION, "*.jinja", "tokenizer*.json", "special_tokens_map.json")
+BESIDE += ("added_tokens.json", "vocab.json", "*processor_config.json", "*.model", "*.txt", "*.tiktoken")
 
 
 def shard_formats() -> dict[str, ShardFormat]:
@@ -122,6 +128,10 @@ def rename_adapter(
         how = f"one of {', '.join(get_args(ClassForm))}"
         raise ConfigError(f"there is no form of names called {names!r}", where="names", how=how)
     out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
+    if not (adapter / WEIGHTS).is_file() and _shards_in(adapter):
+        what = "the adapter is in shards, and names are chosen for adapters in PEFT's format"
+        how = "put it together first (lema consolidate without --names), then give --names for the result"
+        raise AdapterError(what, where=str(adapter), how=how)
     the_lora_config(adapter)
     settings = _adapter_config(adapter / CONFIG)
     skeleton = _named_base(adapter, settings, model)
@@ -161,6 +171,7 @@ def shard_adapter(
     tensors = tensors_in_own(skeleton, read_safetensors(adapter / WEIGHTS), adapter / WEIGHTS)
     with appearing(out) as partial:
         _write_settings(settings, adapter, partial)
+        _write_reference(skeleton, adapter, partial)
         formats[format].write(partial / SHARDS, tensors, settings, skeleton, tp, order)
     return out
 
@@ -213,9 +224,7 @@ def _order(kv_layout: str) -> KvLayout:
 
 def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
     """The directory with the shards themselves, the one given or that of one adapter in it, and their format."""
-    formats = shard_formats()
-    beside = [given, given / SHARDS, *sorted(path / SHARDS for path in given.glob("adapter_*") if path.name != SHARDS)]
-    found = [(path, one) for path in beside for one in formats.values() if any(path.glob(one.marks))]
+    found = _shards_in(given)
     if len(found) == 1:
         return found[0]
     if found:
@@ -224,8 +233,14 @@ def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
     if (given / WEIGHTS).is_file():
         how = "use it unchanged, or give --names for those of one class of its model"
         raise AdapterError("this adapter is already whole", where=str(given), how=how)
-    how = f"name a directory with {SHARDS}, which holds {' or '.join(one.marks for one in formats.values())}"
+    how = f"name a directory with {SHARDS}, which holds {' or '.join(one.marks for one in shard_formats().values())}"
     raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
+
+
+def _shards_in(given: Path) -> list[tuple[Path, ShardFormat]]:
+    """Return every directory of shards in the one given, itself among them, each with its format."""
+    beside = [given, given / SHARDS, *sorted(path / SHARDS for path in given.glob("adapter_*") if path.name != SHARDS)]
+    return [(path, one) for path in beside for one in shard_formats().values() if any(path.glob(one.marks))]
 
 
 def _adapter_config(file: Path) -> dict[str, Any]:
@@ -248,11 +263,27 @@ def _write_adapter(
     _write_settings(config, source, out)
     if skeleton is not None:
         publish_files(skeleton, out, CONFIG, WEIGHTS, names)
+    _write_reference(skeleton, source, out, names)
+
+
+def _write_reference(skeleton: PreTrainedModel | None, source: Path, out: Path, names: ClassForm = "both") -> None:
+    """Write the adapter that a preference loss compared with, if there is one, beside the adapter that it trained: in
+    PEFT's files always."""
+    if not (directory := source / REFERENCE).is_dir():
+        return
+    config, tensors = _adapter_config(directory / CONFIG), read_safetensors(directory / WEIGHTS)
+    if skeleton is not None:
+        tensors = tensors_in_own(skeleton, tensors, directory / WEIGHTS)
+    (out / REFERENCE).mkdir()
+    _write_adapter(tensors, config, skeleton, directory, out / REFERENCE, names)
 
 
 def _write_settings(config: Mapping[str, Any], source: Path, out: Path) -> None:
-    """Write PEFT's config into a directory, and copy LEMA's own files of the adapter there."""
+    """Write PEFT's config into a directory, and copy there what goes with the adapter (`BESIDE`)."""
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name in (CONFIG_NAME, BASE_NAME):
-        if (source / name).is_file():
-            (out / name).write_bytes((source / name).read_bytes())
+    check_companions(source)
+    for place in (source, source / TEMPLATES):
+        for file in sorted({file for pattern in BESIDE for file in place.glob(pattern) if file.is_file()}):
+            into = out / place.relative_to(source)
+            into.mkdir(exist_ok=True)
+            replace_file(into / file.name, file.read_bytes())
