@@ -90,12 +90,17 @@ def parse_value(text: str, where: str) -> Any:
     return _with_whole_characters(_parsed(_yaml().load, text, where, lines=False))
 
 
-def _with_whole_characters(value: Any) -> Any:
-    """Join the halves of characters beyond the first 65,536, which JSON writes as two escapes, and YAML as one."""
+def _with_whole_characters(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """Join the halves of characters beyond the first 65,536, which JSON writes as two escapes, and YAML as one. What an
+    alias puts into itself stays as it is; `above` are the containers that it lies in."""
+    if isinstance(value, dict | list) and (id(value) in above or len(above) > MAX_OPEN):
+        return value
+    within = (*above, id(value))
     if isinstance(value, dict):
-        return {_with_whole_characters(key): _with_whole_characters(inner) for key, inner in value.items()}
+        joined = {key: _with_whole_characters(inner, within) for key, inner in value.items()}
+        return {_with_whole_characters(key): inner for key, inner in joined.items()}
     if isinstance(value, list):
-        return [_with_whole_characters(inner) for inner in value]
+        return [_with_whole_characters(inner, within) for inner in value]
     if isinstance(value, str) and HALVES.search(value):
         return HALVES.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), value)
     return value

@@ -30,10 +30,10 @@ def case(number):
         watch.app.command(name="lists")(lambda: print("error: " + "x\\n" * 21, file=sys.stderr) or sys.exit(3))
         return watch.command("lists")
     if number == 8:
-        watch.app.command(name="prints")(lambda: print(chr(0xD800)))
+        watch.app.command(name="prints")(lambda: chr(0xD800).encode())
         return watch.command("prints")
     if number == 9:
-        watch.app.command(name="colours")(lambda: print(chr(27) + "[1m"))
+        watch.app.command(name="colours")(lambda: os.write(1, bytes([27])))
         return watch.command("colours", printed=lambda said: "a command to the terminal" * (chr(27) in said))
     return ""
 

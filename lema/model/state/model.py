@@ -38,8 +38,9 @@ class ModelState:
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, name: str) -> None:
         self._model = model
-        self.outer = OuterState(model, layers)
-        self.layers = LayerStates(layers, name, lambda: self.outer.modules)
+        outer = OuterState(model, layers)
+        self.outer = outer
+        self.layers = LayerStates(layers, name, lambda: outer.modules)  # without a circle, which would keep the weights
 
     def forget(self) -> None:
         """Look the modules up again, because adapters were attached or taken off."""
