@@ -33,7 +33,7 @@ def case(number):
         watch.app.command(name="prints")(lambda: chr(0xD800).encode())
         return watch.command("prints")
     if number == 9:
-        watch.app.command(name="colours")(lambda: os.write(1, bytes([27])))
+        watch.app.command(name="colours")(lambda: sys.stdout.buffer.write(bytes([27])) and None)
         return watch.command("colours", printed=lambda said: "a command to the terminal" * (chr(27) in said))
     return ""
 

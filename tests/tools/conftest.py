@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from clirun import TEXTS, config_writer, lema, write_rows
 from smallrun import write_model
 
@@ -65,6 +66,7 @@ def killed_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A run whose process was killed while it saved: its lock's file is still there, and so is a line cut short."""
     place = tmp_path_factory.mktemp("killed") / "run"
     if (child := os.fork()) == 0:
+        torch.set_num_threads(1)  # the threads of this process's parallel regions are not there in the child
         LemaTrainer.save_checkpoint = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         trained(tiny_model, place)
         os._exit(1)

@@ -135,6 +135,7 @@ def test_a_run_does_not_begin_without_room_for_two_checkpoints(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_line_of_metrics_is_not_worth_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(MetricsLog(tmp_path / "m.jsonl")) as metrics, Path("/dev/full").open("ab+", buffering=0) as full:
+        metrics._file.close()
         monkeypatch.setattr(metrics, "_file", full)
         with pytest.warns(UserWarning, match="No space left on device.*this line of step 7 is lost"):
             metrics.note({"step": 7, "loss": 1.0})
