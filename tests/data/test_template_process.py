@@ -104,6 +104,22 @@ def test_texts_places_and_errors_are_those_of_transformers(name: str, monkeypatc
                 assert repr(given) == repr(messages)
 
 
+@pytest.mark.parametrize("text", ["a", "a ", [{"type": "text", "text": "a"}], None])
+def test_a_last_message_that_is_continued_ends_as_with_transformers(text: Any) -> None:
+    template = "{% for m in messages %}{{ m.role }}{{ m.content if m.content is string else m.content[0].text }}</s>"
+    tokenizer, chat = word_tokenizer(template + "{% endfor %}"), [CHAT[0], {"role": "assistant", "content": text}]
+    found = []
+    for render in (
+        lambda: open_template(tokenizer, None, ROW).render(chat, ROW, continued=True),
+        lambda: tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True),
+    ):
+        try:
+            found.append(render())
+        except (DataError, ValueError) as error:
+            found.append(str(error).splitlines()[0].removeprefix("the chat template rejects this chat: "))
+    assert found[0] == found[1]
+
+
 def test_a_tokenizer_that_writes_chats_by_itself_or_changes_them_is_obeyed() -> None:
     class Own(type(word_tokenizer())):  # type: ignore[misc]
         def apply_chat_template(self, messages: Any, **how: Any) -> Any:

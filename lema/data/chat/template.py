@@ -9,7 +9,6 @@ import json
 import marshal
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jinja2
 
 from lema.data.chat.process import Limits, Refusal, Rendition, Request, rendered
-from lema.data.chat.recording import Recorded, recorded
+from lema.data.chat.recording import applied
 from lema.data.files import Row
 from lema.errors import DataError
 
@@ -90,62 +89,77 @@ class Template:
         """Whether the template says by `{% generation %}` which words are the assistant's."""
         return bool(_GENERATION.search(self.text))
 
-    def render(self, messages: Messages, row: Row, *, prompt: bool = False) -> str:
-        """Render messages, with a generation prompt if asked. `DataError`: the template refuses, or takes too long."""
-        return self._rendition(messages, row, prompt).text
+    def render(self, messages: Messages, row: Row, *, prompt: bool = False, continued: bool = False) -> str:
+        """Render messages, with a generation prompt if asked, or so that the last one can be `continued`. `DataError`:
+        the template refuses, or takes too long."""
+        return self._rendition(messages, row, add_generation_prompt=prompt, continue_final_message=continued).text
 
     def render_marked(self, messages: Messages, row: Row) -> tuple[str, list[tuple[int, int]]]:
         """Render messages with a template that marks the assistant's words; return also where these are."""
-        rendition = self._rendition(messages, row, prompt=False)
+        rendition = self._rendition(messages, row)
         return rendition.text, [(start, end) for start, end in rendition.places if start < end]
 
-    def _rendition(self, messages: Messages, row: Row, prompt: bool) -> Rendition:
-        outcome = None if prompt else self.ahead.pop(id(messages), None)
-        if outcome is None:
-            asked = self._recorded(messages, row, prompt)
-            if asked.template is None:
-                return Rendition(str(asked.returned), [])
-            [outcome] = rendered([_request(asked, self.date, row)], Limits(MAX_SECONDS, MAX_BYTES))
-            if isinstance(outcome, Rendition) and not asked.is_plain:
-                again = self._recorded(messages, row, prompt, text=outcome.text)
-                outcome = Rendition(str(again.returned), [])
-        if isinstance(outcome, Refusal):
-            raise self._refused(row, outcome)
-        return outcome
+    def _rendition(self, messages: Messages, row: Row, **ends: bool) -> Rendition:
+        if not any(ends.values()) and (outcome := self.ahead.pop(id(messages), None)) is not None:
+            return _asked(row, lambda: _taken(outcome), self)
+        written = list[Rendition]()
 
-    def _recorded(self, messages: Messages, row: Row, prompt: bool, **how: str) -> Recorded:
-        given: dict[str, Any] = {"tools": self.tools, "tokenize": False, "add_generation_prompt": prompt}
-        return _asked(row, lambda: recorded(lambda: self.tokenizer.apply_chat_template(messages, **given), **how))
+        def write(template: str, values: dict[str, Any]) -> str:
+            (outcome,) = rendered([_request(template, values, self.date)], Limits(MAX_SECONDS, MAX_BYTES))
+            written.append(_taken(outcome))
+            return written[-1].text
 
-    def _refused(self, row: Row, refusal: Refusal) -> DataError:
-        if not refusal.ended:
-            return _rejected(row, refusal.why, jinja2.TemplateError(refusal.why))
-        own = f" than that of {name}" if (name := self.tokenizer.name_or_path) else ""
-        how = f"shorten the chat, or set chat_template to another one{own}"
-        return _rejected(row, refusal.why, _Ended(refusal.why), how)
+        text = str(_asked(row, lambda: applied(lambda: self.apply(messages, **ends), write), self))
+        return written[0] if written and written[0].text == text else Rendition(text, [])
+
+    def apply(self, messages: Messages, **ends: Any) -> Any:
+        """Apply the template as `transformers` does."""
+        return self.tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=False, **ends)
 
 
-def render_ahead(asked: Sequence[tuple[Template, Messages, Row]]) -> dict[int, Rendition | Refusal]:
+def render_ahead(asked: Sequence[tuple[Template, Messages]]) -> dict[int, Rendition | Refusal]:
     """Render chats together, as many as are not too long; return what came of them, by the identity of the list of
-    messages. It is for the `ahead` of the templates that ask for it next. A chat that cannot be asked for is left out,
-    because rendering it alone says why."""
+    messages. It is for the `ahead` of the templates that ask for it next. A chat that cannot be asked for, or of which
+    the tokenizer makes something else than the template writes, is left out: rendering it alone says why."""
     requests, size = dict[int, Request](), 0
-    for template, messages, row in asked:
-        with suppress(DataError):
-            chat = template._recorded(messages, row, prompt=False)
-            if chat.template is not None and chat.is_plain and size < MOST_AHEAD:
-                requests[id(messages)] = _request(chat, template.date, row)
-                size += len(requests[id(messages)].values)
+    for template, messages in asked:
+        request = _request_of(template, messages) if size < MOST_AHEAD else None
+        if request is not None:
+            requests[id(messages)] = request
+            size += len(request.values)
     if not requests:
         return {}
     return dict(zip(requests, rendered(list(requests.values()), Limits(MAX_SECONDS, MAX_BYTES)), strict=False))
 
 
-def _request(asked: Recorded, date: str | None, row: Row) -> Request:
-    """Return a request with what was recorded, on a date, or now."""
+_WRITTEN = "a rendered chat"
+
+
+def _request_of(template: Template, messages: Messages) -> Request | None:
+    requests = list[Request]()
+
+    def write(text: str, values: dict[str, Any]) -> str:
+        requests.append(_request(text, values, template.date))
+        return _WRITTEN
+
+    try:
+        plain = applied(lambda: template.apply(messages), write) is _WRITTEN
+    except Exception:  # noqa: BLE001 - of any kind, and it is raised again where the chat is rendered alone
+        return None
+    return requests[0] if plain else None
+
+
+def _request(template: str, values: dict[str, Any], date: str | None) -> Request:
+    """Return what to ask the rendering process for, on a date, or now."""
     now = _now() if date is None else datetime.fromisoformat(date)
     clock = (now.year, now.month, now.day, now.hour, now.minute, now.second, now.microsecond)
-    return Request(str(asked.template), clock, _asked(row, lambda: marshal.dumps(asked.values)))
+    return Request(template, clock, marshal.dumps(values))
+
+
+def _taken(outcome: Rendition | Refusal) -> Rendition:
+    if isinstance(outcome, Refusal):
+        raise _Refused(outcome)
+    return outcome
 
 
 def _now() -> datetime:
@@ -177,7 +191,7 @@ def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]
             made = render(form)
         except DataError as error:
             refused.append(error)
-            if isinstance(error.__cause__, _Ended):  # as it would with each other form
+            if isinstance(error.__cause__, _Refused) and error.__cause__.ended:  # as it would with each other form
                 break
             continue
         taken += 1
@@ -223,20 +237,22 @@ def open_template(
     return Template(text, tokenizer, tools, date, {} if ahead is None else ahead)
 
 
-class _Ended(jinja2.TemplateError):
-    """A template takes too long, or too much memory."""
+class _Refused(jinja2.TemplateError):
+    """A chat was not rendered."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.why)
+        self.ended = refusal.ended
 
 
-def _asked(row: Row, function: Callable[[], T]) -> T:
-    """Call what prepares a chat for a template, which raises anything where the chat is none for it."""
+def _asked(row: Row, function: Callable[[], T], template: Template | None = None) -> T:
+    """Call what renders a chat, or prepares it, which raises anything where the chat is none for the template."""
     try:
         return function()
     except Exception as error:
-        raise _rejected(row, str(error) or type(error).__name__, error) from error
-
-
-def _rejected(row: Row, why: str, cause: Exception, how: str = "") -> DataError:
-    how = how or "compare the roles and their order with what the model's template expects"
-    error = row.broken(f"the chat template rejects this chat: {why}", how=how)
-    error.__cause__ = cause
-    return error
+        how = "compare the roles and their order with what the model's template expects"
+        if template is not None and isinstance(error, _Refused) and error.ended:
+            own = f" than that of {name}" if (name := template.tokenizer.name_or_path) else ""
+            how = f"shorten the chat, or set chat_template to another one{own}"
+        what = f"the chat template rejects this chat: {str(error) or type(error).__name__}"
+        raise row.broken(what, how=how) from error

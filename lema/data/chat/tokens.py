@@ -47,7 +47,7 @@ class Chats:
         asked = []
         for chat, row in chats:
             with suppress(DataError):  # which `render` raises
-                asked.append((open_template(self.tokenizer, chat.tools, row, self.date), chat.messages, row))
+                asked.append((open_template(self.tokenizer, chat.tools, row, self.date), chat.messages))
         self.ahead.clear()
         self.ahead.update(render_ahead(asked))
 
