@@ -17,52 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from lema.config import LemaConfig
+from lema.config.acting import SILENT, acts
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.lora.checks import read_json
 from lema.storage.diskspace import user_cache
 
-__all__ = ["ACTING", "LIBRARY_ATTENTION", "acts", "save_settings", "without_consent", "written_here"]
-
-LIBRARY_ATTENTION = ("eager", "sdpa")
-"""Attention that is code of `transformers` and torch alone; others may fetch kernels of the hub, or compile."""
-
-ACTING: Mapping[str, str] = {
-    "gbi_path": "reads weights from any path",
-    "attn_implementation": "may fetch code from the hub and run it, or start a compiler, unless it is eager or sdpa",
-    "train_data": "reads any path, walks directories, loads data sets of the hub and of addresses",
-    "eval_data": "as train_data",
-    "mixture": "names the data sets of train_data",
-    "eval_prompts": "reads any path",
-    "chat_template": "reads any path, unless it is the Jinja text itself",
-    "adapter_name_or_path": "reads any path, or loads from the hub",
-    "data_cache": "writes to any path, unless it is true or false",
-    "output_dir": "writes to any path",
-    "overwrite_output_dir": "replaces what is in output_dir",
-    "offload_dir": "writes to any path",
-    "report_to": "starts programs of others, and sends away what a run logs",
-    "run_name": "names the run there",
-    "push_to_hub": "sends the adapter away, in your name",
-    "hub_model_id": "says where to",
-    "hub_private_repo": "says who can read it",
-    "torch_compile": "starts a compiler",
-}
-"""The settings that act on the machine, each with what it does; the others describe the adapter, or how it was made."""
-
-# They have no meaning where no run begins, and an adapter of any run has them: a line would say nothing.
-_SILENT = frozenset({"output_dir", "overwrite_output_dir", "run_name", "mixture", "hub_private_repo"})
+__all__ = ["save_settings", "without_consent", "written_here"]
 
 MOST_NOTED = 10_000  # files of settings that are remembered; those that were written longest ago are forgotten
-
-
-def acts(name: str, value: Any) -> bool:
-    """Whether a setting of this value does more than describe an adapter."""
-    if name not in ACTING or value in (None, LemaConfig.defaults()[name]):
-        return False
-    if name == "attn_implementation":
-        return value not in LIBRARY_ATTENTION
-    if name == "chat_template":
-        return not (isinstance(value, str) and ("{{" in value or "{%" in value))
-    return name != "data_cache" or not isinstance(value, bool)
 
 
 def without_consent(file: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +35,7 @@ def without_consent(file: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name, value in values.items() if name not in overrides and acts(name, value)]
     if not names or written_here(file):
         return {}
-    if told := [name for name in names if name not in _SILENT]:
+    if told := [name for name in names if name not in SILENT]:
         first = told[0]
         warnings.warn(
             f"{file} was not written by a run of yours on this machine, or was changed since; ignored are its settings "
