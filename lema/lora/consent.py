@@ -19,10 +19,11 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.acting import SILENT, acts
 from lema.config.lemaconfig import CONFIG_NAME
+from lema.errors import ConfigError
 from lema.lora.checks import read_json
 from lema.storage.diskspace import user_cache
 
-__all__ = ["save_settings", "without_consent", "written_here"]
+__all__ = ["check_code_is_named", "save_settings", "without_consent", "written_here"]
 
 MOST_NOTED = 10_000  # files of settings that are remembered; those that were written longest ago are forgotten
 
@@ -44,6 +45,17 @@ def without_consent(file: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         )
     defaults = LemaConfig.defaults()
     return {name: defaults[name] for name in names}
+
+
+def check_code_is_named(file: Path) -> None:
+    """Refuse to run the code of a model that nobody but an adapter's `file` names: a user who allows a model's code has
+    read it, and the file may name another model or commit. `ConfigError`."""
+    if not written_here(file):
+        what = "the model's own code is run only of a model that you name, but only the adapter's file names this one"
+        how = (
+            "name the model whose code you have read, and of a hub id the commit: --model-name-or-path and --revision;"
+        )
+        raise ConfigError(what, where=str(file), how=f"{how} for `lema merge`, its directory: --base")
 
 
 def save_settings(config: LemaConfig, directory: Path) -> None:
