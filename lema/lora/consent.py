@@ -52,10 +52,8 @@ def check_code_is_named(file: Path) -> None:
     read it, and the file may name another model or commit. `ConfigError`."""
     if not written_here(file):
         what = "the model's own code is run only of a model that you name, but only the adapter's file names this one"
-        how = (
-            "name the model whose code you have read, and of a hub id the commit: --model-name-or-path and --revision;"
-        )
-        raise ConfigError(what, where=str(file), how=f"{how} for `lema merge`, its directory: --base")
+        how = "name the model whose code you have read: --model-name-or-path and, of a hub id, --revision"
+        raise ConfigError(what, where=str(file), how=f"{how}; for `lema merge`, its directory: --base")
 
 
 def save_settings(config: LemaConfig, directory: Path) -> None:
