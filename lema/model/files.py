@@ -25,6 +25,7 @@ from lema.errors import DataError
 from lema.model.skeleton import read_config
 from lema.storage import resolve_model
 from lema.storage.modelfiles import load_generation_config, load_tokenizer
+from lema.storage.regular import read_regular
 from lema.storage.rendering import GENERATION, read_templates, write_generation, write_templates
 
 __all__ = ["ModelFiles", "read_data"]
@@ -117,7 +118,7 @@ class ModelFiles:
         file = place / GENERATION
         if file.is_symlink() or file.exists():
             load_generation_config(place)  # which refuses what is no such file
-            values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            values: dict[str, Any] = json.loads(read_regular(file, inside=True))
         else:
             values = GenerationConfig.from_model_config(self.config).to_diff_dict()
             values.pop("_from_model_config", None)  # because transformers would make it of the model's config again

@@ -26,6 +26,7 @@ from lema.plan.planner import settled
 from lema.plan.trainable_bytes import trained_bytes
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_errors
+from lema.storage.regular import open_regular
 from lema.storage.rendering import carry_rendering
 from lema.train.checkpoint.format import read_state
 from lema.train.evaluate import evaluate, passes_of_mixture
@@ -67,7 +68,7 @@ def copy_adapter(end: Path, out: Path) -> None:
     """Copy the adapter that a run ends with to where every run has it, or raise `DiskError`."""
     try:
         for file in (*end.glob("adapter_*"), end / CONFIG_NAME):
-            with file.open("rb") as source, replacing(out / file.name) as copy:
+            with open_regular(file) as source, replacing(out / file.name) as copy:
                 shutil.copyfileobj(source, copy)
         carry_rendering(end, out)
     except OSError as error:
