@@ -25,6 +25,7 @@ from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.lora import save_adapter
 from lema.lora.checks import Base, base_of, check_base, write_base
 from lema.lora.class_names import class_names
+from lema.lora.consent import save_settings
 from lema.lora.files import check_same_adapter, load_weights
 from lema.model.files import ModelFiles
 from lema.model.partition import whole_adapter
@@ -297,7 +298,7 @@ class LemaTrainer:
         every: list[Writer] = [
             lambda _: self._base_files.check(),
             adapter,
-            config.save_pretrained,
+            partial(save_settings, config),
             partial(write_base, base=self._base),
             *([] if self.files is None else [self.files.write_rendering]),
             *reference_writers(reference, adapters, self._base, parallel),

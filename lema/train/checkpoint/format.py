@@ -33,6 +33,7 @@ from lema.engine.beside import StartingAdapter
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError
 from lema.lora import save_adapter
 from lema.lora.checks import Base, write_base
+from lema.lora.consent import save_settings
 from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_tensor
 from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
@@ -150,7 +151,7 @@ def leave_adapter(
         for write_reference in of_reference:
             write_reference(directory)
         save_adapter(adapters, directory, base.name, base.revision, whole, writers)
-        config.save_pretrained(directory)
+        save_settings(config, directory)
         write_base(directory, base)
 
     if whole is None:
