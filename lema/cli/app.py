@@ -32,8 +32,8 @@ app: typer.Typer  # the whole command line, which is put together when it is fir
 _own = typer.Typer(
     name="lema",
     help="Fine-tune language models larger than the device's memory.",
-    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 7 `lema prove` found a difference, "
-    "75 stopped with a checkpoint, 130 Ctrl-C.",
+    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite or nothing learnt, 6 disk, 7 `lema prove` "
+    "found a difference, 75 stopped with a checkpoint, 130 Ctrl-C.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

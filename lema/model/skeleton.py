@@ -37,8 +37,8 @@ from lema.backend.registry import fused, own_attention
 from lema.config import LemaConfig
 from lema.errors import LemaError, ModelError
 from lema.model.capture import past_layers, tensors_in
-from lema.storage.index import check_inside
 from lema.storage.modelfiles import check_code, keep_to_libraries, read_config_file
+from lema.storage.regular import check_inside
 
 MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
 MAX_TABLE_BYTES = 256 << 20  # of one table

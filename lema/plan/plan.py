@@ -11,14 +11,12 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import Batches
-from lema.data.dataset import first_rows
 from lema.data.forms import num_positions
-from lema.data.read import mixed
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.packing import Packs
 from lema.errors import ConfigError
 from lema.lora.files import with_adapter
-from lema.model.files import ModelFiles, read_data
+from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.groups import ExpertsTold, experts_told
@@ -270,10 +268,10 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
 
 
 def _data(planner: Planner, trusted: bool) -> Any:
-    """Read the training data as training would."""
+    """Read the training data as training would, and return the rows that train."""
     config, directory = planner.config, planner.blueprint.directory
     files = ModelFiles(config, directory=directory, trust_remote_code=trusted)
-    return first_rows(mixed(config, read_data(config, files, config.train_data)), config.max_train_samples)
+    return training_rows(config, files)[0]
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:

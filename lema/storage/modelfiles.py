@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from lema.config.acting import LIBRARY_ATTENTION
 from lema.errors import ConfigError, DataError, ModelError, WeightsError
 from lema.storage.header import read_json, regular_size
-from lema.storage.index import MAX_CONFIG_BYTES, check_inside
+from lema.storage.index import MAX_CONFIG_BYTES
+from lema.storage.regular import check_inside, read_regular
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -329,7 +330,7 @@ def _file(reference: str) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """Read a JSON object; any other file counts as empty here, and fails where it is used."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = json.loads(read_regular(file, MAX_BYTES))
+    except (OSError, DataError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lema.backend import Replicas
@@ -180,6 +180,8 @@ class Update:
         self.over: Replicas | None = model.backend.replicas if sharded and model.backend.replicas.size > 1 else None
         """Over which the optimizer's state is divided; None: each process has all."""
         self._unscaled = False  # since the scaler was last updated
+        self.largest: Tensor | None = None
+        """The largest number of what trains after the last step, on the device, where it is read with the next loss."""
         half = main_dtype(model.split.model) == torch.float16
         self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=half)
 
@@ -253,14 +255,17 @@ class Update:
             self.scaler.step(optimizer)
         else:
             step_share(optimizer, self.over, partial(self.scaler.step, optimizer))
+        with torch.no_grad():
+            self.largest = get_total_norm(parameters, math.inf)
         self.drop()
         on_event("on_optimizer_step")
         return math.isfinite(length)
 
 
-def read_numbers(loss: Tensor, norm: Tensor | None) -> tuple[float, float | None]:
-    """Wait for the device, once, and return both numbers."""
-    if norm is None:
-        return float(loss), None
-    value, length = torch.stack([loss.double(), norm.to(loss.device).double()]).tolist()
-    return value, length
+def read_numbers(loss: Tensor, norm: Tensor | None, largest: Tensor | None) -> tuple[float, float | None]:
+    """Wait for the device, once, and return the loss and the norm. The loss is NaN, too, where the `largest` number of
+    what trains is not finite, because a batch may not have met it."""
+    numbers = [one.to(loss.device).double() for one in (loss, norm, largest) if one is not None]
+    value, *others = torch.stack(numbers).tolist() if len(numbers) > 1 else [float(loss)]
+    sound = largest is None or math.isfinite(others[-1])
+    return value if sound else math.nan, None if norm is None else others[0]

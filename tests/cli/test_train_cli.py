@@ -65,6 +65,7 @@ def test_training_reads_every_format_and_says_what_it_found(
     assert {"adapter_model.safetensors", "adapter_config.json", "metrics.jsonl", "loss.png"} <= written
 
 
+@pytest.mark.filterwarnings("ignore:this run may learn nothing")
 def test_a_run_says_which_step_was_best_and_begins_with_a_saved_adapter(
     llama: Path, write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from lema.errors import AdapterError, ConfigError, DataError, ModelError
 from lema.lora.shards import layout_of_tensor, module_of
 from lema.model.partition import layout_at, layouts_of
 from lema.storage.atomic import flush
+from lema.storage.regular import read_regular
 
 __all__ = ["LAYOUTS", "LEMA", "join"]
 
@@ -101,8 +102,8 @@ def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str,
     differ."""
     file = directory / LAYOUTS
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_regular(file))
+    except (OSError, DataError, ValueError, RecursionError) as error:
         raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file), how="save it again") from error
     if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
         what = f"these shards have version {content['version']} of their format, and this lema reads {VERSION}"
