@@ -48,8 +48,16 @@ CHOSEN: dict[str, Any] = {
 WITH = {"mixture": "train_data", "hub_model_id": "push_to_hub", "hub_private_repo": "push_to_hub"}
 
 
+class Nothing(set[str]):
+    """Remembers nothing of what is added."""
+
+    def add(self, element: str) -> None:
+        pass
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(consent, "_WRITTEN", Nothing())  # as in a process that has written none
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "lema" / "settings"
 
@@ -177,7 +185,7 @@ def test_so_is_what_another_user_noted_in_a_shared_cache(own: Path, monkeypatch:
 def test_a_link_in_the_cache_is_no_note(stranger: Path, model: Path, cache: Path, tmp_path: Path) -> None:
     file = say(stranger, model, eval_data="theirs.txt")
     cache.mkdir(parents=True)
-    (cache / consent._note_of(file).name).symlink_to(tmp_path)
+    (cache / consent._digest(file)).symlink_to(tmp_path)
     assert not written_here(file)
 
 
@@ -192,6 +200,9 @@ def test_a_run_that_cannot_note_its_settings_goes_on(
         monkeypatch.setattr(Path, "expanduser", _no_home)
     save_settings(settings(model, tmp_path / "out", eval_data="mine.txt"), tmp_path / "saved")
     assert not written_here(tmp_path / "saved" / "lema_config.json")
+    monkeypatch.setattr(consent, "_WRITTEN", set())
+    save_settings(settings(model, tmp_path / "out", eval_data="mine.txt"), tmp_path / "saved")
+    assert written_here(tmp_path / "saved" / "lema_config.json")  # by the process that wrote it
 
 
 def _no_home(path: Path) -> Path:
@@ -205,7 +216,7 @@ def test_processes_may_note_at_once_and_notes_are_bounded(
     places = [tmp_path / f"saved{number}" for number in range(40)]
     for number, place in enumerate(places[:25]):
         save_settings(settings(model, tmp_path / "out", max_steps=number + 1), place)
-        os.utime(consent._note_of(place / "lema_config.json"), ns=(number, number))
+        os.utime(cache / consent._digest(place / "lema_config.json"), ns=(number, number))
     assert len(list(cache.iterdir())) <= 20
     assert written_here(places[24] / "lema_config.json")
     assert not written_here(places[0] / "lema_config.json")
