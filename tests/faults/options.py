@@ -33,7 +33,7 @@ from lema.cli.app import app
 __all__ = ["LINES", "run", "verbs"]
 
 REQUIRED = "exit code of its kind in a sentence; nothing touched outside, nothing left running"
-WALL = 120.0  # seconds that a command may wait
+WALL = 240.0  # seconds that a command may wait
 
 # Command lines that succeed and take little time, by verb.
 LINES: Mapping[str, tuple[str, ...]] = {
