@@ -114,15 +114,17 @@ class Plan:
         if not self.fits:
             how = "lower max_length or batch_size, or set gradient_checkpointing and device_memory: auto"
             return f"does not fit: it needs {taken} and {human_bytes(self.host_peak)} of host memory; {how}"
+        if not self.step.seconds:
+            return f"fits, with {taken}"
         packed = None if self.epoch is None else self.epoch.packed_hours
         gain = None if self.epoch is None or not packed else self.epoch.hours / packed
         tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
         return f"fits, with {taken}; " + _limited(BOTTLENECKS[self.step.bottleneck], self.room.crossover, tokens, gain)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens that the run trains on in a second, padding included."""
-        return self.tokens / self.step.seconds
+    def tokens_per_second(self) -> float | None:
+        """Tokens that the run trains on in a second, padding included; None: nothing has been timed."""
+        return self.tokens / self.step.seconds if self.step.seconds else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""

@@ -164,7 +164,7 @@ class LemaTrainer:
                 factor = self._denominator / self._trained_tokens if trained else 1.0
                 with self.model.retry.once("while the gradients of the step are summed"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
-            mine, length = read_numbers(loss, norm, self.update.largest)
+            mine, length = read_numbers(loss, norm, self.update.size)
             mine = worst(replicas, mine)
             value: float = sum(replicas.exchange(mine)) * (self._denominator / trained)
             if not math.isfinite(value):
@@ -401,7 +401,7 @@ class LemaTrainer:
     def _forget(self) -> None:
         self._begin_anew()
         self.update.drop()
-        self.update.largest = None
+        self.update.size = None
         self.memory.cancel()
         self._drop_gradients()
 
