@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from lema.errors import WeightsError
+from lema.errors import WeightsError, unreadable
 
 __all__ = [
     "DTYPE_BITS",
@@ -172,7 +172,7 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{file.name} cannot be opened ({error.strerror})"
-        raise WeightsError(what, where=str(file), how="check the path and its permissions") from error
+        raise unreadable(file, error, WeightsError, what, "check the path and its permissions") from error
 
 
 def read_json(file: Path, limit: int, kind: str) -> dict[str, Any]:
