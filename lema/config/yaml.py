@@ -140,7 +140,7 @@ def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = Tru
         what, how = "not YAML: a control character is in the text", "delete it"
         if any("\udc80" <= character <= "\udcff" for character in text):  # as Python has such a byte of an argument
             what = "the text has a byte that is not UTF-8, as names of files in another encoding have"
-            how = "rename the file or directory, or go to it and give its name from there"
+            how = "rename the file or directory, or go to it and give its name from there; or set LC_ALL=C.UTF-8"
         raise ConfigError(what, where=place, how=how) from error
     except (YAMLError, ValueError) as error:
         raise ConfigError(f"not YAML: {error}", where=where) from error
