@@ -15,9 +15,9 @@ from forked import run_program
 from faults.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = ("kills", "verbs", "instants", "power", "over", "nonfinite", "terms", "everystep", "damage", "fulldisk")
+HERE = ("kills", "moves", "verbs", "instants", "power", "over", "nonfinite", "terms", "everystep", "damage", "fulldisk")
 HERE += ("bombs", "settings", "phases", "smallfiles", "rundirs", "keptfiles")
-DEFAULT = {"kills", "verbs", "fulldisk", "pickles"}  # rows of a default run
+DEFAULT = {"kills", "moves", "verbs", "fulldisk", "pickles"}  # rows of a default run
 SESSION = {"bombs", "settings", "phases", "smallfiles", "rundirs", "keptfiles"}  # slow ones; the others are exhaustive
 ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
 

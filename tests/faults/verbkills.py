@@ -35,7 +35,7 @@ class Verb:
     """A verb, and where it writes.
 
     Attributes:
-        words: what `lema` is told; `{place}` is where the model, the adapter and its shards are, `{out}` where it writes.
+        words: what `lema` is told; `{place}` has the model, the adapter and its shards, and `{out}` is where it writes.
         out: the name of what it writes: a file or a directory.
         again: words for when it has been killed.
         grows: whether its file may have its first lines alone.
