@@ -14,7 +14,6 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,7 +33,7 @@ from lema.storage import resolve_model
 from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
 from lema.storage.header import UNREADABLE, check_pickled
-from lema.storage.verify import check_finite, check_written
+from lema.storage.verify import check_finite, check_written, load_tensors
 
 
 def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -348,6 +347,6 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     directory, or holds no floating numbers."""
     read_records(file)
     try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"the adapter file is damaged: {error}", where=str(file)) from error
+        return load_tensors(file)
+    except WeightsError as error:
+        raise AdapterError(f"the adapter file is damaged: {error.what}", where=str(file), how=error.how) from error

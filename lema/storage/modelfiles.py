@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lema.config.acting import LIBRARY_ATTENTION
-from lema.errors import ConfigError, DataError, ModelError, WeightsError
+from lema.errors import ConfigError, DataError, ModelError, WeightsError, unreadable
 from lema.storage.header import read_json, regular_size
 from lema.storage.index import MAX_CONFIG_BYTES
 from lema.storage.regular import check_inside, read_regular
@@ -80,7 +80,7 @@ def library_errors(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # somebody interrupts
         said = str(error) or type(error).__name__
-        raise DataError(f"{what}: {said}", where=str(place) or "tokenizer", how=how) from error
+        raise unreadable(place or "tokenizer", error, DataError, f"{what}: {said}", how) from error
 
 
 def _check_growth(file: Path) -> None:

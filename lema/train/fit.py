@@ -14,7 +14,7 @@ from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, ReadError
 from lema.lora.checks import Base
 from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
@@ -201,7 +201,7 @@ class PlainRun:
         best = cast("dict[str, Any]", self.best)
         try:
             first_alone(self._replicas, partial(check_sound, path, weights_only=True))
-        except AdapterError as error:
+        except (AdapterError, ReadError) as error:
             lost = f"the best adapter, of step {best['step']}, cannot be kept: {error.what} ({error.where})"
             tell_warning(lost, self._say)
             return
