@@ -128,7 +128,7 @@ class PlainRun:
             raise AdapterError(what, where=str(self._output), how="remove --resume to begin a new run")
         path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
-        changed = check_same_run(path, self._config, adapter, self._sampler.about)
+        changed = check_same_run(path, self._config, adapter, self._sampler.about, steps.model.split.dtype)
         extra = restore(path)
         self.done, self.pending, self.carried = steps.global_step, extra.get("left"), extra
         self.saved = None if weights_only else self.done

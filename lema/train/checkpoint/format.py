@@ -121,14 +121,16 @@ def write_checkpoint(
         raise not_written(f"the checkpoint could not be written: {why}", error, directory) from error
 
 
-def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model."""
+def about_run(config: LemaConfig, kind: str, base: str | None, computed: torch.dtype | None = None) -> dict[str, Any]:
+    """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model; and
+    the type that its layers are `computed` in, if it is known."""
     settings = json.dumps(config.to_dict(), sort_keys=True).encode()
     versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
     return {
         "kind": kind,
         "config": hashlib.sha256(settings).hexdigest(),
         "base": base,
+        "compute_dtype": None if computed is None else str(computed).removeprefix("torch."),
         "versions": {**versions, "python": platform.python_version()},
     }
 
