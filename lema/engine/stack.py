@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import count
@@ -35,6 +35,7 @@ from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import adapter_leaves, below_visits
 from lema.errors import ConfigError
 from lema.model.flow import Prelude
+from lema.model.state.hooks import aside, held_by
 from lema.stream.schedule import fetched_per_step, in_parts
 
 __all__ = ["LayerStack", "StackCall"]
@@ -200,7 +201,7 @@ class LayerStack:
         if not split.known(few):
             state = streamed.backend.rng_state()  # restored, because these few tokens are not training data
             self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
-            with streamed.stream.lease(0) as first, self._without_routers():
+            with streamed.stream.lease(0) as first, self._without_routers(), aside(split.model.modules()):
                 split.prelude(few, first.weights)
             streamed.backend.set_rng_state(state)
         cuts, before, drawn = self._cuts(given), split.state.mark(), streamed.backend.rng_state()
@@ -211,20 +212,26 @@ class LayerStack:
             streamed.backend.set_rng_state(drawn)
             cuts = tuple(cut._replace(end=cut.width) for cut in cuts)
             preludes = tuple(self._preludes(given, cuts, few, differentiate=differentiate))
-        for one in (call for prelude in preludes for call in prelude.calls):
-            one.autocast, one.routers = ambient, [] if routed else None
+        hooks = [split.state.hooks.inside(layer) for layer in range(split.num_layers)]
+        for cut, prelude in zip(cuts, preludes, strict=True):
+            for held, one in zip(hooks, prelude.calls, strict=True):
+                one.autocast, one.routers = ambient, [] if routed else None
+                one.hooks = held if held is None or len(cuts) == 1 else held.of_rows(cut.rows)
         return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
 
     def _preludes(
         self, given: Mapping[str, Any], cuts: Sequence[Cut], few: Mapping[str, Tensor], *, differentiate: bool
     ) -> Iterator[Prelude]:
         """Run the model's own code before the layers for each of the micro-batches that a call is cut into."""
-        size, part = sum(len(one.rows) for one in cuts), given
+        size, part, split = sum(len(one.rows) for one in cuts), given, self.streamed.split
+        held = held_by(split.state.outer.modules) if len(cuts) > 1 else None
         for cut in cuts:
             if len(cuts) > 1:
                 part = {name: tree_map(partial(_rows, name, cut, size), value) for name, value in given.items()}
             run = partial(self._forward, **part)
-            yield self.streamed.split.prelude(few, {}, differentiate=differentiate, run=run)
+            with nullcontext() if held is None else held.of_rows(cut.rows).standing():
+                prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
+            yield prelude
 
     @contextmanager
     def _without_routers(self) -> Iterator[None]:

@@ -223,7 +223,8 @@ class _LayerVisit:
             again = self._runner(index, state, needs=needs, compiled=compiled)
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.own))
         # Whole where tensors have no address, because no tensor is known for a weight there.
-        whole = compiled or not lease.has_address
+        # And where modules have hooks, which would see values that were not formed.
+        whole = compiled or not lease.has_address or call.hooks is not None
         graph = Graph(again, self._linears, products=self._products, whole=whole, keep=keep)
         with graph.built(lease):
             if again is not None:
