@@ -30,7 +30,7 @@ from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
-from lema.model.weight_names import LayerNames, stored_name
+from lema.model.weight_names import LayerNames, parameters_kept, stored_name
 
 __all__ = ["Run", "Split"]
 
@@ -256,7 +256,8 @@ class Split:
             tensors = self.renamed(index, weights)
             stored = self._names[index].buffers(tensors)
             sharing = self._sharing.setdefault(index, SharedInputs()) if self._fast else None
-            with nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs):
+            together = nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs)
+            with parameters_kept(self._names[index].adapted), together:
                 out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
         for name, one in stored.items():
             if tensors[name] is not one or one._version:
