@@ -368,15 +368,16 @@ def parameters_kept(adapted: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for one, parameters, buffers in before:
-            for own, held in ((one._parameters, parameters), (one._buffers, buffers)):
-                own.clear()  # because the order is the module's
-                own.update(held)
+            one._parameters.clear()  # because the order is the module's
+            one._parameters.update(parameters)
+            one._buffers.clear()
+            one._buffers.update(buffers)
 
 
 class LayerNames:
     """The names in one layer, as its modules are now. `layer`: adapters attached or not. A parameter that trains is its
-    own; what is leased in its place is left out, and a leaf that stands for it goes by its own name. Attribute `adapted`:
-    the modules of which a parameter is adapted."""
+    own; what is leased in its place is left out, and a leaf that stands for it goes by its own name. Its attribute
+    `adapted`: the modules of which a parameter is adapted."""
 
     def __init__(self, layer: nn.Module) -> None:
         parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}

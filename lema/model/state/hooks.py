@@ -25,6 +25,7 @@ __all__ = ["HeldHooks", "LayerHooks", "ModelHooks", "aside", "held_by"]
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+CAPTURING = "transformers.utils.output_capturing"  # whose hooks stay for good, and do nothing but where they are asked
 NAMES_OF_ROWS = "adapter_names"  # by which hooks of PEFT tell a module the adapter of each row
 
 
@@ -34,6 +35,14 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks that somebody registered, and not only those of `transformers`."""
+    if not has_hooks(module):
+        return False
+    hooks = (hook for kind in KINDS for hook in vars(module)[kind].values())
+    return any(getattr(hook, "__module__", None) != CAPTURING for hook in hooks)
 
 
 class HookedCall(Protocol):
@@ -107,7 +116,7 @@ class HeldHooks:
 
 def held_by(modules: Iterable[nn.Module]) -> HeldHooks | None:
     """Return the hooks of some modules as they are now; None: there are none."""
-    hooked = [vars(one) for one in modules if has_hooks(one)]
+    hooked = [vars(one) for one in modules if is_hooked(one)]
     return (
         HeldHooks([(owner, kind, owner[kind].copy()) for owner in hooked for kind in (*KINDS, *OPTIONS)])
         if hooked
@@ -212,7 +221,7 @@ class ModelHooks:
     def of(self, index: int, rest: tuple[Any, ...] | None = None, *, frozen: bool = False) -> LayerHooks | None:
         """Return the hooks of a layer itself for one visit; None: it has none. The others are as in `LayerHooks`."""
         layer = self._layers[index]
-        return LayerHooks(layer, f"{self._name}.{index}", rest, frozen) if has_hooks(layer) else None
+        return LayerHooks(layer, f"{self._name}.{index}", rest, frozen) if is_hooked(layer) else None
 
     def inside(self, index: int) -> HeldHooks | None:
         """Return the hooks of the modules inside a layer as they are now; None: there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from aligned import aligned
 from everytype import write_model
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
+from tiny import Checkpoint
 from tinyconfig import tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import lema
+
+CheckpointOf = Callable[..., Checkpoint]
 
 IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(5))
 
@@ -72,3 +76,27 @@ def test_it_covers_the_experts(model_type: str, tmp_path: Path) -> None:
     for name, value in values.items():
         own[name].data.copy_(value)
     torch.testing.assert_close(logits(model.eval()), logits(whole), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["linear", "cat", "svd", "ties", "dare_ties", "magnitude_prune"])
+def test_adapters_are_combined_as_peft_combines_them(checkpoint_of: CheckpointOf, way: str) -> None:
+    checkpoint, found = checkpoint_of("llama"), []
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    for streams in (False, True):
+        if streams:
+            model: Any = lema.streamed(checkpoint.streamed, config, device="cpu", seed=1)
+        else:
+            base = AutoModelForCausalLM.from_pretrained(checkpoint.published)
+            torch.manual_seed(1)
+            model = get_peft_model(base, config)
+        torch.manual_seed(2)
+        model.add_adapter("other", config)
+        options = {"density": 0.5} if way in ("ties", "dare_ties", "magnitude_prune") else {}
+        torch.manual_seed(3)
+        model.add_weighted_adapter(["default", "other"], [0.5, 0.7], "sum", combination_type=way, **options)
+        model.set_adapter("sum")
+        found.append((logits(model.eval()), torch.rand(1)))
+        model.set_adapter("default")
+        found[-1] += (logits(model),)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
