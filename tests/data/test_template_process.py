@@ -209,6 +209,15 @@ def test_a_process_that_was_killed_is_told_and_another_one_started() -> None:
     assert current().pid != number
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_goes_to_all_processes_is_the_parents(number: signal.Signals) -> None:
+    assert prepared()
+    started = current().pid
+    os.kill(started, number)
+    assert prepared()
+    assert current().pid == started
+
+
 ANSWERS = {
     "no JSON": "print('a')",
     "a list": "print('[1]')",
