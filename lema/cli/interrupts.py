@@ -23,7 +23,7 @@ SHOW_CURSOR = b"\x1b[?25h\n"  # which a bar of progress hides
 
 @contextmanager
 def ending_on_interrupt() -> Iterator[None]:
-    """Let the process end at Ctrl-C, in a `with` block, and after it if it came there. A run that is stopped by signals
+    """Let the process end at Ctrl-C within a `with` block, which ends in `SystemExit`. A run that is stopped by signals
     sees them itself (`lema.train.stop`)."""
     end = threading.Timer(GRACE, _end)
     end.daemon = True
@@ -35,7 +35,12 @@ def ending_on_interrupt() -> Iterator[None]:
             end.start()
 
     with SignalWatch(seen):
-        yield
+        try:
+            yield
+        except SystemExit as ended:
+            if came.is_set():  # what was printed has been flushed, and what was imported takes seconds to be put away
+                os._exit(ended.code if isinstance(ended.code, int) else INTERRUPTED)
+            raise
 
 
 def _end() -> None:

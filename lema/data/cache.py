@@ -299,6 +299,9 @@ def _pool(gather: Gather, processes: int) -> Iterator[ProcessPoolExecutor]:
     except BrokenProcessPool as error:
         how = "the system probably killed it because memory ran out: free memory, or allow fewer cores (taskset -c 0)"
         raise DataError("a process that tokenised rows ended unexpectedly", where="train_data", how=how) from error
+    except KeyboardInterrupt:
+        os.write(held, bytes(processes))  # each worker reads one of them and ends
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
         os.close(alive)
@@ -314,7 +317,7 @@ def _begin(alive: int, held: int) -> None:
     gc.freeze()  # because a collection would write to every page that is shared with the parent
     os.close(held)
     # When the parent has ended, no end of this pipe is open for writing, and reading it returns.
-    threading.Thread(target=lambda: os.read(alive, 1) or os._exit(1), daemon=True).start()
+    threading.Thread(target=lambda: (os.read(alive, 1), os._exit(1)), daemon=True).start()
 
 
 @contextlib.contextmanager
