@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+from clirun import assert_refused
 
 import lema
 from lema import errors
@@ -262,3 +263,23 @@ def test_the_package_offers_its_names_lazily() -> None:
 def test_a_name_the_package_has_not_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'LemaModle'"):
         lema.LemaModle  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, ("init", "~nosuchuser/x", "--device-memory", "1GB", "--data", "d.jsonl")),
+        (2, ("models", "~nosuchuser/x")),
+        (3, ("prepare", "~nosuchuser/x", "out")),
+        (2, ("generate", "~nosuchuser/x", "--prompt", "a")),
+    ],
+)
+def test_a_home_of_nobody_is_a_name_like_any_other(
+    code: int,
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(capfd, code, ["~nosuchuser/x"], *words)
