@@ -22,6 +22,7 @@ from lema.cli.arguments import (
     phase_file_of,
 )
 from lema.cli.exitcodes import run
+from lema.cli.interrupts import ending_on_interrupt
 from lema.cli.kernels import hide_kernels
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
@@ -51,7 +52,8 @@ def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
     hide_kernels()
     hush()  # `peft` and `transformers` import any optional package that is installed
-    sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
+    with ending_on_interrupt():
+        sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
 
 
 @cache

@@ -19,7 +19,7 @@ from lema.config.objective import ObjectiveName, Reference, disagreements_of_obj
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Said, Settings, Silent
-from lema.errors import ConfigError, DiskError
+from lema.errors import ConfigError, DiskError, unreadable
 
 __all__ = ["CONFIG_NAME", "LemaConfig"]
 
@@ -242,6 +242,11 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """`fast`: LoRA modules with the same input share one product with their A, add each B in place, and share one
     backward. Attention is the device's own if it has one and `attn_implementation` names none; norms, rotary embeddings
     and gated MLPs are, too. It equals PEFT except for rounding. Other modules are computed as PEFT does."""
+    compute_dtype: Said[types.ComputeDtype] = "auto"
+    """Type that layers compute in. weights: that of the weights; auto: the same, or float32 where the device is slow in
+    half precision, as processors without instructions for it are. A run keeps what it began with, and phases that train
+    weights of the model have theirs. With float32 the numbers are those of `dtype: float32`, and weights in half
+    precision stay so on disk and in host memory until they are leased."""
     backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 
@@ -396,7 +401,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"cannot read the config: {error.strerror}", where=str(file)) from error
+            raise unreadable(file, error, ConfigError, f"cannot read the config: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"not JSON: {error}", where=str(file)) from error
         if not isinstance(values, dict):

@@ -22,8 +22,11 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import ConfigError
 from lema.lora.checks import read_json
 from lema.storage.diskspace import user_cache
+from lema.storage.regular import read_regular
 
 __all__ = ["check_code_is_named", "save_settings", "without_consent", "written_here"]
+
+_WRITTEN = set[str]()  # digests of what this process wrote: a run without a home reads again what it has written
 
 MOST_NOTED = 10_000  # files of settings that are remembered; those that were written longest ago are forgotten
 
@@ -52,34 +55,37 @@ def check_code_is_named(file: Path) -> None:
     read it, and the file may name another model or commit. `ConfigError`."""
     if not written_here(file):
         what = "the model's own code is run only of a model that you name, but only the adapter's file names this one"
-        how = (
-            "name the model whose code you have read, and of a hub id the commit: --model-name-or-path and --revision;"
-        )
-        raise ConfigError(what, where=str(file), how=f"{how} for `lema merge`, its directory: --base")
+        how = "name the model whose code you have read: --model-name-or-path and, of a hub id, --revision"
+        raise ConfigError(what, where=str(file), how=f"{how}; for `lema merge`, its directory: --base")
 
 
 def save_settings(config: LemaConfig, directory: Path) -> None:
     """Write `lema_config.json` into a directory, and remember that it is this user's. `DiskError`: it could not be
-    written. That it cannot be remembered, as without a home, costs a line when it is read, and not the run."""
+    written. That it cannot be noted in the user's cache, as without a home, costs a line when another process reads it,
+    and not the run."""
     config.save_pretrained(directory)
+    digest = _digest(directory / CONFIG_NAME)
+    _WRITTEN.add(digest)
     with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
-        _remember(_note_of(directory / CONFIG_NAME))
+        _note(user_cache("settings") / digest)
 
 
 def written_here(file: Path) -> bool:
     """Whether LEMA wrote a file of settings, with this content, for the user that runs it."""
     try:
-        note = _note_of(file).lstat()
+        if (digest := _digest(file)) in _WRITTEN:
+            return True
+        note = (user_cache("settings") / digest).lstat()
     except (OSError, RuntimeError):
         return False
     return stat.S_ISREG(note.st_mode) and note.st_uid == os.geteuid()  # a cache directory may be shared
 
 
-def _note_of(file: Path) -> Path:
-    return user_cache("settings") / hashlib.sha256(file.read_bytes()).hexdigest()
+def _digest(file: Path) -> str:
+    return hashlib.sha256(read_regular(file)).hexdigest()
 
 
-def _remember(note: Path) -> None:
+def _note(note: Path) -> None:
     """Make the file that stands for some settings; any number of processes may do so at once."""
     note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_new = not note.exists()

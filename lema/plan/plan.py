@@ -367,8 +367,7 @@ def step_curve(planner: Planner, allocation: Allocation, around: float) -> Itera
 def _notes(planner: Planner) -> tuple[str, ...]:
     notes = [planner.site.machine.note] * bool(planner.site.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
-    notes += planner.blueprint.tables.notes
-    notes += planner.blueprint.head_notes
+    notes += planner.blueprint.notes
     return tuple(notes)
 
 

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from lema.errors import DataError, WeightsError
+from lema.errors import DataError, WeightsError, unreadable
 from lema.storage.regular import open_regular, read_at_most
 
 __all__ = [
@@ -172,11 +172,13 @@ def check_pickled(file: Path) -> None:
 @contextmanager
 def _opened(file: Path) -> Iterator[BufferedReader]:
     """Open a file to read; what cannot be opened or read, or is no regular file, is a `WeightsError`."""
-    try:
-        with _readable(file), open_regular(file) as opened:
+    with _readable(file):
+        try:
+            opened = open_regular(file)
+        except DataError as error:
+            raise WeightsError(error.what, where=error.where, how=error.how) from error
+        with opened:
             yield opened
-    except DataError as error:
-        raise WeightsError(error.what, where=error.where, how=error.how) from error
 
 
 @contextmanager
@@ -185,7 +187,7 @@ def _readable(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{file.name} cannot be opened ({error.strerror})"
-        raise WeightsError(what, where=str(file), how="check the path and its permissions") from error
+        raise unreadable(file, error, WeightsError, what, "check the path and its permissions") from error
 
 
 def read_json(file: Path, limit: int, kind: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lema.config.acting import LIBRARY_ATTENTION
-from lema.errors import ConfigError, DataError, ModelError, WeightsError
+from lema.errors import ConfigError, DataError, ModelError, WeightsError, unreadable
 from lema.storage.header import read_json, regular_size
 from lema.storage.index import MAX_CONFIG_BYTES
 from lema.storage.regular import check_inside, read_regular
@@ -80,7 +80,7 @@ def library_errors(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # somebody interrupts
         said = str(error) or type(error).__name__
-        raise DataError(f"{what}: {said}", where=str(place) or "tokenizer", how=how) from error
+        raise unreadable(place or "tokenizer", error, DataError, f"{what}: {said}", how) from error
 
 
 def _check_growth(file: Path) -> None:
@@ -124,16 +124,20 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
             return None
     check_inside(file)
     regular_size(file)
-    values = _read(file)
-    if acting := [name for name in MACHINERY if values.get(name) not in (None, "hybrid")]:  # an old word for the usual
-        what = f"{file} has {' and '.join(acting)}, which act on the machine"
-        warnings.warn(f"{what}; they are ignored. An option of generate can set them", stacklevel=2)
-    options |= dict.fromkeys(MACHINERY)
+    asked = {name: value for name, value in _read(file).items() if name in MACHINERY and value is not None}
+    options = options or dict.fromkeys(MACHINERY)
     try:
         settings: GenerationConfig = GenerationConfig.from_pretrained(directory, **options)
     except Exception as error:
         what = f"transformers cannot read these settings of generation: {error}"
         raise ModelError(what, where=str(file), how="correct the file, or delete it") from error
+    # In config.json a part of the model may have some as well.
+    asked |= {name: value for name in MACHINERY if (value := getattr(settings, name)) is not None}
+    for name in MACHINERY:
+        setattr(settings, name, None)
+    if acting := [name for name, value in asked.items() if value != "hybrid"]:  # an old word for the usual cache
+        what = f"{file} has {' and '.join(acting)}, which act on the machine; they are ignored"
+        warnings.warn(f"{what}. In Python, an option of generate can set them", stacklevel=2)
     for name, value in vars(settings).items():
         given = value if isinstance(value, list) else [] if value is None else [value]
         if name.endswith("_token_id") and any(type(one) is not int or abs(one) >= 2**63 for one in given):

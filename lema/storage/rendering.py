@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lema.errors import DataError
+from lema.errors import DataError, unreadable
 from lema.storage.atomic import replace_file
 from lema.storage.modelfiles import TEMPLATES, check_companions, load_generation_config
 from lema.storage.regular import read_regular
@@ -89,8 +89,8 @@ def _text(file: Path) -> str:
     try:
         return read_regular(file, inside=True).decode("utf-8")
     except (OSError, ValueError) as error:
-        how = "correct the file, or delete it"
-        raise DataError(f"the chat template cannot be read: {error}", where=str(file), how=how) from error
+        what, how = f"the chat template cannot be read: {error}", "correct the file, or delete it"
+        raise unreadable(file, error, DataError, what, how) from error
 
 
 def _json(file: Path) -> dict[str, Any]:

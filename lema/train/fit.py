@@ -14,7 +14,7 @@ from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, ReadError
 from lema.lora.checks import Base
 from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
@@ -128,7 +128,7 @@ class PlainRun:
             raise AdapterError(what, where=str(self._output), how="remove --resume to begin a new run")
         path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
-        changed = check_same_run(path, self._config, adapter, self._sampler.about)
+        changed = check_same_run(path, self._config, adapter, self._sampler.about, steps.model.split.dtype)
         extra = restore(path)
         self.done, self.pending, self.carried = steps.global_step, extra.get("left"), extra
         self.saved = None if weights_only else self.done
@@ -201,7 +201,7 @@ class PlainRun:
         best = cast("dict[str, Any]", self.best)
         try:
             first_alone(self._replicas, partial(check_sound, path, weights_only=True))
-        except AdapterError as error:
+        except (AdapterError, ReadError) as error:
             lost = f"the best adapter, of step {best['step']}, cannot be kept: {error.what} ({error.where})"
             tell_warning(lost, self._say)
             return

@@ -291,7 +291,7 @@ class LemaTrainer:
         kept = optimizer_state(self.ready(), parallel, self.update.over)
         whole = whole_adapter(adapters, parallel)
         states = states_of_all(self.backend, self.model.split.state)
-        state = {**about_run(config, "adapters", self._base.fingerprint), **states, **about}
+        state = {**about_run(config, "adapters", self._base.fingerprint, self.model.split.dtype), **states, **about}
         written = class_names(adapters.get_base_model()).num_forms * (1 + (reference is not None))
         nbytes = nbytes_of(self._parameters() if whole is None else whole.values()) * written
         adapter = partial(save_adapter, adapters, base=self._base.name, revision=self._base.revision, whole=whole)

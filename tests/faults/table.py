@@ -35,6 +35,8 @@ ROWS = (
     Row("instants", "instants", 0, 6),
     Row("power", "instants", 0, 3, "power"),
     Row("over", "instants", 0, 2, "over"),
+    Row("moves", "moves", 40, 2),
+    Row("verbs", "verbkills", 0, 8),
     Row("terms", "terms", 50, 3),
     Row("everystep", "everystep", 160, 2),
     Row("damage", "damage", 500, 6),

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lema.errors import ConfigError, DataError, printable
+from lema.errors import ConfigError, DataError, printable, unreadable
 from lema.storage.regular import open_regular, read_regular
 from lema_tools.planfile import MOST, check_plan
 
@@ -214,7 +214,8 @@ class MetricsTail:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise _no_run(self._file.parent) from error
         except OSError as error:
-            raise DataError(f"cannot read the metrics: {error.strerror}", where=str(self._file)) from error
+            what = f"cannot read the metrics: {error.strerror}"
+            raise unreadable(self._file, error, DataError, what) from error
         return list(self._rows)
 
     def _take(self, data: bytes) -> None:

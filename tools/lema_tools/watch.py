@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lema.config.printing import draws
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
 from lema_tools.rundir import METRICS, RECENT, Memory, MetricsTail, Run, amount, by_step, read_run
 
@@ -39,7 +40,7 @@ def watch(
 
     console, tail = Console(highlight=False), MetricsTail(output_dir / METRICS)
     run = read_run(output_dir, tail)
-    if not once and console.is_terminal and run.state == "running":
+    if not once and draws(console) and run.state == "running":
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live, _key() as key:
             while run.state == "running":
                 live.update(picture(run, console.width, console.height), refresh=True)

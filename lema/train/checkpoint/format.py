@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerState
@@ -30,7 +30,7 @@ from lema.backend.group import first_alone
 from lema.backend.layout import Layout
 from lema.config import LemaConfig
 from lema.engine.beside import StartingAdapter
-from lema.errors import AdapterError, ConfigError, DiskError, LemaError
+from lema.errors import AdapterError, ConfigError, DiskError, LemaError, WeightsError
 from lema.lora import save_adapter
 from lema.lora.checks import Base, write_base
 from lema.lora.consent import save_settings
@@ -38,7 +38,7 @@ from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_te
 from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
 from lema.storage.regular import read_regular
-from lema.storage.verify import check_finite, check_written
+from lema.storage.verify import check_finite, check_written, load_tensors
 from lema.train.reference import reference_writers
 
 STATE = "state.json"
@@ -121,14 +121,16 @@ def write_checkpoint(
         raise not_written(f"the checkpoint could not be written: {why}", error, directory) from error
 
 
-def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model."""
+def about_run(config: LemaConfig, kind: str, base: str | None, computed: torch.dtype | None = None) -> dict[str, Any]:
+    """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model; and
+    the type that its layers are `computed` in, if it is known."""
     settings = json.dumps(config.to_dict(), sort_keys=True).encode()
     versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
     return {
         "kind": kind,
         "config": hashlib.sha256(settings).hexdigest(),
         "base": base,
+        "compute_dtype": None if computed is None else str(computed).removeprefix("torch."),
         "versions": {**versions, "python": platform.python_version()},
     }
 
@@ -192,7 +194,7 @@ def restore_optimizer(
         what = f"the state is of the optimizer {plain.get('class')}, not of {name}"
         raise AdapterError(what, where=str(directory / STATE), how="resume with the optimizer with which the run began")
     try:
-        tensors = load_file(directory / OPTIMIZER)
+        tensors = load_tensors(directory / OPTIMIZER)
         state: dict[int, dict[str, Any]] = {}
         for index, entries in plain["state"].items():
             for path, value in entries.items():
@@ -213,8 +215,8 @@ def restore_optimizer(
             if isinstance(mine["lr"], Tensor):  # it was saved as a number
                 groups[-1]["lr"] = torch.full_like(mine["lr"], saved["lr"])
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        what = f"the optimizer cannot be restored: {error}"
+    except (WeightsError, ValueError, KeyError) as error:
+        what = f"the optimizer cannot be restored: {error.what if isinstance(error, WeightsError) else error}"
         how = "resume with the settings with which the run began, or choose another checkpoint"
         raise AdapterError(what, where=str(directory / OPTIMIZER), how=how) from error
 

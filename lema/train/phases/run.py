@@ -226,7 +226,8 @@ class Phases:
         places, replicas = self.places, trainer.model.backend.replicas
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
-            changed = check_same_run(start.checkpoint, trainer.config, None, run.data)
+            computed = trainer.model.split.dtype
+            changed = check_same_run(start.checkpoint, trainer.config, None, run.data, computed)
             if replicas.first:
                 say_changed(changed, self.say)
                 say_regrouped(start.checkpoint, trainer.config, trainer.model.split.model, self.say)

@@ -140,7 +140,10 @@ def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more:
     """Return the settings of a phase: the run's, but for what the plan and the phase say, and for `more`."""
     rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length", "seed")}
     said = {"gradient_accumulation_steps": 1, "learning_rate": phase.learning_rate, **phase.overrides}
-    return LemaConfig(**{**config.to_dict(), **rows, **said, **of_kind(phase), **more})
+    settings = {**config.to_dict(), **rows, **said, **of_kind(phase), **more}
+    if phase.adapters is None and settings["compute_dtype"] == "auto":
+        settings["compute_dtype"] = "weights"  # because they are written to as they are stored
+    return LemaConfig(**settings)
 
 
 def of_kind(phase: Phase) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.engine.head.loss import split_batch
 from lema.errors import LemaError, MemoryLimitError
+from lema.model.computing import dtype_name
 from lema.model.partition import open_backend
 from lema.plan.planner import planner_of, site_of
 from lema.train import LemaModel
@@ -133,6 +134,7 @@ def streamed(case: Case) -> Outcome:
             "model_type": model.skeleton.config.model_type,
             "plan": parts,
             "device": str(model.backend.device),
+            "compute_dtype": dtype_name(model.computing.dtype),
         }
         return Outcome(
             losses, gradients, _trained(adapter, lambda one: one), _memory(model.backend, before), seconds, told
