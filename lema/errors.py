@@ -14,6 +14,7 @@ __all__ = [
     "BackendUnavailable",
     "ConfigError",
     "DataError",
+    "DeadRun",
     "DiskError",
     "DiskFull",
     "LemaError",
@@ -125,6 +126,12 @@ class MemoryLimitError(LemaError):
 
 class NonFiniteError(LemaError):
     """A loss, gradient or weight became NaN or infinite; the optimizer made no step."""
+
+    exit_code = 5
+
+
+class DeadRun(LemaError):
+    """Training stopped because nothing was learnt for many steps; the checkpoint of before is kept."""
 
     exit_code = 5
 

@@ -105,6 +105,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_out(unsaid, "covered", pytest.mark.exhaustive)
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which open models too
+def pytest_runtest_setup() -> None:
+    """Have every processor compute in half precision as it is asked to: tests that say how fast one is say it."""
+    if "torch" in sys.modules:
+        from lema_cpu import products
+
+        products.has_instructions = lambda _: True
+
+
 def leave_out(items: list[pytest.Item], marker: str, mark: pytest.MarkDecorator) -> None:
     """Mark all cases of a test but so many, evenly spaced, as its `marker` says; or, where it says none, pairs."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)

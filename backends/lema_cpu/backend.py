@@ -31,6 +31,7 @@ from lema.backend import (
 from lema.backend.hostmemory import anonymous
 from lema.backend.torchrun import join
 from lema.errors import BackendUnavailable
+from lema_cpu import products
 from lema_cpu.heap import Heap
 
 __all__ = ["CpuBackend"]
@@ -179,6 +180,11 @@ class CpuBackend:
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
         return nullcontext() if dtype == torch.float32 else _autocast(dtype)
+
+    @staticmethod
+    def fast_dtype(dtype: torch.dtype) -> torch.dtype:
+        """Return fp32 for half precision that this processor has no instructions for, and that is slow."""
+        return products.fast_dtype(dtype)
 
     def attention(self) -> str:
         """Return the name by which transformers knows the attention that is fast here; importing it takes seconds."""

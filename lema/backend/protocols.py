@@ -253,8 +253,9 @@ class Backend(Carrier, Protocol):
     """One device, as the core sees it: adapters, boundary activations and resident tensors live there.
 
     The constructor takes the device string and `BackendOptions`, and joins the process group, if any. What a backend
-    may have beside this is in `lema.backend.registry`: `keeps`, `attention`, `fuse`, `planned`, and `workspace_bytes`
-    and `allocation_granularity`, the device memory that is taken beside tensors. `end_visit` is called after visits.
+    may have beside this is in `lema.backend.registry`: `keeps`, `attention`, `fuse`, `planned`, `fast_dtype`, and
+    `workspace_bytes` and `allocation_granularity`, the device memory that is taken beside tensors. `end_visit` is
+    called after visits.
     """
 
     @property

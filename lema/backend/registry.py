@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendInfo",
     "available",
+    "fast_dtype",
     "fused",
     "has_addresses",
     "in_host_memory",
@@ -78,6 +79,14 @@ def taken_beside(backend: Backend) -> tuple[int, int]:
     function `workspace_bytes` and an attribute `allocation_granularity`."""
     found: Callable[[], int] | None = getattr(backend, "workspace_bytes", None)
     return 0 if found is None else found(), int(getattr(backend, "allocation_granularity", 1))
+
+
+def fast_dtype(backend: Backend | str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which a backend computes weights of `dtype` fast: that, or a wider one. A backend of devices
+    that may be slow in some type has a static function `fast_dtype`; it is given open, or by name (as `load`)."""
+    given = _factory(_point(backend)) if isinstance(backend, str) else backend
+    found: Callable[[torch.dtype], torch.dtype] | None = getattr(given, "fast_dtype", None)
+    return dtype if found is None else found(dtype)
 
 
 def own_attention(backend: Backend) -> str | None:

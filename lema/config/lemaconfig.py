@@ -242,6 +242,11 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """`fast`: LoRA modules with the same input share one product with their A, add each B in place, and share one
     backward. Attention is the device's own if it has one and `attn_implementation` names none; norms, rotary embeddings
     and gated MLPs are, too. It equals PEFT except for rounding. Other modules are computed as PEFT does."""
+    compute_dtype: Said[types.ComputeDtype] = "auto"
+    """Type that layers compute in. weights: that of the weights; auto: the same, or float32 where the device is slow in
+    half precision, as processors without instructions for it are. A run keeps what it began with, and phases that train
+    weights of the model have theirs. With float32 the numbers are those of `dtype: float32`, and weights in half
+    precision stay so on disk and in host memory until they are leased."""
     backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 

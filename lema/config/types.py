@@ -181,6 +181,7 @@ Scale = Annotated[int | float, Field(gt=0)]
 Day = Annotated[str, BeforeValidator(_as_text), AfterValidator(_day)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
+ComputeDtype = Annotated[Literal["auto", "weights", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
 
 # The values of transformers.SchedulerType, which costs seconds to import (a test holds the two together), and our own.
 Scheduler = Literal[  # noqa: RUF041 - nested, so that each kind has its line

@@ -22,6 +22,7 @@ from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 from lema.errors import ConfigError, DataError, DiskError, unreadable
 from lema.storage.atomic import replacing
 from lema.storage.directio import read_at
+from lema.storage.regular import read_regular
 
 __all__ = ["PackedHeader", "PackedTokens", "write_packed"]
 
@@ -212,10 +213,10 @@ def _read_header(file: Path) -> PackedHeader:
             kind = "packed tokens" if needed == file else f"the header of {file.name}"
             raise DataError(f"{needed.name} is missing: {kind}", where=str(needed), how=how)
     try:
-        fields = json.loads(beside.read_text(encoding="utf-8"))
+        fields = json.loads(read_regular(beside))
     except OSError as error:
         raise unreadable(beside, error) from error
-    except (ValueError, RecursionError) as error:
+    except (DataError, ValueError, RecursionError) as error:
         raise _damaged(beside, f"it cannot be read ({str(error)[:200]})") from error
     if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise _damaged(beside, "it is not the header of packed tokens")

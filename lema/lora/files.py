@@ -24,6 +24,7 @@ from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import check_ranks, check_types, read_json, read_records
+from lema.lora.consent import without_consent
 from lema.lora.published import config_in_files, config_in_own, publish_files, tensors_in_files, tensors_in_own
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
@@ -50,12 +51,13 @@ PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
     """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format). `overrides`
-    replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. `AdapterError`: there is no
-    adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or contradicts it."""
+    replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. Of a file that this user's
+    runs have not written, settings that act are ignored (`lema.lora.consent`). `AdapterError`: there is no adapter, or
+    one of its files is not what it should be; `ConfigError`: a setting is wrong, or contradicts it."""
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
-        read_json(directory / CONFIG_NAME)
-        config = LemaConfig.from_pretrained(directory, **overrides)
+        ignored = without_consent(directory / CONFIG_NAME, overrides)
+        config = LemaConfig.from_pretrained(directory, **{**ignored, **overrides})
     elif saved is not None:
         named = {"model_name_or_path": saved.base_model_name_or_path}
         if overrides.keys().isdisjoint({"model_name_or_path", "revision"}):

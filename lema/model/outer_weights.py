@@ -55,9 +55,13 @@ def layer_bytes(
     layers_name: str,
     num_layers: int,
     left_out: Collection[str] = (),
+    *,
+    narrow: bool = False,
 ) -> list[LayerBytes]:
-    """Return each decoder layer as bytes but for the tensors `left_out`, its tensors named relative to the layer."""
-    return [place(layer) for layer in _by_layer(records, dtypes, layers_name, num_layers, left_out)]
+    """Return each decoder layer as bytes but for the tensors `left_out`, its tensors named relative to the layer;
+    `narrow` as in `place`."""
+    by_layer = _by_layer(records, dtypes, layers_name, num_layers, left_out)
+    return [place(layer, narrow=narrow) for layer in by_layer]
 
 
 def _by_layer(
@@ -103,6 +107,8 @@ def expert_parts(
     layers: nn.ModuleList,
     left_out: Collection[str],
     size: int,
+    *,
+    narrow: bool = False,
 ) -> ExpertParts:
     """Return layers as bytes, as `layer_bytes` does, with `size` of their experts in each group. A layer with no more
     stays whole, and one without stacked experts. `ConfigError`: experts are stored in a form that cannot be cut."""
@@ -114,9 +120,10 @@ def expert_parts(
             continue
         stacked = {name: tensors.pop(name) for name in experts.weights}
         spans = [(first, min(first + size, experts.count)) for first in range(0, experts.count, size)]
-        placed = (replace(place(_rows_of(stacked, *span)), name=named(*span, index)) for span in spans)
+        rows = [place(_rows_of(stacked, *span), narrow=narrow) for span in spans]
+        placed = (replace(one, name=named(*span, index)) for span, one in zip(spans, rows, strict=True))
         groups[index] = tuple((*span, own) for span, own in zip(spans, placed, strict=True))
-    return ExpertParts(tuple(map(place, found)), groups)
+    return ExpertParts(tuple(place(layer, narrow=narrow) for layer in found), groups)
 
 
 def named(first: int, end: int, layer: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
 from lema.lora.class_names import class_names, compare_classes
 from lema.model import meta_model, read_config
+from lema.model.computing import Computing, computing_of
 from lema.model.experts import multiply_apart
 from lema.model.outer_weights import ExpertParts, StoredTensors, expert_parts, layer_bytes, place_outside
 from lema.model.partition import held_records
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
-from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
+from lema.model.weight_names import match_names, target_dtypes
 from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, lowest_trained, trained_bytes
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
@@ -59,6 +61,7 @@ class Blueprint:
     waiting: dict[Any, Any] = field(default_factory=dict)  # by micro-batch, bytes that wait for these, as far as known
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
+    computing: Computing | None = None  # the types of weights and of computing; None: they are one
     splits: list[Split] = field(default_factory=list)  # `split`, after the first request
 
     @property
@@ -94,9 +97,11 @@ class Blueprint:
         return self.outside_bytes + self.tables.nbytes + streamed + own
 
     @property
-    def head_notes(self) -> tuple[str, ...]:
-        """What a plan tells of the head."""
-        return (self.head.told(self.pieces),) if self.pieces else self.head.notes
+    def notes(self) -> tuple[str, ...]:
+        """What a plan tells of the type that is computed in, of the embeddings and of the head."""
+        computing = () if self.computing is None else self.computing.notes
+        head = (self.head.told(self.pieces),) if self.pieces else self.head.notes
+        return (*computing, *self.tables.notes, *head)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -125,15 +130,18 @@ def draw_up(
     trust_remote_code: bool = False,
     chosen: Callable[[PreTrainedModel], Callable[[str], bool]] | None = None,
     parallel: Parallel | None = None,
+    elsewhere: bool = False,
 ) -> Blueprint:
     """Read a model's config and its tensors' headers, and attach the adapter that the settings ask for.
 
-    `backend` is the device that adapters are given memory on; None: the CPU. `chosen`, given the model, returns what
+    `backend` is the device that adapters are given memory on; None: the CPU. `elsewhere`: it is drawn up for another
+    machine than this one, of which it is not measured which types are fast. `chosen`, given the model, returns what
     says of a parameter's name whether it trains itself; None: an adapter is attached instead. `parallel` are the
     processes that hold the model together, of which one's part is drawn up; None: there is one. Raises `ConfigError`
     and `WeightsError` as `LemaModel` does.
     """
-    directory, index, model, records = _opened(config, trust_remote_code)
+    device_here = None if elsewhere else backend or config.device
+    directory, index, model, records, computing = _opened(config, trust_remote_code, device_here)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # now, when tied weights are one
     if backend is not None:  # else it plans for a device that is not here
         compute_fast(model, config, backend)
@@ -152,13 +160,13 @@ def draw_up(
             records = held_records(model, records, parallel)
             stored = replace(stored, records=records)
             outside_bytes += place_outside(model, stored, name, records.keys() - words)[1].nbytes
-        layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
+        layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
         adapter = training_bytes(model, name)
     else:
         wanted = chosen(model)
         outside_bytes += head.keep_whole(tables, "weights of the model train")
         outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
-        layers = layer_bytes(records, dtypes, name, len(stack), tables.names)
+        layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
         trained = trained_bytes(model, layers, wanted)
         count, adapter = trained.parameters, trained.on_device
     ends, trains = (outside_bytes, tables, head), (adapter, count)
@@ -172,8 +180,9 @@ def draw_up(
         parameters,
         reference_bytes=reference_bytes(config, model) if chosen is None else 0,
         trained=trained,
-        cut_experts=lambda size: expert_parts(records, dtypes, name, stack, tables.names, size),
+        cut_experts=partial(expert_parts, records, dtypes, name, stack, tables.names, narrow=computing.narrow),
         parallel=parallel,
+        computing=computing,
     )
 
 
@@ -185,18 +194,21 @@ def reference_bytes(config: LemaConfig, model: PreTrainedModel) -> int:
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _opened(config: LemaConfig, trusted: bool) -> tuple[Path, GlobalBinaryIndex, PreTrainedModel, Mapping[str, Stored]]:
-    """Return a model's directory, the index of its weights, its skeleton, and where each of its tensors is stored."""
+def _opened(
+    config: LemaConfig, trusted: bool, device: Backend | str | None
+) -> tuple[Path, GlobalBinaryIndex, PreTrainedModel, Mapping[str, Stored], Computing]:
+    """Return a model's directory, the index of its weights, its skeleton, where each of its tensors is stored, and the
+    type that it computes in."""
     name = config.model_name_or_path
     directory = resolve_model(name, revision=config.revision, trust_remote_code=trusted, download=False)
     hf_config = read_config(directory, trust_remote_code=trusted)
     index = GlobalBinaryIndex(config.gbi_path or own_weights(name, directory))
-    dtype = checkpoint_dtype(hf_config, index, config.dtype)
-    model = meta_model(hf_config, dtype, config.attn_implementation, trust_remote_code=trusted)
+    computing = computing_of(hf_config, index, config, device)
+    model = meta_model(hf_config, computing.dtype, config.attn_implementation, trust_remote_code=trusted)
     compare_classes(model, hf_config, trust_remote_code=trusted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training says them, when it begins
-        return directory, index, model, match_names(model, index)
+        return directory, index, model, match_names(model, index), computing
 
 
 def _attach(

@@ -268,6 +268,7 @@ def planner_of(
             backend = stack.enter_context(closing(open_alone(config)))
             site = site or this_machine(backend, measured=True)
         drawn: dict[str, Any] = {"trust_remote_code": trust_remote_code, "chosen": chosen, "parallel": parallel}
+        drawn["elsewhere"] = machine is not None
         blueprint = blueprint or draw_up(config, backend=backend, **drawn)
         positions = num_positions(blueprint.model.config)
         shape = step_shape(config, positions, processes, parts=parallel.size)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from lema.errors import ConfigError, MemoryLimitError
 from lema.model.skeleton import find_layers
 from lema.plan.cost import Allocation, Demand, HostTraining, device_parts
+from lema.storage.quantized.records import NARROW
 from lema.stream.placement import LayerBytes
 
 if TYPE_CHECKING:
@@ -171,6 +172,12 @@ def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: 
             outside.append((name, parameter.numel(), parameter.dtype))
     inside = []
     for index, (layer, own_names) in enumerate(zip(layers, names, strict=True)):
+        if own_names and any(one.library == NARROW for one in layer.expansions):
+            raise ConfigError(
+                "weights of the model that train compute in the type that they have",
+                where="compute_dtype",
+                how="set dtype instead, or leave compute_dtype out",
+            )
         if own_names and layer.expansions:
             raise ConfigError(
                 f"layer {index} is stored quantised, and quantised weights cannot train",

@@ -4,7 +4,8 @@ Bytes of a layer that follow each other in one file are one *run*, which keeps i
 read of whole pages puts every tensor where it belongs. A tensor whose bytes cannot be used in place (another dtype than
 the model's, an offset that its dtype cannot be viewed at) is read aside and cast, and so is a piece of an assembled
 tensor that does not keep its order. A quantised parameter has its stored tensors in the slot, and a place in a second
-buffer, which it is expanded into. With `shard_weights` a layer is cut into equal parts, one for each process; all of
+buffer, which it is expanded into; so has a weight that is stored in a narrower type than it is computed with, where
+that is asked for. With `shard_weights` a layer is cut into equal parts, one for each process; all of
 them, one after the other, are the slot, with some padding at the end.
 """
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from lema.backend import SlotLayout, Span
 from lema.errors import ConfigError
 from lema.storage.header import TensorRecord
-from lema.storage.quantized.records import CUT, QuantizedRecord, Stored
+from lema.storage.quantized.records import CUT, NARROW, STORED, QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord, Move, Piece
 from lema.storage.verify import DTYPES
 from lema.stream.slotlayout import SLOT_ALIGNMENT, VECTOR, Packed, lay_out, part_of, whole
@@ -76,9 +77,10 @@ class Cast:
 
 @dataclass(frozen=True)
 class Expansion:
-    """A quantised parameter: its stored tensors in the slot, and the place of its expansion, in another buffer."""
+    """A quantised parameter, or one that is stored in a narrower type than it computes with: its stored tensors in the
+    slot, and the place of its expansion, in another buffer."""
 
-    library: str  # whose format it is
+    library: str  # whose format it is; `NARROW`: it is not quantised
     parts: Mapping[str, Placed]  # what the library calls each stored tensor -> its place in the slot
     about: Mapping[str, Any]  # the library's description of the parameter, besides its tensors
     placed: Placed  # the parameter's place in the buffer of expanded weights
@@ -188,13 +190,16 @@ def misaligned(layer: LayerBytes) -> str | None:
     return next((tensor.name for tensor, alignment in places if tensor.offset % alignment), None)
 
 
-def place(tensors: Mapping[str, tuple[Stored, torch.dtype]]) -> LayerBytes:
-    """Lay out a layer: parameter name -> (where it is on disk, the dtype the model wants it in)."""
+def place(tensors: Mapping[str, tuple[Stored, torch.dtype]], *, narrow: bool = False) -> LayerBytes:
+    """Lay out a layer: parameter name -> (where it is on disk, the dtype the model wants it in). `narrow`: what is
+    stored in a narrower floating type lies in the slot as it is stored, and is widened by an expansion."""
     plain: dict[str, tuple[TensorRecord | AssembledRecord, torch.dtype]] = {}
     quantized: dict[str, tuple[QuantizedRecord, torch.dtype]] = {}
     for name, (record, dtype) in tensors.items():
         if isinstance(record, QuantizedRecord):
             quantized[name] = (record, dtype)
+        elif narrow and (stored := DTYPES[record.dtype]).is_floating_point and stored.itemsize < dtype.itemsize:
+            quantized[name] = (QuantizedRecord(name, NARROW, {STORED: record}, record.shape, {}), dtype)
         else:
             plain[name] = (record, dtype)
     parts = {

@@ -38,12 +38,13 @@ from lema.lora.class_names import compare_classes
 from lema.lora.files import adapter_config, load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
+from lema.model.computing import computing_of
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
 from lema.model.partition import held_records, open_backend
 from lema.model.skeleton import compute_fast, other_outputs
-from lema.model.weight_names import checkpoint_dtype, match_names, target_dtypes
+from lema.model.weight_names import match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
 from lema.plan.blueprint import Blueprint, reference_bytes
@@ -106,14 +107,16 @@ class LemaModel:
             raise ConfigError(what, where=str(self.directory / "config.json"), how="correct model_type, or remove it")
         self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
-        dtype = checkpoint_dtype(hf_config, self.gbi, config.dtype)
+        self.computing = computing_of(hf_config, self.gbi, config, self.backend)
+        for note in self.computing.notes if self.backend.replicas.first else ():
+            warnings.warn(note, stacklevel=2)
         if others := other_outputs(hf_config):
             what = f"config.json sets {' and '.join(others)}, which changes no number, and streamed layers do not do"
             warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=2)
         if scores := num_labels is not None:
             hf_config.num_labels = num_labels
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
-        given = hf_config, dtype, config.attn_implementation
+        given = hf_config, self.computing.dtype, config.attn_implementation
         self.skeleton = meta_model(*given, trust_remote_code=trust_remote_code, scores=scores)
         compare_classes(self.skeleton, hf_config, trust_remote_code=trust_remote_code)
         self.fused = compute_fast(self.skeleton, config, self.backend)
@@ -281,7 +284,8 @@ class LemaModel:
         """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
         self._divide()
         records = held_records(self.skeleton, self.records, self.backend.parallel)
-        return layer_bytes(records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names)
+        given = records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names
+        return layer_bytes(*given, narrow=self.computing.narrow)
 
     @property
     def _parts(self) -> ExpertParts:  # as they are leased: with experts in groups, if memory is spent so
@@ -332,9 +336,12 @@ class LemaModel:
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
         given = self.directory, self.skeleton, layers, *ends, *adapter, self.gbi.nbytes, count
         where = self.split.layers_name, self.split.layers, self._tables.names
-        cut, parallel = partial(expert_parts, self.records, self.dtypes, *where), self.backend.parallel
+        narrow = self.computing.narrow
+        cut = partial(expert_parts, self.records, self.dtypes, *where, narrow=narrow)
+        parallel = self.backend.parallel
         kept = reference_bytes(self.config, self.skeleton)
-        blueprint = Blueprint(*given, reference_bytes=kept, cut_experts=cut, parallel=parallel)
+        how: dict[str, Any] = {"cut_experts": cut, "parallel": parallel, "computing": self.computing}
+        blueprint = Blueprint(*given, reference_bytes=kept, **how)
         return opened_planner(self.config, blueprint, self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:

@@ -49,6 +49,7 @@ ROWS = (
     Row("configkeys", "configkeys", 100_000, 40),
     Row("bombs", "bombs", 10_000, 8),
     Row("settings", "extremes", 8_000, 8, "settings"),
+    Row("options", "options", 20_000, 100),
     Row("phases", "phasekeys", 4_000, 8),
     Row("smallfiles", "extremes", 4_000, 12, "files"),
     Row("rundirs", "rundirs", 4_000, 12),

@@ -102,6 +102,17 @@ class Run:
             return done and any(row.get("event") == "phase_end" for row in self.rows[-1:])
         return bool(self.summary)
 
+    @cached_property
+    def signs(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics that say that the run may learn nothing."""
+        return [row for row in self.rows if row.get("event") == "dead"]
+
+    @cached_property
+    def dead_steps(self) -> int:
+        """In how many steps, up to the last, there was a sign that nothing is learnt."""
+        last = (row for row in reversed(self.rows) if "loss" in row or row.get("stopped") is True)
+        return int(amount(next(last, dict[str, Any]()), "dead_steps") or 0)
+
     @property
     def state(self) -> str:
         """Say in a word what the run does: `running`, `ended` or `stopped`."""

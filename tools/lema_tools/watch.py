@@ -111,7 +111,18 @@ def _head(run: Run, width: int, *, keys: bool) -> "Text":
         told.append(f"  {human_duration(left)} left")
     elif (took := amount(run.summary, "train_runtime")) is not None:
         told.append(f"  took {human_duration(took)}")
+    if run.signs:
+        told.append_text(_signs(run))
     return told
+
+
+def _signs(run: Run) -> "Text":
+    """Return a line that says that the run may learn nothing, or did not for a while."""
+    from rich.text import Text
+
+    last, count = run.signs[-1], run.dead_steps
+    since = f"since {count:,} step{'s' * (count > 1)}" if count else f"step {int(amount(last, 'step') or 0):,}"
+    return Text(f"\nthis run may learn nothing, {since}: {last.get('why')}", "bold red" if count else "yellow")
 
 
 def curve(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:

@@ -21,6 +21,7 @@ from lema.errors import AdapterError, ConfigError, DataError, ModelError, Weight
 from lema.lora.shards import layout_of_tensor, module_of
 from lema.model.partition import layout_at, layouts_of
 from lema.storage.atomic import flush
+from lema.storage.regular import read_regular
 from lema.storage.verify import load_tensors
 
 __all__ = ["LAYOUTS", "LEMA", "join"]
@@ -101,8 +102,8 @@ def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str,
     differ."""
     file = directory / LAYOUTS
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_regular(file))
+    except (OSError, DataError, ValueError, RecursionError) as error:
         what = f"{file.name} cannot be read: {error}"
         raise unreadable(file, error, AdapterError, what, "save it again") from error
     if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lema.storage.quantized import bitsandbytes, torchao
-from lema.storage.quantized.records import CUT, QuantizedRecord, part_of_quantized, pieces
+from lema.storage.quantized.records import CUT, NARROW, STORED, QuantizedRecord, part_of_quantized, pieces
 from lema.storage.slices import Move, rows_of
 
 __all__ = ["KINDS", "LIBRARIES", "LIBRARY", "PLAN", "Plan", "Step", "cut", "cut_rows", "expand", "move_elements"]
@@ -38,6 +38,9 @@ def expand(
         whole = scratch[: prod(shape) * out.itemsize].view(out.dtype).view(shape)
         expand(library, parts, {key: one for key, one in about.items() if key != CUT}, whole)
         out.copy_(torch.cat([whole.narrow(axis, start, stop - start) for start, stop in ranges], axis))
+        return
+    if library == NARROW:
+        out.copy_(parts[STORED])
         return
     if library != LIBRARY:
         LIBRARIES[library].expand(parts, about, out)

@@ -20,8 +20,21 @@ from lema.storage.header import TensorRecord, are_sizes
 from lema.storage.index import GlobalBinaryIndex
 from lema.storage.slices import AssembledRecord, part_of
 
-__all__ = ["CUT", "PartSpecs", "QuantizedRecord", "Stored", "fold", "part_of_quantized", "pieces", "quiet_import"]
+__all__ = [
+    "CUT",
+    "NARROW",
+    "STORED",
+    "PartSpecs",
+    "QuantizedRecord",
+    "Stored",
+    "fold",
+    "part_of_quantized",
+    "pieces",
+    "quiet_import",
+]
 
+NARROW = "narrow"  # in place of a library: one tensor, named `STORED`, of a narrower type, which is only cast
+STORED = "stored"
 QUANT_STATE = ".quant_state.bitsandbytes__"
 FLOATS = ("float32", "float16", "bfloat16")
 LARGEST_STATE = 1 << 16  # bytes of bitsandbytes' state of a weight; it needs fewer than 300

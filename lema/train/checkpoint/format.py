@@ -33,6 +33,7 @@ from lema.engine.beside import StartingAdapter
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError, WeightsError
 from lema.lora import save_adapter
 from lema.lora.checks import Base, write_base
+from lema.lora.consent import save_settings
 from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_tensor
 from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
@@ -120,14 +121,16 @@ def write_checkpoint(
         raise not_written(f"the checkpoint could not be written: {why}", error, directory) from error
 
 
-def about_run(config: LemaConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model."""
+def about_run(config: LemaConfig, kind: str, base: str | None, computed: torch.dtype | None = None) -> dict[str, Any]:
+    """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model; and
+    the type that its layers are `computed` in, if it is known."""
     settings = json.dumps(config.to_dict(), sort_keys=True).encode()
     versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
     return {
         "kind": kind,
         "config": hashlib.sha256(settings).hexdigest(),
         "base": base,
+        "compute_dtype": None if computed is None else str(computed).removeprefix("torch."),
         "versions": {**versions, "python": platform.python_version()},
     }
 
@@ -150,7 +153,7 @@ def leave_adapter(
         for write_reference in of_reference:
             write_reference(directory)
         save_adapter(adapters, directory, base.name, base.revision, whole, writers)
-        config.save_pretrained(directory)
+        save_settings(config, directory)
         write_base(directory, base)
 
     if whole is None:

@@ -54,6 +54,8 @@ SCHEDULE = frozenset(
 
 AT_ONCE = frozenset({"micro_batch_size", "micro_batch_tokens", "pad_to_multiple_of"})  # which rows, and how wide
 
+COMPUTED = ("float32", "bfloat16", "float16")  # of `compute_dtype`
+
 UPDATE = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"})
 
 
@@ -145,12 +147,19 @@ def adapter_to_begin(config: LemaConfig, found: Sequence[Path], *, weights_only:
 
 def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     """Return the settings of a run that goes on: what the plan chose when it began, and changes last bits, stays. So
-    do the default targets, where experts were not among them, and the date that the chat template was told."""
+    do the type that is computed in, the default targets, where experts were not among them, and the date that the chat
+    template was told."""
     names = ("micro_batch_size", "loss_chunk_tokens", "template_date")
     left_open = [name for name in names if getattr(config, name) is None]
     with suppress(AdapterError, ReadError):  # which the trainer tells
         then = {} if checkpoint is None else settings_then(checkpoint)
         found: dict[str, Any] = {name: then[name] for name in left_open if then.get(name) is not None}
+        if (
+            checkpoint is not None
+            and config.compute_dtype == "auto"
+            and (kept := computed_then(checkpoint)) is not None
+        ):
+            found["compute_dtype"] = kept
         named = (config.lora_target_modules, config.lora_target_parameters, config.adapter_name_or_path)
         if checkpoint is not None and not any(one is not None for one in named):  # a saved adapter has its own targets
             saved = read_lora_config(checkpoint)
@@ -160,12 +169,19 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
 
 
 def check_same_run(
-    checkpoint: Path, config: LemaConfig, adapter: PeftModel | None, data: Mapping[str, Any]
+    checkpoint: Path,
+    config: LemaConfig,
+    adapter: PeftModel | None,
+    data: Mapping[str, Any],
+    computed: torch.dtype | None = None,
 ) -> list[Changed]:
     """Refuse to go on with what another run began; return the settings that may have changed, and have. `adapter` is
     what is attached now; None: none trains. `data` tells the rows apart from others, as JSON types; it is compared with
-    what the `extra` there has under `data`. The `ConfigError` names what differs, then and now."""
+    what the `extra` there has under `data`. Layers are `computed` in that type now. The `ConfigError` names what
+    differs, then and now."""
     then, now = settings_then(checkpoint), config.to_dict()
+    if computed is not None and (kept := computed_then(checkpoint)) is not None:  # what was chosen, not what was asked
+        then["compute_dtype"], now["compute_dtype"] = kept, str(computed).removeprefix("torch.")
     refused = changed_settings(then, now, Change.REFUSED)
     if adapter is not None:
         refused += [Changed(*difference) for difference in adapter_differences(adapter, checkpoint)]
@@ -216,6 +232,12 @@ def settings_then(checkpoint: Path) -> dict[str, Any]:
         return dict(json.loads(read_regular(file, inside=True)))
     except (OSError, ValueError, TypeError) as error:
         raise AdapterError(f"the checkpoint's settings cannot be read: {error}", where=str(file)) from error
+
+
+def computed_then(checkpoint: Path) -> str | None:
+    """Return the type that the layers of a checkpoint's run were computed in, if it says one that settings name."""
+    found = read_state(checkpoint).get("compute_dtype")
+    return found if found in COMPUTED else None
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], *wanted: Change) -> list[Changed]:

@@ -25,6 +25,7 @@ from lema.convert.hubformat import open_stored, write_model, write_shards
 from lema.convert.published import visit_order
 from lema.convert.tensors import bytes_of, stored_name
 from lema.errors import AdapterError, WeightsError
+from lema.lora.consent import save_settings
 from lema.model.state.model import ModelState
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import appearing, free_directory, replace_file
@@ -77,7 +78,7 @@ def write_full(
     states = states_of_all(backend, kept)
     state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states, **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
-    every: list[Writer] = [write_weights, config.save_pretrained, *writers]
+    every: list[Writer] = [write_weights, partial(save_settings, config), *writers]
     settings = optimizer_state(settings_of(optimizer))
     first_alone(backend.replicas, partial(write_checkpoint, directory, settings, state, every, nbytes))
 

@@ -28,11 +28,12 @@ from lema.config import LemaConfig
 from lema.engine.head.routers import coefficient_of
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
-from lema.lora.checks import base_of, read_json
+from lema.lora.checks import base_of, read_json, write_base
 from lema.lora.files import CONFIG, WEIGHTS, fill_adapter, read_safetensors, settings_of
 from lema.lora.materialize import make_real
 from lema.lora.published import config_in_own, publish_files, tensors_in_own
 from lema.storage.modelfiles import load_generation_config
+from lema.storage.verify import BaseFiles
 from lema.train.model import LemaModel
 
 __all__ = ["StreamedPeftModel", "streamed"]
@@ -153,6 +154,7 @@ class StreamedPeftModel(PeftModel):
 
     opened: LemaModel
     stack: LayerStack
+    base_files: BaseFiles  # as they were when the model was opened
 
     @classmethod
     def around(cls, opened: LemaModel) -> Self:
@@ -163,7 +165,8 @@ class StreamedPeftModel(PeftModel):
         skeleton, settings = opened.skeleton, opened.config
         model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))
         one = model.peft_config["default"]
-        base = base_of(settings, opened.gbi)
+        model.base_files = BaseFiles(opened.gbi)
+        base = base_of(settings, opened.gbi, model.base_files.fingerprint)
         one.base_model_name_or_path, one.revision = base.name, base.revision
         if skeleton.can_generate():
             skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
@@ -200,12 +203,17 @@ class StreamedPeftModel(PeftModel):
         split.adapters_changed()
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Write adapters as PEFT does, such that they fit the class that the base's `config.json` names, too."""
+        """Write adapters as PEFT does, such that they fit the class that the base's `config.json` names, too, and
+        beside each the fingerprint of the base. `WeightsError`: the base's files have changed since they were opened;
+        nothing is written then."""
+        self.base_files.check()
         super().save_pretrained(save_directory, *args, **kwargs)
+        base = base_of(self.opened.config, self.opened.gbi, self.base_files.fingerprint)
         for name in self.peft_config:
             directory = Path(save_directory) / ("" if name == "default" else name)
             if (directory / WEIGHTS).is_file() and (directory / CONFIG).is_file():
                 publish_files(self.opened.skeleton, directory, CONFIG, WEIGHTS)
+                write_base(directory, base)
 
     def load_adapter(self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, with the names of either class, but lose nothing of what PEFT's reader does."""

@@ -226,7 +226,8 @@ class Phases:
         places, replicas = self.places, trainer.model.backend.replicas
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
-            changed = check_same_run(start.checkpoint, trainer.config, None, run.data)
+            computed = trainer.model.split.dtype
+            changed = check_same_run(start.checkpoint, trainer.config, None, run.data, computed)
             if replicas.first:
                 say_changed(changed, self.say)
                 say_regrouped(start.checkpoint, trainer.config, trainer.model.split.model, self.say)
@@ -312,4 +313,5 @@ def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
             say(f"phase {row['phase']} begins: {row['trains']}")
         case "phase_end":
             loss = "" if row["final_eval_loss"] is None else f", loss on held-out rows {row['final_eval_loss']:.4f}"
-            say(f"phase {row['phase']} has ended after step {row['step']}{loss}")
+            dead = "" if (why := row.get("dead")) is None else f"; it may have learnt nothing: {why}"
+            say(f"phase {row['phase']} has ended after step {row['step']}{loss}{dead}")

@@ -63,13 +63,30 @@ def devices() -> Iterator[Finding]:
                 continue
             with closing(load(one.name)) as backend:
                 memory = backend.memory()
+                slow = _slow_types(backend)
             where = "of host memory" if memory.shared else "on its device"
             what = f"{one.name} can run here, with {human_bytes(memory.total)} {where}."
             facts |= {"total_bytes": memory.total, "in_host_memory": memory.shared}
-            yield Finding(SECTION, one.name, Level.OK, what, facts=facts)
+            facts |= {"slow_types": ", ".join(slow)}
+            if not slow:
+                yield Finding(SECTION, one.name, Level.OK, what, facts=facts)
+                continue
+            what += f" Products in {' and '.join(slow)} are slow here, so models in these types compute in float32."
+            how = "nothing; compute_dtype in a config says otherwise"
+            yield Finding(SECTION, one.name, Level.NOTE, what, how, facts=facts)
     if not any(one.ok for one in found):
         what = "No device can compute: " + ("none of the backends runs here." if found else "none is installed.")
         yield Finding(SECTION, "any", Level.PROBLEM, what, "pip install --force-reinstall lema brings one for the CPU")
+
+
+def _slow_types(backend: Backend) -> list[str]:
+    """Return the types in half precision that a device is slow in."""
+    import torch
+
+    from lema.backend.registry import fast_dtype
+    from lema.model.computing import dtype_name
+
+    return [dtype_name(dtype) for dtype in (torch.bfloat16, torch.float16) if fast_dtype(backend, dtype) != dtype]
 
 
 def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:

@@ -61,7 +61,7 @@ def choices(
     """Yield for each amount of device memory, which rise, what is chosen for the model in `directory`, or why nothing
     fits. The model is looked at once for all of them. Raises `ModelError`: what it takes cannot be told."""
     common = {"device": "cpu", "lora_target_parameters": list[str](), **BASE}
-    blueprint = draw_up(LemaConfig(str(directory), **common))
+    blueprint = draw_up(LemaConfig(str(directory), **common), elsewhere=True)
     common["max_length"] = longest_row(None, num_positions(blueprint.model.config))
     known: dict[Any, Any] = {}
     for memory in memories:
