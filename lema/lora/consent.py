@@ -19,9 +19,9 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.acting import SILENT, acts
 from lema.config.lemaconfig import CONFIG_NAME
-from lema.errors import ConfigError
+from lema.errors import ConfigError, DiskError
 from lema.lora.checks import read_json
-from lema.storage.diskspace import user_cache
+from lema.storage.diskspace import make_private, user_cache
 from lema.storage.regular import read_regular
 
 __all__ = ["check_code_is_named", "save_settings", "without_consent", "written_here"]
@@ -61,12 +61,12 @@ def check_code_is_named(file: Path) -> None:
 
 def save_settings(config: LemaConfig, directory: Path) -> None:
     """Write `lema_config.json` into a directory, and remember that it is this user's. `DiskError`: it could not be
-    written. That it cannot be noted in the user's cache, as without a home, costs a line when another process reads it,
-    and not the run."""
+    written. That it cannot be noted in the user's cache, as where others may write, costs a line when another process
+    reads it, and not the run."""
     config.save_pretrained(directory)
     digest = _digest(directory / CONFIG_NAME)
     _WRITTEN.add(digest)
-    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+    with suppress(OSError, DiskError):  # DiskError: it is not this user's alone
         _note(user_cache("settings") / digest)
 
 
@@ -76,7 +76,8 @@ def written_here(file: Path) -> bool:
         if (digest := _digest(file)) in _WRITTEN:
             return True
         note = (user_cache("settings") / digest).lstat()
-    except (OSError, RuntimeError):
+        make_private(user_cache("settings"))
+    except (OSError, DiskError):
         return False
     return stat.S_ISREG(note.st_mode) and note.st_uid == os.geteuid()  # a cache directory may be shared
 
@@ -87,7 +88,7 @@ def _digest(file: Path) -> str:
 
 def _note(note: Path) -> None:
     """Make the file that stands for some settings; any number of processes may do so at once."""
-    note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(note.parent)
     is_new = not note.exists()
     note.touch(mode=0o600)  # also where it is there: it was written last now
     if not is_new:
