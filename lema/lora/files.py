@@ -1,4 +1,4 @@
-"""Adapters on disk: PEFT's two files, written and read unchanged, and a reader of the older `adapter_model.bin`."""
+"""Adapters on disk: PEFT's two files, written and read unchanged, and readers of `adapter_model.bin`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-OLD_WEIGHTS = "adapter_model.bin"
+OLD_WEIGHTS = (
+    "adapter_model.bin"  # as PEFT wrote it before safetensors; without a config, as earlier versions of LEMA did
+)
 ORDERED = frozenset({"lora_trainable_token_indices"})
 PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 
@@ -259,14 +261,14 @@ def save_adapter(
 
 def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
     """Fill the adapter's parameters from a directory; every one of them must be in the file, and no other. The file is
-    `adapter_model.safetensors`, or the older `adapter_model.bin`; `layers_name` is the dotted name of the decoder
+    `adapter_model.safetensors`, or else `adapter_model.bin`; `layers_name` is the dotted name of the decoder
     layers in the base model. Where processes hold the adapter together, each takes its part of it (`parallel`).
     `AdapterError`: there is no adapter, it is damaged, or it does not fit the model."""
     file = directory / WEIGHTS
     if file.is_file():
         tensors = read_safetensors(file)
     elif (file := directory / OLD_WEIGHTS).is_file():
-        tensors = _read_old(file, layers_name)
+        tensors = _read_pickled(file) if (directory / CONFIG).is_file() else _read_old(file, layers_name)
     else:
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
         how = "choose a directory that save_pretrained, save_checkpoint or `lema train` wrote"
@@ -328,18 +330,28 @@ def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: 
 
 def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
     """Read `"<layer, from 1>.<module>.lora_A"` -> tensor, and name each as PEFT does."""
+    tensors = {}
+    for name, tensor in _read_pickled(file).items():
+        layer, _, rest = name.partition(".")
+        if not layer.isdecimal():
+            what = f"this is not an adapter of the older format: {name} does not begin with the number of a layer"
+            raise AdapterError(what, where=str(file), how=f"put PEFT's {CONFIG} beside it, if PEFT wrote it")
+        tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+    return tensors
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    """Read the tensors that `torch.save` wrote, by names. No code of the file is run, and it may hold nothing else."""
     try:
         check_pickled(file)
-        tensors = {}
-        for name, tensor in torch.load(file, weights_only=True, map_location="cpu").items():
-            layer, _, rest = name.partition(".")
+        found = torch.load(file, weights_only=True, map_location="cpu")
+        for name, tensor in found.items():
             if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
                 raise WeightsError(f"{name} refers to more numbers than the file has", where=str(file))
-            tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+        return {str(name): tensor for name, tensor in found.items()}
     except (WeightsError, *UNREADABLE) as error:
-        what = f"this is not an adapter of the older format: {error}"
+        what = f"this is not an adapter of the older format, a file of tensors and their names: {error}"
         raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
-    return tensors
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:

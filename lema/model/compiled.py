@@ -32,6 +32,7 @@ from lema.errors import DiskError, LemaError
 from lema.model.capture import replaced, tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
 from lema.model.state.snapshot import rehearsed
+from lema.model.weight_names import adapted_by_parameter, parameters_kept
 from lema.storage.diskspace import make_private, user_cache
 
 __all__ = ["CompiledLayers"]
@@ -62,6 +63,7 @@ class CompiledLayers:
         self.compilations = 0
         self._runs = 0  # of compiled graphs
         self._templates = [layers[first] for first in self._firsts]
+        self._adapted = [adapted_by_parameter(template) for template in self._templates]
         self._forwards = [_separate(template, self._compile) for template in self._templates]
         self._modules = [list(layer.modules()) for layer in layers]
         self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
@@ -170,7 +172,8 @@ class CompiledLayers:
         template = self._templates[kind]
         # The tensors are put into the template before what is compiled begins. There, it would be looked at whether
         # they are its own, and a graph made for each answer.
-        with replaced({template: self._forwards[kind]}), _labelled(self._labels[index]):
+        forward, kept = replaced({template: self._forwards[kind]}), parameters_kept(self._adapted[kind])
+        with forward, kept, _labelled(self._labels[index]):
             return torch.func.functional_call(template, dict(tensors), args, kwargs, tie_weights=False)
 
     def _compile(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from accelerate.state import AcceleratorState
@@ -192,15 +192,35 @@ class StreamedPeftModel(PeftModel):
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add an adapter as PEFT does, with the values that PEFT draws."""
         kwargs["low_cpu_mem_usage"] = True  # because PEFT would move it to its base, which is nowhere
-        split, device = self.opened.split, self.opened.backend.device
         with torch.random.fork_rng(devices=()):  # because some values are drawn already, to be thrown away
             super().add_adapter(adapter_name, peft_config, *args[1:], **kwargs)
+        self._make_real(adapter_name)
+
+    def add_weighted_adapter(self, adapters: list[str], weights: list[float], adapter_name: str, **kwargs: Any) -> None:
+        """Add an adapter that is a combination of others, as PEFT does (`LoraModel.add_weighted_adapter`)."""
+        lora: Any = self.base_model
+        inject = lora.inject_adapter
+
+        def inject_real(model: nn.Module, name: str) -> None:
+            with torch.random.fork_rng(devices=()):
+                inject(model, name, low_cpu_mem_usage=True)
+            self._make_real(name)  # before PEFT writes the combination into it
+
+        lora.inject_adapter = inject_real
+        try:
+            lora.add_weighted_adapter(adapters, weights, adapter_name, **kwargs)
+        finally:
+            del lora.inject_adapter
+
+    def _make_real(self, adapter: str) -> None:
+        """Give an adapter that PEFT has attached without memory its memory, and the values that PEFT draws."""
+        opened, config = self.opened, cast(LoraConfig, self.peft_config[adapter])
         trains = {name: one.requires_grad for name, one in self.named_parameters()}
-        read, name = self.opened.read_stored, split.layers_name
-        make_real(self.opened.skeleton, peft_config, device, name, draw=True, read=read, adapter=adapter_name)
+        device, name, read = opened.backend.device, opened.split.layers_name, opened.read_stored
+        make_real(opened.skeleton, config, device, name, draw=True, read=read, adapter=adapter)
         for name, one in self.named_parameters():
             one.requires_grad_(trains[name])
-        split.adapters_changed()
+        opened.split.adapters_changed()
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Write adapters as PEFT does, such that they fit the class that the base's `config.json` names, too, and
