@@ -22,6 +22,7 @@ from lema.cli.arguments import (
     settings_of,
 )
 from lema.cli.exitcodes import run
+from lema.cli.threads import let_threads_sleep
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
 
@@ -48,6 +49,7 @@ _own.add_typer(config_app, name="config")
 
 def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
+    let_threads_sleep()
     hush()  # `peft` and `transformers` import any optional package that is installed
     sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
 

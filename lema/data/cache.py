@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lema.backend.host.processors import usable_threads
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import LABELLED, ROW, Columns, Skipped, Table
 from lema.data.files import Piece, Row, Where, pieces_of
@@ -230,8 +231,7 @@ def _made(place: Path, locked: bool) -> Iterator[Path]:
 def _write(folder: Path, files: Sequence[Path], gather: Gather) -> str:
     """Write the files of an entry; return a text on the processes, and on parts of an earlier start."""
     total = sum(file.stat().st_size for file in files if not is_stream(file))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    processes = min(cores, MOST_PROCESSES)
+    processes = min(usable_threads(), MOST_PROCESSES)
     todo = (piece for file in files for piece in pieces_of(file))
     with _line() as tell:
         found = Parts(folder, total, tell).write(todo, lambda left: _each(left, gather, processes))
