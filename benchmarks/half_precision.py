@@ -70,7 +70,9 @@ def _rounds(steps: dict[str, Step], rounds: int) -> list[dict[str, Any]]:
 def _lema(stack: ExitStack, directory: Path, ids: torch.Tensor, computed: str, *, save: bool = False) -> Step:
     """Return a step of LEMA; `save`: leave the adapter for the other arms."""
     options: dict[str, Any] = {"compute_dtype": computed, "learning_rate": RATE, "save_steps": 0}
-    options |= {"gradient_checkpointing": True, "lora_init": False, "lora_target_parameters": []}
+    options["gradient_checkpointing"] = True
+    # All arms begin with one adapter, because PEFT rounds what it draws to the type of the weights.
+    options |= {"lora_init": False} if save else {"adapter_name_or_path": str(directory / "adapter")}
     config = LemaConfig(str(directory / "model"), device="cpu", output_dir=str(directory / "run"), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it computes in float32 is what is measured
