@@ -4,6 +4,7 @@ One tree, rooted in `LemaError`. Each class carries the exit code the command li
 mistyped config from a full disk without reading the message.
 """
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ __all__ = [
     "BackendUnavailable",
     "ConfigError",
     "DataError",
+    "DeadRun",
     "DiskError",
     "DiskFull",
     "LemaError",
@@ -25,7 +27,13 @@ __all__ = [
     "listed",
     "named_in",
     "printable",
+    "unreadable",
 ]
+
+# What the system says of a disk that fails, or of a server of files that is gone, whatever is in the file.
+FAILING = ("EIO", "ESTALE", "ENXIO", "ENODEV", "EREMOTEIO", "ETIMEDOUT", "EHOSTDOWN", "ENOTCONN", "EUCLEAN", "EBADMSG")
+FAILING_DISK = frozenset(getattr(errno, name) for name in FAILING if hasattr(errno, name))
+WHOLE_DISK = "check the disk (dmesg names it) or the network that leads to it, or copy the file from another place"
 
 # Terminals obey these, print them in another order, or print none.
 NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -122,6 +130,12 @@ class NonFiniteError(LemaError):
     exit_code = 5
 
 
+class DeadRun(LemaError):
+    """Training stopped because nothing was learnt for many steps; the checkpoint of before is kept."""
+
+    exit_code = 5
+
+
 class DiskError(LemaError):
     """The disk is full, read-only, or failed while writing; what was there before is untouched."""
 
@@ -140,6 +154,18 @@ class Stopped(LemaError):
     """Training stopped on request, with a checkpoint that resumes."""
 
     exit_code = 75
+
+
+def unreadable(
+    file: object, error: BaseException, kind: type[LemaError] = DataError, what: str = "", how: str = ""
+) -> LemaError:
+    """Return the error of a file that could not be read: where its disk failed, a `ReadError` that says so, because
+    nothing is known of what is in the file; else one of `kind`, with `what` to say and `how` to mend it."""
+    why = getattr(error, "strerror", None) or error
+    numbered = re.search(r"\(os error (\d+)\)", str(error))  # as libraries in Rust say it
+    if (int(numbered[1]) if numbered else getattr(error, "errno", None)) in FAILING_DISK:
+        return ReadError(f"the disk failed while the file was read: {why}", where=str(file), how=WHOLE_DISK)
+    return kind(what or f"the file cannot be read: {why}", where=str(file), how=how)
 
 
 @contextmanager

@@ -102,8 +102,11 @@ class _OnDevice:
     def turn(self) -> None:
         """Everything is where it is needed."""
 
-    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        yield self._states.pop(key)
+    def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
+        state = self._states.pop(key)
+        yield state
+        if again:
+            self._states[key] = state
 
     def close(self) -> None:
         self._states.clear()
@@ -184,8 +187,9 @@ class _Away:
         self._to_fetch.extend(order)
         self._pump()
 
-    def fetched(self, key: Key) -> Generator[Tensor, None, None]:
-        """Yield the boundary, on the device; it may be gone when the generator goes on or is closed."""
+    def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
+        """Yield the boundary, on the device; it may be gone when the generator goes on or is closed. `again`: it waits
+        for another backward then, which `turn` begins."""
         self._pump()
         fetch = self._fetches.popleft()
         assert fetch.key == key, "boundaries were requested in another order than that of the backward"
@@ -198,7 +202,7 @@ class _Away:
             yield placed(fetch.upload.wait(), fetch.like)
         finally:
             self._num_held -= 1
-            self._give_back(fetch)
+            self._give_back(fetch, again=again)
         self._pump()
 
     def close(self) -> None:
@@ -234,13 +238,16 @@ class _Away:
         fetch.slot = self._slots.popleft()
         fetch.upload = fetch.slot.upload(memory)
 
-    def _give_back(self, fetch: _Fetch) -> None:
+    def _give_back(self, fetch: _Fetch, *, again: bool = False) -> None:
         if fetch.upload is not None and fetch.slot is not None:
             fetch.upload.release()
             self._slots.append(fetch.slot)
             # Not before: on a device that computes in host memory the slot is the piece's own buffer.
             fetch.piece.used(fetch.upload.drained)
-        fetch.piece.drop()
+        if again:
+            self._kept.append(_Fetch(fetch.key, fetch.like, fetch.piece))
+        else:
+            fetch.piece.drop()
 
 
 Tier = _OnDevice | _Away

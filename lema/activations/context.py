@@ -120,8 +120,9 @@ class OffloadActivations:
             store = _store(mode, allocate, offload_dir, host_memory, disk_space)
             self.offload = Offload(choice, store, carrier, stash=max_fwd_stash_size, certify=certify)
         self._entered: list[ExitStack] = []
-        # Not a method of this object, because what closes it must not keep it alive.
-        self._close = weakref.finalize(self, _close, self.offload, self._sites, self._layers)
+        # Not a method of this object, because what takes its hooks off must not keep it alive. What waits for a
+        # backward does not go with it: the graph owns that.
+        self._take_off = weakref.finalize(self, _take_off, self._sites, self._layers)
         self._model = None if model is None else weakref.ref(model)
 
     @property
@@ -135,7 +136,7 @@ class OffloadActivations:
         return self.offload.live_bytes
 
     def __enter__(self) -> Self:
-        if not self._close.alive:
+        if not self._take_off.alive:
             raise ConfigError("this offloading context is closed", how="build another")
         if not self._entered:
             self.offload.let_go()
@@ -164,7 +165,9 @@ class OffloadActivations:
 
     def close(self) -> None:
         """Remove the hooks from the model and free all memory. Tensors that still wait for a backward are lost."""
-        self._close()
+        if self._take_off.alive:
+            self._take_off()
+            self.offload.close()
 
 
 def get_lora_act_offloading_ctx_manager(
@@ -230,8 +233,7 @@ def _store(
     return disk if mode == "disk" else HostStore(HostPool(allocate, host_memory), disk)
 
 
-def _close(offload: Offload | ByValue, sites: Sites | None, layers: LayerInputs | None) -> None:
-    offload.close()
+def _take_off(sites: Sites | None, layers: LayerInputs | None) -> None:
     if sites is not None:
         sites.close()
     if layers is not None:

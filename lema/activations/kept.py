@@ -182,7 +182,7 @@ class StepBoundaries:
         self, tier: Tier, hidden: Sequence[Tensor], layers: Collection[int], trace: NoTrace, counters: Counters
     ) -> None:
         self._tier, self._trace, self._counters = tier, trace, counters
-        self._to_come = self._to_fetch = len(layers) * len(hidden)
+        self._total = self._to_come = self._to_fetch = len(layers) * len(hidden)
         tier.begin([_like(state) for state in hidden] * len(layers))
 
     @property
@@ -205,15 +205,19 @@ class StepBoundaries:
         return given
 
     @contextmanager
-    def kept(self, layer: int, index: int) -> Iterator[Tensor]:
+    def kept(self, layer: int, index: int, *, again: bool = False) -> Iterator[Tensor]:
         """Yield what was kept, on the device, for the length of a `with` block. The top layer's come first, each
-        layer's in the order of micro-batches, once. `ReadError`, `DiskError`: one could not be read, or written."""
-        with closing(self._tier.fetched((layer, index))) as fetched:
+        layer's in the order of micro-batches, once in each backward; `again`: another backward comes, in which all are
+        there once more. `ReadError`, `DiskError`: one could not be read, or written."""
+        with closing(self._tier.fetched((layer, index), again=again)) as fetched:
             with self._trace.span("boundaries", f"fetch layer {layer}"):
                 boundary = next(fetched)
             yield boundary
             self._to_fetch -= 1
             next(fetched, None)
+        if again and self._to_fetch == 0:
+            self._to_fetch = self._total
+            self._tier.turn()
 
 
 def _like(state: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ them for adapters, are kept as the weight and the type, and are cast again (`lem
 
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,6 +137,8 @@ class Offload:
     ) -> None:
         assert stash >= 1, f"{stash} pieces cannot leave at once"
         self._choice, self._store, self._carrier = choice, store, carrier
+        # Not before the last packed tensor goes, because each of them holds this object.
+        self._close_store = weakref.finalize(self, store.close)
         self._stash_size, self._fetch, self._certify = stash, fetch, certify
         self.counters = counters or Counters()
         self._lock = threading.Lock()  # because a graph may be differentiated in one thread, and dropped in another
@@ -189,7 +192,7 @@ class Offload:
     def close(self) -> None:
         """Give back where things wait. What still waits is lost."""
         self.let_go()
-        self._store.close()
+        self._close_store()
 
     def bring(self, piece: Piece) -> None:
         """Bring a piece back, until it has been used or the backward that runs is over."""

@@ -1,16 +1,13 @@
-"""A limit of time and memory for code that computes on input from outside: chat templates, regular expressions."""
+"""A limit of time and memory for code that computes on input from outside: regular expressions, files of columns."""
 
 from __future__ import annotations
 
 import resource
 import signal
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any
 
 __all__ = ["bounded_memory", "limited"]
 
@@ -18,14 +15,12 @@ MAX_GROWTH = 3 << 28  # bytes that the process may ask for in the block
 
 
 @contextmanager
-def limited(seconds: float, error: Callable[[], Exception], file: str = "") -> Iterator[None]:
-    """Raise `error()` in a `with` block that computes for more than so many seconds of the processor's time, and
-    `MemoryError` where the process asks for more than 768 MiB in it. Time is that of this thread; in the main
-    thread, that of the whole process in user mode. Signals reach the main thread alone. In another one the clock is
-    looked at before each line of code whose `co_filename` is `file`; what is computed within one line is not
-    interrupted there."""
+def limited(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
+    """Raise `error()` in a `with` block that computes for more than so many seconds of the processor's time in user
+    mode, and `MemoryError` where the process asks for more than 768 MiB in it. Signals reach the main thread alone, so
+    in another one nothing bounds the time."""
     alone = threading.current_thread() is threading.main_thread()
-    with bounded_memory(), _by_timer(seconds, error) if alone else _by_trace(seconds, error, file):
+    with bounded_memory(), _by_timer(seconds, error) if alone else nullcontext():
         yield
 
 
@@ -63,23 +58,3 @@ def _by_timer(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, remaining, interval)
         signal.signal(signal.SIGVTALRM, handler)
-
-
-@contextmanager
-def _by_trace(seconds: float, error: Callable[[], Exception], file: str) -> Iterator[None]:
-    end = time.thread_time() + seconds
-
-    def line(_frame: FrameType, _event: str, _argument: Any) -> Any:
-        if time.thread_time() > end:
-            raise error()
-        return line
-
-    def call(frame: FrameType, _event: str, _argument: Any) -> Any:
-        return line if frame.f_code.co_filename == file else None
-
-    before = sys.gettrace()
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

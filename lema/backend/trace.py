@@ -99,7 +99,8 @@ class Trace(NoTrace):
         except OSError as error:
             with suppress(OSError):  # cleaning up fails where writing did; the first failure is the one to tell
                 part.unlink(missing_ok=True)
-            raise DiskError(f"cannot write the trace: {error.strerror}", where=str(target)) from error
+            how = "give --trace a file in a directory that may be written to"
+            raise DiskError(f"cannot write the trace: {error.strerror}", where=str(target), how=how) from error
 
     def _row(self, track: str) -> int:
         key = (track, threading.get_ident())

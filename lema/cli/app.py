@@ -19,9 +19,11 @@ from lema.cli.arguments import (
     check_written,
     config_of,
     import_libraries,
-    settings_of,
+    phase_file_of,
 )
 from lema.cli.exitcodes import run
+from lema.cli.interrupts import ending_on_interrupt
+from lema.cli.kernels import hide_kernels
 from lema.cli.threads import let_threads_sleep
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
@@ -32,8 +34,8 @@ app: typer.Typer  # the whole command line, which is put together when it is fir
 _own = typer.Typer(
     name="lema",
     help="Fine-tune language models larger than the device's memory.",
-    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite, 6 disk, 7 `lema prove` found a difference, "
-    "75 stopped with a checkpoint, 130 Ctrl-C.",
+    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite or nothing learnt, 6 disk, 7 `lema prove` "
+    "found a difference, 75 stopped with a checkpoint, 130 Ctrl-C.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -50,8 +52,10 @@ _own.add_typer(config_app, name="config")
 def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
     let_threads_sleep()
+    hide_kernels()
     hush()  # `peft` and `transformers` import any optional package that is installed
-    sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
+    with ending_on_interrupt():
+        sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
 
 
 @cache
@@ -108,12 +112,12 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole plan instead of one sentence.")] = False,
 ) -> None:
     """Fine-tune with the settings of a YAML file. If it has `phases`, run them in order."""
-    from lema.train.phases.file import has_phases, read_phase_file
+    from lema.train.phases.file import has_phases
 
     phased = has_phases(config)
     _check_options(phased=phased, resume=resume, weights_only=weights_only, start=start)
     if phased:
-        file = read_phase_file(config, **settings_of(settings))
+        file = phase_file_of(config, settings)
     else:
         checked = config_of(config, settings)
     named = file.config if phased else checked
@@ -166,12 +170,12 @@ def plan(
     trust_remote_code: Trust = False,
 ) -> None:
     """Predict memory, time and the limit of a run or its phases. It reads no weights. Exit code 4: does not fit."""
-    from lema.train.phases.file import has_phases, read_phase_file
+    from lema.train.phases.file import has_phases
 
     if phased := has_phases(config):
         if plot is not None:
             raise ConfigError("a plan of phases has no plot", where="--plot", how="leave it out")
-        file = read_phase_file(config, **settings_of(settings))
+        file = phase_file_of(config, settings)
     else:
         checked = config_of(config, settings)
         check_written("--plot", plot, checked, config)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from lema.cli.kernels import allow_kernels
 from lema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from lema.train.phases.file import PhaseFile
 
 __all__ = ["ConfigFile", "PhaseNamed", "Revision", "Settings", "Source", "Trust", "Verb"]
-__all__ += ["check_written", "config_of", "import_libraries", "phase_of", "settings_of"]
+__all__ += ["check_written", "config_of", "import_libraries", "phase_file_of", "phase_of", "settings_of"]
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
@@ -106,6 +107,7 @@ def settings_of(given: list[str] | None) -> dict[str, Any]:
             how = f"change it in the file, or give all of {parts[0]}: --set '{parts[0]}=[...]', or {{...}}, as in YAML"
             raise ConfigError(what, where=f"--set {item}", how=how)
         pairs[key.strip()] = parse_value(text, f"--set {item}")
+    allow_kernels(pairs.get("attn_implementation"))
     return pairs
 
 
@@ -116,17 +118,28 @@ def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
 
     overrides = settings_of(settings)
     try:
-        return LemaConfig.from_yaml(path, **overrides)
+        config = LemaConfig.from_yaml(path, **overrides)
     except SettingsError as error:
         raise error.located({key: f"--set {key}" for key in overrides}) from error
+    allow_kernels(config.attn_implementation)
+    return config
+
+
+def phase_file_of(path: Path, settings: list[str] | None) -> "PhaseFile":
+    """Return a file of phases, its settings replaced by those of `--set`; a ConfigError says where each was given."""
+    from lema.train.phases.file import read_phase_file
+
+    file = read_phase_file(path, **settings_of(settings))
+    allow_kernels(file.config.attn_implementation)
+    return file
 
 
 def phase_of(source: Path, settings: list[str] | None, phase: str | None) -> "tuple[PhaseFile, int] | None":
     """Return a file of phases and the place of the one that is meant, the last if none is; None: it is no such file."""
-    from lema.train.phases.file import has_phases, phase_named, read_phase_file
+    from lema.train.phases.file import has_phases, phase_named
 
     if not source.is_dir() and has_phases(source):
-        file = read_phase_file(source, **settings_of(settings))
+        file = phase_file_of(source, settings)
         return file, phase_named(file.plan, phase)
     if phase is not None:
         how = "leave it out, or name the file of phases"

@@ -6,11 +6,22 @@ from collections.abc import Sequence
 import typer
 
 from lema.cli.streams import full, text_streams
-from lema.errors import ConfigError, DiskError, LemaError, MemoryLimitError, Stopped, is_out_of_memory
+from lema.errors import (
+    FAILING_DISK,
+    WHOLE_DISK,
+    ConfigError,
+    DiskError,
+    LemaError,
+    MemoryLimitError,
+    Stopped,
+    is_out_of_memory,
+)
 
 __all__ = ["run"]
 
-_DISK_FAILURES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+_FULL = "free some space; earlier files are untouched"
+_DISK_FAILURES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EROFS: "choose a directory that may be written to"}
+_DISK_FAILURES |= dict.fromkeys(FAILING_DISK, WHOLE_DISK)
 
 
 def run(commands: typer.Typer, arguments: Sequence[str], *, by: str = "") -> int:
@@ -44,8 +55,7 @@ def _as_lema_error(error: Exception) -> LemaError:
     if isinstance(error, LemaError):
         return error
     if isinstance(error, OSError) and error.errno in _DISK_FAILURES:
-        how = "free some space; earlier files are untouched" if error.errno == errno.ENOSPC else ""
-        return DiskError(str(error.strerror), where=str(error.filename or ""), how=how)
+        return DiskError(str(error.strerror), where=str(error.filename or ""), how=_DISK_FAILURES[error.errno])
     if isinstance(error, OSError) and error.strerror:
         return ConfigError(str(error.strerror), where=str(error.filename or ""), how="give another path")
     if is_out_of_memory(error):

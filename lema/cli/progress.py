@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from lema.config.printing import draws
 from lema.config.units import human_bytes, human_count, human_duration
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class _Bar(Progress):
         before, after = (
             TextColumn(f"{{task.fields[{key}]}}", markup=False, table_column=alone) for key in ("done", "left")
         )
-        columns, hidden = (before, BarColumn(bar_width=None), after), not console.is_terminal
+        columns, hidden = (before, BarColumn(bar_width=None), after), not draws(console)
         super().__init__(
             *columns, console=console, refresh_per_second=4, transient=transient, expand=True, disable=hidden
         )

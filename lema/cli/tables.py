@@ -21,6 +21,9 @@ from lema.plan.planner import Planner
 __all__ = ["draw", "rows", "show_plan", "show_run"]
 
 SUMS = ("in all", "tokens of full rows", "takes", "tokens per second", "costs")
+# What is said of a step that was timed; small models are not worth the time that this takes.
+TIMED = {"takes", "limited by", "computing", "on the link", "on the disk", "tokens per second"}
+TIMED |= {f"waiting for {what}" for what in ("the disk", "the link", "activations")}
 
 Row = tuple[str, str, str]
 
@@ -56,10 +59,12 @@ def rows(plan: Plan) -> Iterator[Row]:
     if (epoch := plan.epoch) is not None:
         yield "an epoch", "rows, tokens", f"{human_count(epoch.rows)}, {human_count(epoch.tokens)}"
         yield "an epoch", "steps", f"{epoch.steps:,}"
-        yield "an epoch", "takes", human_duration(3600 * epoch.hours)
+        if epoch.hours:
+            yield "an epoch", "takes", human_duration(3600 * epoch.hours)
         if epoch.cost is not None:
             yield "an epoch", "costs", f"{epoch.cost:,.2f}"
-        yield "the run", f"{epoch.run_steps:,} steps take", human_duration(3600 * epoch.run_hours)
+        if epoch.hours:
+            yield "the run", f"{epoch.run_steps:,} steps take", human_duration(3600 * epoch.run_hours)
     for note in plan.notes:
         yield "note", note, ""
 
@@ -108,8 +113,10 @@ def _step(plan: Plan) -> Iterator[Row]:
         "waiting for the disk": f"{step.stall_disk:.3g} s",
         "waiting for the link": f"{step.stall_upload:.3g} s",
         "waiting for activations": f"{step.stall_boundaries:.3g} s",
-        "tokens per second": human_count(plan.tokens_per_second),
+        "tokens per second": human_count(plan.tokens_per_second or 0),
     }
+    if not step.seconds:
+        told = {what: amount for what, amount in told.items() if what not in TIMED}
     for what, amount in told.items():
         yield "a step", what, amount
 

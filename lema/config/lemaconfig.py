@@ -19,7 +19,7 @@ from lema.config.objective import ObjectiveName, Reference, disagreements_of_obj
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Said, Settings, Silent
-from lema.errors import ConfigError, DiskError
+from lema.errors import ConfigError, DiskError, unreadable
 
 __all__ = ["CONFIG_NAME", "LemaConfig"]
 
@@ -401,7 +401,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"cannot read the config: {error.strerror}", where=str(file)) from error
+            raise unreadable(file, error, ConfigError, f"cannot read the config: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"not JSON: {error}", where=str(file)) from error
         if not isinstance(values, dict):

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["hush", "hushed", "line_printer", "print_table"]
+__all__ = ["draws", "hush", "hushed", "line_printer", "print_table"]
 
 CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
+
+
+def draws(console: "Console") -> bool:
+    """Whether bars can be drawn on a console: it is a terminal, and one that goes back in a line, as TERM=dumb does
+    not; that takes lines, as a file does."""
+    return console.is_terminal and not console.is_dumb_terminal
 
 
 def line_printer(console: "Console") -> Callable[[str], None]:

@@ -18,7 +18,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from lema.errors import ConfigError
+from lema.errors import ConfigError, unreadable
 
 __all__ = ["YamlFile", "parse_value", "read_yaml"]
 
@@ -56,7 +56,7 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
         text = data.decode("utf-8-sig")
     except OSError as error:
         how = "check the path; it is relative to the current directory" if not file.exists() else ""
-        raise ConfigError(f"cannot read the config file: {error.strerror}", where=str(file), how=how) from error
+        raise unreadable(file, error, ConfigError, f"cannot read the config file: {error.strerror}", how) from error
     except UnicodeDecodeError as error:
         what, at = "the config file is not UTF-8 text", data.count(b"\n", 0, error.start) + 1
         raise ConfigError(what, where=f"{file}:{at}", how="save it as UTF-8") from error
@@ -137,7 +137,11 @@ def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = Tru
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         place = f"{where}:{line}" if lines else where
-        raise ConfigError("not YAML: a control character is in the text", where=place, how="delete it") from error
+        what, how = "not YAML: a control character is in the text", "delete it"
+        if any("\udc80" <= character <= "\udcff" for character in text):  # as Python has such a byte of an argument
+            what = "the text has a byte that is not UTF-8, as names of files in another encoding have"
+            how = "rename the file or directory, or go to it and give its name from there; or set LC_ALL=C.UTF-8"
+        raise ConfigError(what, where=place, how=how) from error
     except (YAMLError, ValueError) as error:
         raise ConfigError(f"not YAML: {error}", where=where) from error
     except RecursionError as error:

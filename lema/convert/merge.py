@@ -117,6 +117,7 @@ def merge_adapter(
     *,
     rounding: Rounding = "nearest",
     seed: int = 0,
+    base_dir: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
     note: Callable[[str], object] = lambda _: None,
 ) -> Path:
@@ -130,18 +131,20 @@ def merge_adapter(
     `WeightsError`: the base model is damaged, does not fit its config, or must be prepared first; `DiskError`: a file
     could not be written; nothing is left behind.
 
-    `adapter_dir`: a saved adapter; it names its base model. `max_shard_size`: bytes of the tensors of one file, at
-    most; a larger tensor has a file to itself. `rounding`: of `W + alpha / rank B A`, which is formed in fp32, to the
-    type of the weights. In half precision `nearest` loses changes that are small next to a weight (of 1e-6 on 0.02 in
-    bfloat16 it keeps a thirtieth); `stochastic` keeps them in the mean, at the cost of noise of one last place. `seed`:
-    of stochastic rounding; the same one gives the same bits, however the files are cut. `note`: takes a sentence on
-    weights that are one in the base and two in what is written."""
+    `adapter_dir`: a saved adapter; it names its base model. `base_dir`: where that is by now, if it is elsewhere.
+    `max_shard_size`: bytes of the tensors of one file, at most; a larger tensor has a file to itself. `rounding`: of
+    `W + alpha / rank B A`, which is formed in fp32, to the type of the weights. In half precision `nearest` loses
+    changes that are small next to a weight (of 1e-6 on 0.02 in bfloat16 it keeps a thirtieth); `stochastic` keeps them
+    in the mean, at the cost of noise of one last place. `seed`: of stochastic rounding; the same one gives the same
+    bits, however the files are cut. `note`: takes a sentence on weights that are one in the base and two in what is
+    written."""
     if rounding not in get_args(Rounding):
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
-    settings, saved = read_settings(adapter)
-    with named_in(settings_file(adapter)):
+    place = {} if base_dir is None else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
+    settings, saved = read_settings(adapter, **place)
+    with named_in(settings_file(adapter) if base_dir is None else None):
         base = open_stored(
             settings.model_name_or_path,
             revision=settings.revision,

@@ -8,9 +8,9 @@ few megabytes, and a tensor that is put together from several, or is quantised, 
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers, main_dtype
 from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, target_dtypes, warn_of_unused
 from lema.storage import GlobalBinaryIndex, resolve_model
-from lema.storage.atomic import directories_for
+from lema.storage.atomic import appearing, directories_for
 from lema.storage.header import DTYPE_BITS
 from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, SOURCES_MARK, origin_of
@@ -239,22 +239,29 @@ def prepare(
             what = "a single file cannot hold a quantised model, because config.json describes the quantisation"
             raise ConfigError(what, where=str(place), how="name a directory")
         return write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress, assembled=True)
-    weights = place / SINGLE_NAME
-    write = partial(write_weights, assembled=quantize is not None)
-    if isinstance(model_or_dir, PreTrainedModel):
-        written = write(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
-        model_or_dir.config.save_pretrained(place)
-        if model_or_dir.can_generate():
-            model_or_dir.generation_config.save_pretrained(place)
-        names = {"architectures": [type(model_or_dir).__name__], "dtype": wanted or model_or_dir.dtype}
-        write_config(place / "config.json", place, names | written.changes)
-        return replace(written, path=place)
-    directory = resolve_model(model_or_dir)
-    written = write(model_or_dir, weights, wanted, quantize, trust_remote_code, progress)
-    copy_companions(directory, place, code=trust_remote_code)
-    changes = ({} if wanted is None else {"dtype": wanted}) | written.changes
-    write_config(directory / "config.json", place, changes)  # last: a directory without it is visibly not complete
-    return replace(written, path=place)
+    options = (wanted, quantize, trust_remote_code, progress)
+    with ExitStack() as stack:
+        part = place
+        if not place.exists():  # one that is there may hold other files, or be where a disk is mounted
+            stack.enter_context(directories_for(place))
+            part = stack.enter_context(appearing(place))
+        written = write_weights(model_or_dir, part / SINGLE_NAME, *options, assembled=quantize is not None)
+        if isinstance(model_or_dir, PreTrainedModel):
+            model_or_dir.config.save_pretrained(part)
+            if model_or_dir.can_generate():
+                model_or_dir.generation_config.save_pretrained(part)
+            names: dict[str, Any] = {
+                "architectures": [type(model_or_dir).__name__],
+                "dtype": wanted or model_or_dir.dtype,
+            }
+            source: Path = part
+        else:
+            source = resolve_model(model_or_dir)
+            copy_companions(source, part, code=trust_remote_code)
+            names = {} if wanted is None else {"dtype": wanted}
+        # Last, because a directory that was there is visibly not complete without it.
+        write_config(source / "config.json", part, names | written.changes)
+    return replace(written, path=place, weights=place / SINGLE_NAME)
 
 
 def prepare_monolithic_safetensors(

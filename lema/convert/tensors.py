@@ -13,9 +13,10 @@ from lema.model.outer_weights import read_stored
 from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
-from lema.storage.index import ASSEMBLED, PREPARED_MARK, WEIGHTS_KEY, check_inside
-from lema.storage.modelfiles import CODE, COMPANIONS, TEMPLATES
+from lema.storage.index import ASSEMBLED, PREPARED_MARK, WEIGHTS_KEY
+from lema.storage.modelfiles import CODE, COMPANIONS, MAX_BYTES, TEMPLATES
 from lema.storage.quantized.records import QuantizedRecord, Stored
+from lema.storage.regular import read_regular
 from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_into, read_pieces
 from lema.stream.placement import DTYPES
@@ -90,12 +91,11 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
     found = {file.name: file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
     for name, file in sorted(found.items()):
         if name != "config.json" and not name.endswith(".index.json"):
-            check_inside(file)
-            replace_file(out / name, file.read_bytes())
+            replace_file(out / name, read_regular(file, MAX_BYTES, inside=True))
     for file in sorted((directory / TEMPLATES).glob("*.jinja")):
-        check_inside(file)
+        content = read_regular(file, inside=True)
         (out / TEMPLATES).mkdir(exist_ok=True)
-        replace_file(out / TEMPLATES / file.name, file.read_bytes())
+        replace_file(out / TEMPLATES / file.name, content)
 
 
 def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
     of the config, as that of the text, says of the same is changed too; where changes say how weights are quantised, no
     part says so any more. The key that names other files of weights than the usual ones is left out, because those that
     are written have the usual names."""
-    config = json.loads(source.read_text(encoding="utf-8"))
+    config = json.loads(read_regular(source))
     plain = {
         key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         for key, value in changes.items()

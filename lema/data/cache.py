@@ -33,12 +33,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.backend.host.processors import usable_threads
+from lema.config.printing import draws
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import LABELLED, ROW, Columns, Skipped, Table
 from lema.data.files import Piece, Row, Where, pieces_of
 from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces
-from lema.errors import DataError, DiskError
+from lema.errors import DataError, DiskError, unreadable
 from lema.storage.atomic import NO_LOCKS, appearing, replace_file
+from lema.storage.directio import read_at
 from lema.storage.diskspace import user_cache
 from lema.storage.hub import is_stream, version_of
 
@@ -55,6 +57,7 @@ SMALL = 8 << 20  # bytes of data files below which tokenising again takes no lon
 BOUND = 50 * 10**9  # bytes of all entries; those that were used longest ago are removed above it
 READ_WHOLE = 1 << 16  # bytes of a data file up to which its content is part of the key
 MOST_PROCESSES = 32
+LOCKS = 8  # more than a pool of processes has
 PROGRAMS = ("lema", "transformers", "tokenizers", "jinja2")
 
 
@@ -86,7 +89,7 @@ def _identity(file: Path) -> list[Any]:
         about = file.stat()
         content = hashlib.sha256(file.read_bytes()).hexdigest() if about.st_size <= READ_WHOLE else ""
     except OSError as error:
-        raise DataError(f"the file cannot be read: {error.strerror}", where=str(file)) from error
+        raise unreadable(file, error) from error
     return [str(file), str(file.resolve()), about.st_size, about.st_mtime_ns, content]
 
 
@@ -131,9 +134,7 @@ class Entry:
         return Entry, (self.place,)
 
     def __getitem__(self, where: slice) -> npt.NDArray[np.int32]:
-        content = os.pread(self._descriptor, 4 * (where.stop - where.start), 4 * where.start)
-        if len(content) != 4 * (where.stop - where.start):
-            raise DataError("the file of kept tokens is too short", where=str(self.file), how="start again")
+        content = read_at(self._descriptor, self.file, 4 * where.start, 4 * (where.stop - where.start))
         return np.frombuffer(content, dtype="<i4")
 
     def __iter__(self) -> Iterator[Skipped]:
@@ -231,12 +232,23 @@ def _made(place: Path, locked: bool) -> Iterator[Path]:
 def _write(folder: Path, files: Sequence[Path], gather: Gather) -> str:
     """Write the files of an entry; return a text on the processes, and on parts of an earlier start."""
     total = sum(file.stat().st_size for file in files if not is_stream(file))
-    processes = min(usable_threads(), MOST_PROCESSES)
+    processes = _num_processes()
     todo = (piece for file in files for piece in pieces_of(file))
     with _line() as tell:
         found = Parts(folder, total, tell).write(todo, lambda left: _each(left, gather, processes))
     went_on = f", after {found:,} parts that a start before had made" if found else ""
     return f"by {processes} processes{went_on}"
+
+
+def _num_processes() -> int:
+    """Return how many processes tokenise; one, with a warning, where the system has no room for what they share."""
+    try:
+        _ = [get_context("fork").Lock() for _ in range(LOCKS)]  # which lie in shared memory
+    except OSError as error:
+        what = f"rows are tokenised in one process, because /dev/shm cannot be used: {error.strerror}"
+        warnings.warn(f"{what}; give it a megabyte (docker run --shm-size=1g)", stacklevel=2)
+        return 1
+    return min(usable_threads(), MOST_PROCESSES)
 
 
 def _each(todo: Pieces, gather: Gather, processes: int) -> Iterator[tuple[Where, Columns]]:
@@ -308,7 +320,9 @@ def _begin(alive: int, held: int) -> None:
 @contextlib.contextmanager
 def _line() -> Iterator[Callable[[int, int, float, int], None]]:
     """Give what shows how much of the data is tokenised: one line that is drawn again, on a terminal alone."""
-    shown = sys.stderr.isatty()
+    from rich.console import Console
+
+    shown = draws(Console(stderr=True))
 
     def tell(done: int, total: int, left: float, tokens: int) -> None:
         if shown:

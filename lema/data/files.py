@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from lema.backend.timelimit import bounded_memory
-from lema.errors import DataError
+from lema.errors import DataError, unreadable
 from lema.storage.hub import HUB, hub_data, is_stream, stream_rows
 
 __all__ = ["Piece", "Row", "Where", "find_files", "load_rows", "pieces_of", "read_rows"]
@@ -200,7 +200,7 @@ def _pieces(path: Path) -> Iterator[Piece]:
         if rows:
             yield Piece(path, rows[0].line, rows, size)
     except OSError as error:
-        raise DataError(f"the file cannot be read: {error}", where=str(path)) from error
+        raise unreadable(path, error) from error
 
 
 def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Packed memory-mapped tokens ("PMD"): one long row of token ids in a file, cut into blocks that are read on demand.
+"""Packed tokens ("PMD"): one long row of token ids in a file, cut into blocks that are read on demand.
 
 A packed data set is a directory with `train.bin` and perhaps `val.bin`, which hold little-endian unsigned numbers and
 nothing more, and a header for each, `train.json` and `val.json`. Blocks do not overlap, and begin at multiples of their
@@ -8,6 +8,7 @@ length; tokens after the last whole block are not read. `lema.data.permutation` 
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -18,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 
-from lema.errors import ConfigError, DataError, DiskError
+from lema.errors import ConfigError, DataError, DiskError, unreadable
 from lema.storage.atomic import replacing
+from lema.storage.directio import read_at
+from lema.storage.regular import read_regular
 
 __all__ = ["PackedHeader", "PackedTokens", "write_packed"]
 
@@ -62,11 +65,15 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
             raise DataError(what, where=str(self.path), how="use shorter blocks, or pack more tokens")
         self._limit = min(size for size in (LIMITS[self.header.dtype], self.header.vocab_size, vocab_size) if size)
         try:
-            kind, shape = np.dtype(self.header.dtype).newbyteorder("<"), (self.header.num_tokens,)
-            self._tokens: npt.NDArray[Any] = np.memmap(self.path, dtype=kind, mode="r", shape=shape)
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             what = f"{self.path.name} cannot be opened: {error.strerror or error}"
-            raise DataError(what, where=str(self.path), how="check its permissions") from error
+            raise unreadable(self.path, error, DataError, what, "check its permissions") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self._dtype, self._vocab_size = np.dtype(self.header.dtype).newbyteorder("<"), vocab_size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedTokens, (self.path, self.block_size, self._vocab_size)
 
     def __len__(self) -> int:
         return self.header.num_tokens // self.block_size
@@ -79,11 +86,13 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
 
     def block(self, index: int) -> npt.NDArray[np.int64]:
         """Read one block, int64 `[block]`, and nothing else of the file. `DataError`: a token is not in the vocabulary.
-        `IndexError`: there is no such block."""
+        `IndexError`: there is no such block. `ReadError`: the disk fails."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
         first = index * self.block_size
-        tokens = np.array(self._tokens[first : first + self.block_size], dtype=np.int64)
+        size = self._dtype.itemsize
+        content = read_at(self._descriptor, self.path, first * size, self.block_size * size)
+        tokens = np.frombuffer(content, dtype=self._dtype).astype(np.int64)
         if (largest := int(tokens.max())) >= self._limit:
             where = f"{self.path}, token {first + int(tokens.argmax()):,}"
             what = f"token id {largest} is outside the vocabulary of {self._limit:,} tokens"
@@ -94,9 +103,12 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
     def verify(self) -> None:
         """Read the whole file, and compare it with the digest in its header, if any. `DataError`: it is another."""
         digest = hashlib.sha256()
-        with self.path.open("rb") as file:
-            while piece := file.read(READ_BYTES):
-                digest.update(piece)
+        try:
+            with self.path.open("rb") as file:
+                while piece := file.read(READ_BYTES):
+                    digest.update(piece)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
         if self.header.sha256 not in (None, digest.hexdigest()):
             raise _damaged(self.path, "its sha256 is not the one in its header")
 
@@ -201,8 +213,10 @@ def _read_header(file: Path) -> PackedHeader:
             kind = "packed tokens" if needed == file else f"the header of {file.name}"
             raise DataError(f"{needed.name} is missing: {kind}", where=str(needed), how=how)
     try:
-        fields = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        fields = json.loads(read_regular(beside))
+    except OSError as error:
+        raise unreadable(beside, error) from error
+    except (DataError, ValueError, RecursionError) as error:
         raise _damaged(beside, f"it cannot be read ({str(error)[:200]})") from error
     if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise _damaged(beside, "it is not the header of packed tokens")

@@ -17,6 +17,7 @@ from lema.data.forms import Forms, Remarks
 from lema.data.sampling import Sampling, check_rates
 from lema.data.tokenize import Ints, Reading, tokenize_rows
 from lema.errors import ConfigError, DataError, DiskError
+from lema.storage.diskspace import make_private
 from lema.storage.hub import is_stream
 
 if TYPE_CHECKING:
@@ -113,6 +114,8 @@ def table_of(
             size = sum(file.stat().st_size for file in files if file.is_file())
             if size >= kept.SMALL or any(map(is_stream, files)):
                 try:
+                    if cache == kept.folder_of(True):
+                        make_private(cache)
                     table = kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
                 except DiskError as error:
                     if cache != kept.folder_of(True):

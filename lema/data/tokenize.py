@@ -14,7 +14,7 @@ from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt
 from lema.data.chat.tokens import Chats, check_words, tokenizing
 from lema.data.chat.turns import Known, Span
-from lema.data.columns import IGNORED, Kind, Tokens, left_out, num_trained, parse
+from lema.data.columns import IGNORED, Example, Kind, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids
 from lema.errors import DataError
@@ -84,25 +84,51 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
 def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[tuple[Row, Draft]]]:
     """Yield rows before they are tokenised, several at once, because a processor is faster at one thing after another;
     what is wrong with a row is raised after those before it are yielded."""
-    drafts, size = list[tuple[Row, Draft]](), 0
+    for examples in _examples(rows, reading):
+        chats = [(example, row) for row, example in examples if isinstance(example, Chat)]
+        if chats:
+            reading.chats.prepare(chats)
+        drafts = list[tuple[Row, Draft]]()
+        try:
+            for row, example in examples:
+                draft = None if example is None else _draft(row, example, reading)
+                if isinstance(draft, tuple):
+                    check_words(row, draft[0])
+                drafts.append((row, draft))
+        except DataError:
+            yield drafts
+            raise
+        yield drafts
+
+
+def _examples(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[tuple[Row, Example | None]]]:
+    """Yield what rows hold, of several at once; None, of a row that is not to be trained on."""
+    examples, size = list[tuple[Row, Example | None]](), 0
     try:
         for row, kind in rows:
-            draft = None if left_out(row) else _draft(row, kind, reading)
-            if isinstance(draft, tuple):
-                check_words(row, draft[0])
-            drafts.append((row, draft))
-            # A Python number takes more memory than a character.
-            size += 64 * len(draft.ids) if isinstance(draft, Tokens) else len(draft[0]) if draft else 0
-            if len(drafts) == BATCH or size > BATCH_CHARACTERS:
-                yield drafts
-                drafts, size = [], 0
+            example = None if left_out(row) else _example(row, kind, reading)
+            examples.append((row, example))
+            size += _size(example)
+            if len(examples) == BATCH or size > BATCH_CHARACTERS:
+                yield examples
+                examples, size = [], 0
     except DataError:
-        yield drafts
+        yield examples
         raise
-    yield drafts
+    yield examples
 
 
-def _draft(row: Row, kind: Kind, reading: Reading) -> Draft:
+def _size(example: Example | None) -> int:
+    """About how many characters an example has."""
+    if isinstance(example, Tokens):
+        return 64 * len(example.ids)  # a Python number takes more memory than a character
+    if isinstance(example, Chat):
+        texts = (message.get("content") for message in example.messages)
+        return sum(len(text) if isinstance(text, str) else BATCH_CHARACTERS // BATCH for text in texts)
+    return len(example.prompt) + len(example.completion) if example is not None else 0
+
+
+def _example(row: Row, kind: Kind, reading: Reading) -> Example:
     tokenizer = reading.tokenizer
     if tokenizer is not None and kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
         what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
@@ -110,10 +136,14 @@ def _draft(row: Row, kind: Kind, reading: Reading) -> Draft:
         raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
     has_template = tokenizer is not None and bool(tokenizer.chat_template)
     example = parse(row, kind, chat_template=has_template, forms=reading.forms)
+    if tokenizer is None and not isinstance(example, Tokens):
+        raise row.broken(f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer")
+    return example
+
+
+def _draft(row: Row, example: Example, reading: Reading) -> Draft:
     if isinstance(example, Tokens):
         return example
-    if tokenizer is None:
-        raise row.broken(f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer")
     if isinstance(example, Chat):
         rendered = reading.chats.render(example, row)
         return rendered and (*rendered, True)

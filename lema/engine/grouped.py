@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lema.activations.kept import StepBoundaries
+from lema.engine.trained_weights import differentiated_again
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.experts import ExpertGroup, Given, NarrowedExperts, Routed
@@ -166,6 +167,9 @@ class GroupedVisit:
     _needs: Sequence[bool] = ()
     _routers: bool = False  # whether somebody asks what routers make
 
+    def __post_init__(self) -> None:
+        self._asked = self._engine.gradients
+
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer, as `lema.engine.visit` has it."""
         engine, layer, calls = self._engine, self._layer, self._calls
@@ -186,12 +190,13 @@ class GroupedVisit:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
-        engine, layer = self._engine, self._layer
+        engine, layer, again = self._engine, self._layer, differentiated_again()
         after, each = engine.backend.rng_state(), len(gradients) // len(self._calls)
-        with engine.leased(layer, "backward") as lease:
+        collected = nullcontext() if self._asked is None else self._asked.collected()
+        with engine.leased(layer, "backward") as lease, collected:
             groups, parts = _Groups(engine.split, engine.stream, lease, engine.retry.at), list[_Part]()
             for index, (call, state) in enumerate(zip(self._calls, self._states, strict=True)):
-                with self._boundaries.kept(layer, index) as boundary:
+                with self._boundaries.kept(layer, index, again=again) as boundary:
                     # A copy, because the layer waits for its experts longer than a boundary is kept here.
                     copied = boundary.detach().clone().requires_grad_(self._needs[index])
                     parts.append(_Part(engine, lease, call, copied, state, self._routers))

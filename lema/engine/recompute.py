@@ -83,15 +83,18 @@ class Graph:
         finally:
             self._lease = None
 
-    def backward(self, lease: Lease, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    def backward(
+        self, lease: Lease, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], *, again: bool = False
+    ) -> None:
         """Differentiate, with the layer on `lease`, given the gradients of what the first run made, which is at `edges`
-        of its graph, if that is kept. The caller has them, because a graph with edges of its own would hold itself."""
+        of its graph, if that is kept. The caller has them, because a graph with edges of its own would hold itself.
+        `again`: it will be differentiated once more."""
         if self._again is not None:
             torch.autograd.backward(self._rerun(lease, self._again), gradients)
             return
         self._lease = lease
         try:
-            torch.autograd.backward(edges, gradients)
+            torch.autograd.backward(edges, gradients, retain_graph=again)
         finally:
             self._lease = None
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import count
@@ -32,9 +32,10 @@ from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.streamed import StreamedModel
-from lema.engine.trained_weights import adapter_leaves, below_visits
+from lema.engine.trained_weights import AskedGradients, adapter_leaves, below_visits
 from lema.errors import ConfigError
 from lema.model.flow import Prelude
+from lema.model.state.hooks import aside, held_by
 from lema.stream.schedule import fetched_per_step, in_parts
 
 __all__ = ["LayerStack", "StackCall"]
@@ -107,7 +108,9 @@ class _Step:
     number: int
     backward: tuple[int, ...]  # the leases of its backward
     trained: tuple[bool, frozenset[int]]
+    asked: AskedGradients | None  # takes gradients where a caller asks for them
     done: bool = False  # whether that has begun
+    task: int = -1  # autograd's number of it
 
 
 class LayerStack:
@@ -153,6 +156,8 @@ class LayerStack:
         if "forward" in vars(split.layers[0]):  # because a pass of the engine replaces the layers while it is here
             return self._forward(*args, **kwargs)
         given = self._named(args, kwargs)
+        if given.get("input_ids") is None and given.get("inputs_embeds") is None:
+            return self._forward(**given)  # which says so before it comes to its layers
         differentiated = torch.is_grad_enabled()
         if collected := [name for name in COLLECTED if self._asked(name, given)]:
             what = f"{collected[0]} is asked for, and layers that stream leave nothing behind but their result"
@@ -200,7 +205,7 @@ class LayerStack:
         if not split.known(few):
             state = streamed.backend.rng_state()  # restored, because these few tokens are not training data
             self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
-            with streamed.stream.lease(0) as first, self._without_routers():
+            with streamed.stream.lease(0) as first, self._without_routers(), aside(split.model.modules()):
                 split.prelude(few, first.weights)
             streamed.backend.set_rng_state(state)
         cuts, before, drawn = self._cuts(given), split.state.mark(), streamed.backend.rng_state()
@@ -211,20 +216,26 @@ class LayerStack:
             streamed.backend.set_rng_state(drawn)
             cuts = tuple(cut._replace(end=cut.width) for cut in cuts)
             preludes = tuple(self._preludes(given, cuts, few, differentiate=differentiate))
-        for one in (call for prelude in preludes for call in prelude.calls):
-            one.autocast, one.routers = ambient, [] if routed else None
+        hooks = [split.state.hooks.inside(layer) for layer in range(split.num_layers)]
+        for cut, prelude in zip(cuts, preludes, strict=True):
+            for held, one in zip(hooks, prelude.calls, strict=True):
+                one.autocast, one.routers = ambient, [] if routed else None
+                one.hooks = held if held is None or len(cuts) == 1 else held.of_rows(cut.rows)
         return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
 
     def _preludes(
         self, given: Mapping[str, Any], cuts: Sequence[Cut], few: Mapping[str, Tensor], *, differentiate: bool
     ) -> Iterator[Prelude]:
         """Run the model's own code before the layers for each of the micro-batches that a call is cut into."""
-        size, part = sum(len(one.rows) for one in cuts), given
+        size, part, split = sum(len(one.rows) for one in cuts), given, self.streamed.split
+        held = held_by(split.state.outer.modules) if len(cuts) > 1 else None
         for cut in cuts:
             if len(cuts) > 1:
                 part = {name: tree_map(partial(_rows, name, cut, size), value) for name, value in given.items()}
             run = partial(self._forward, **part)
-            yield self.streamed.split.prelude(few, {}, differentiate=differentiate, run=run)
+            with nullcontext() if held is None else held.of_rows(cut.rows).standing():
+                prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
+            yield prelude
 
     @contextmanager
     def _without_routers(self) -> Iterator[None]:
@@ -268,17 +279,21 @@ class LayerStack:
         per_layer = [[prelude.calls[layer] for prelude in preludes] for layer in range(top + 1)]
         hidden = tuple(prelude.hidden for prelude in preludes)
         differentiated = calls[0].differentiated
-        below = False
+        below, asked = False, None
         if differentiated:
-            start = EmbedHead(streamed.backend, None, hidden, per_layer, streamed.trained_outside())
+            engine, outside = streamed.engine, streamed.trained_outside()
+            adapters = [one for one in split.layers.parameters() if one.requires_grad]
+            asked = None if self._found is not None else AskedGradients(engine.anchor, [*adapters, *outside])
+            start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, asked)
             below = start.reach_below or any(call.inputs_differentiated for call in calls)
             if self._found is not None:
                 if start.reach_below:
                     what = "weights before the layers train, but several processes share only the layers' gradients"
                     raise ConfigError(what, where="the embeddings", how="remove them from the adapter's modules")
-                adapters = [one for one in split.layers.parameters() if one.requires_grad]
-                streamed.engine.outer = below_visits(streamed.engine.anchor, self._found, adapters)
-            hidden = start.start(streamed.engine.anchor)
+                engine.outer = below_visits(engine.anchor, self._found, adapters)
+            elif asked is not None and asked.parameters:
+                engine.gradients, engine.outer = asked, below_visits(engine.anchor, asked.found, asked.parameters)
+            hidden = start.start(engine.outer)
         if not below:  # a trainer may make the embeddings' output require a gradient that is not needed
             hidden = tuple(state.detach() for state in hidden)
         trained = [layer for layer in range(top + 1) if streamed.engine.trains(layer)] if differentiated else []
@@ -286,7 +301,7 @@ class LayerStack:
         step = None
         if lowest <= top:
             down = in_parts(range(top, lowest - 1, -1), streamed.stream.parts, down=True)
-            step = _Step(next(self._numbers), down, calls[0].trained)
+            step = _Step(next(self._numbers), down, calls[0].trained, asked)
         if step is not None:
             self._say_what_accumulation_costs(lowest)
             self._steps.add(step)
@@ -299,7 +314,7 @@ class LayerStack:
         for layer in range(top + 1):
             keep = room if layer == top else 0
             hidden = streamed.visit_layer(lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep)
-        streamed.engine.outer = streamed.engine.anchor
+        streamed.engine.outer, streamed.engine.gradients = streamed.engine.anchor, None
         if graphs is not None:
             graphs.turn()
             graphs.expect(top)
@@ -313,13 +328,22 @@ class LayerStack:
 
     def _begin_backward(self, step: _Step) -> None:
         """Make sure that a backward is that of its forward, and say what is leased in it, and after it."""
-        if step.done:
+        task = torch._C._current_graph_task_id()
+        if step.task == task:
             return  # of calls that were run at once, each comes by
+        if torch.is_grad_enabled():
+            what = (
+                "derivatives of gradients are asked for (create_graph), and gradients of streamed layers have no graph"
+            )
+            raise ConfigError(what, where="backward", how="remove create_graph")
+        if step.asked is not None and step.asked.hooked and step.asked.asked():
+            what = "gradients are asked for (torch.autograd.grad) of a model that has hooks on parameters that train"
+            raise ConfigError(what, where="backward", how="remove the hooks, or call backward and read .grad")
         if self._trained() != step.trained:
             what = "between a forward and its backward, the adapters or the training mode of the model changed"
             how = "run the backward while the same adapter is active, and in the same mode"
             raise ConfigError(what, where="backward", how=how)
-        step.done = True
+        step.done, step.task = True, task
         self._version = self._adapter_version()[1]
         self._announce(step.backward, self._awaited() or self.streamed.stream.forward_order())
 

@@ -341,6 +341,7 @@ class StreamedModel:
         self, micro_batches: MicroBatches, **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return the inputs of a step on the device, and its loss."""
+        self.split.state.hooks.check_none()
         batches, objective = list(map(self.padding.of, micro_batches)), self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
@@ -406,7 +407,12 @@ class StreamedModel:
         room: int = 0,
     ) -> tuple[Tensor, ...]:
         """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by `visit_frozen` below it."""
+        hooks = self.split.state.hooks.of(layer, self.split.rest, frozen=layer < lowest)
+        if hooks is not None:
+            calls, hidden = hooks.before(calls, hidden)
         if lowest <= layer:
             kept = None if layer in self.saved else boundaries
-            return visit(self.engine, layer, calls, hidden, kept, graphs, beside, room, layer in self.products)
-        return visit_frozen(self.engine, layer, calls, hidden, beside)
+            made = visit(self.engine, layer, calls, hidden, kept, graphs, beside, room, layer in self.products)
+        else:
+            made = visit_frozen(self.engine, layer, calls, hidden, beside)
+        return made if hooks is None else hooks.after(made)

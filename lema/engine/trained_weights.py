@@ -9,16 +9,18 @@ Leaves stand for adapters too, where somebody else waits for their gradients, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lema.errors import ModelError
 from lema.stream import Lease
 
-__all__ = ["Leaves", "TrainedWeights", "adapter_leaves", "below_visits"]
+__all__ = ["AskedGradients", "Leaves", "TrainedWeights", "adapter_leaves", "below_visits", "differentiated_again"]
 
 Leaves = dict[str, Tensor]
 
@@ -77,6 +79,51 @@ def adapter_leaves(layers: nn.ModuleList, found: dict[nn.Parameter, Tensor]) -> 
             found[own[name]] = found[own[name]] + gradient if own[name] in found else gradient
 
     return TrainedWeights({}, done, adapters=layers)
+
+
+class AskedGradients:
+    """The gradients of one forward's parameters, for a caller who asks for them (`torch.autograd.grad`) instead of
+    having them added to `.grad`. Visits add to `.grad` by themselves, which autograd does not see. So where it was
+    asked, what they add is collected here, and handed over below the visits (`below_visits`).
+
+    Args:
+        anchor: a leaf that is in the graph. Only a plain backward comes to it, because nobody asks for its gradient.
+        parameters: those that train in the layers, or before them.
+    """
+
+    def __init__(self, anchor: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        # Hooks of a parameter would also be called by the graph outside, where a plain backward has no gradient for it.
+        self.parameters = [one for one in parameters if not one._backward_hooks and not one._post_accumulate_grad_hooks]
+        self.hooked = len(self.parameters) < len(parameters)
+        self.found: dict[nn.Parameter, Tensor] = {}
+        self._anchor = get_gradient_edge(anchor).node
+
+    def asked(self) -> bool:
+        """Whether the backward that runs was asked for gradients; called within it."""
+        return not torch._C._will_engine_execute_node(self._anchor)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Collect what is added to `.grad` in a `with` block, if gradients were asked for; `.grad` stays as it was."""
+        if not self.asked():
+            yield
+            return
+        before = [(one, one.grad) for one in self.parameters]
+        for one in self.parameters:
+            one.grad = self.found.pop(one, None)
+        try:
+            yield
+        finally:
+            for one, own in before:
+                if one.grad is not None:
+                    self.found[one] = one.grad
+                one.grad = own
+
+
+def differentiated_again() -> bool:
+    """Whether the graph that is being differentiated is kept, because another backward may come."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
 
 
 class _BelowVisits(torch.autograd.Function):

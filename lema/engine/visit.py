@@ -8,7 +8,7 @@ layer, the head and the loss are one visit: the graph is formed, used and freed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -29,7 +29,7 @@ from lema.engine.head.rows import RowLoss
 from lema.engine.oom import OomRetry
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears
-from lema.engine.trained_weights import Leaves, TrainedWeights
+from lema.engine.trained_weights import AskedGradients, Leaves, TrainedWeights, differentiated_again
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall
@@ -50,6 +50,7 @@ class Engine:
         retry: attempts again what ran out of device memory.
         outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor` is in the graphs.
         trained: the weights of layers that train themselves.
+        gradients: takes what visits that are made now add to `.grad`, where a caller asks for it; None: nobody can.
         routers: the loss of routers, which is added to steps of `visit_top`; None: it is left out.
         runs_again: whether what comes before experts in groups is run twice in a backward, so that no graph waits.
         stop: asked before each micro-batch whether the run is to stop.
@@ -64,6 +65,7 @@ class Engine:
         self.retry = OomRetry(stream, backend, split.state)
         self.outer = self.anchor
         self.trained = TrainedWeights({}, lambda *_: None)
+        self.gradients: AskedGradients | None = None
         self.routers: RouterLoss | None = None
         self.runs_again = False
         self.stop = NEVER
@@ -197,6 +199,7 @@ class _LayerVisit:
         layer = self._engine.split.layers[self._layer]
         self._linears = None if self._boundaries is None or cast else AdaptedLinears(layer)
         self._room = 0 if cast or self._engine.split.lazy else self._room
+        self._asked = self._engine.gradients
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out. After each comes what
@@ -223,7 +226,8 @@ class _LayerVisit:
             again = self._runner(index, state, needs=needs, compiled=compiled)
         keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.own))
         # Whole where tensors have no address, because no tensor is known for a weight there.
-        whole = compiled or not lease.has_address
+        # And where modules have hooks, which would see values that were not formed.
+        whole = compiled or not lease.has_address or call.hooks is not None
         graph = Graph(again, self._linears, products=self._products, whole=whole, keep=keep)
         with graph.built(lease):
             if again is not None:
@@ -239,10 +243,11 @@ class _LayerVisit:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
-        engine = self._engine
+        engine, again = self._engine, differentiated_again()
         after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
         each = len(gradients) // len(self._graphs)
-        with engine.leased(self._layer, "backward") as lease:
+        collected = nullcontext() if self._asked is None else self._asked.collected()
+        with engine.leased(self._layer, "backward") as lease, collected:
             for name, weight in engine.trained.leaves(self._layer, lease).items():
                 self._leaves[name].data = weight.detach()  # the slot of the forward holds another layer now
             for index, (graph, edges) in enumerate(self._graphs):
@@ -251,16 +256,21 @@ class _LayerVisit:
                     self._away.expect_after(self._layer, index)
                 with ExitStack() as stack:
                     if self._boundaries is not None:
-                        self._boundary.append(stack.enter_context(self._boundaries.kept(self._layer, index)))
+                        self._boundary.append(
+                            stack.enter_context(self._boundaries.kept(self._layer, index, again=again))
+                        )
                         stack.callback(self._boundary.clear)
-                    graph.backward(lease, edges, gradients[index * each : (index + 1) * each])
-                self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
+                    graph.backward(lease, edges, gradients[index * each : (index + 1) * each], again=again)
+                if not again:
+                    self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
         engine.backend.set_rng_state(after)
         found = [self._found.get(index) for index in range(len(self._graphs))]
         engine.look(self._layer, found)
         engine.trained.end(self._layer, self._leaves)
-        self._leaves = {}
-        self._found, self._graphs, self._boundaries, self._away = {}, [], None, None
+        self._found.clear()
+        if not again:
+            self._leaves = {}
+            self._graphs, self._boundaries, self._away = [], None, None
         return found
 
     def _runner(self, index: int, state: Tensor, *, needs: bool, compiled: bool) -> Callable[[Lease], Sequence[Tensor]]:

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lema.config import LemaConfig
 from lema.config.peft import SETTING_OF
+from lema.config.problems import meant
 from lema.errors import ConfigError, ModelError
 from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
@@ -215,8 +216,10 @@ def _warn_of_unmatched(model: nn.Module, config: LoraConfig) -> None:
     }
     for setting, names in unmatched.items():
         if names:
-            what = "parameter" if setting == "lora_target_parameters" else "module"
-            warnings.warn(f"{setting}: no {what} is named {', '.join(names)}", stacklevel=4)
+            what, there = ("parameter", parameters) if setting == "lora_target_parameters" else ("module", modules)
+            near = meant(names[0].rpartition(".")[2], {name.rpartition(".")[2] for name in there})
+            told = f"{setting}: no {what} is named {', '.join(names)}" + (f"; {near}" if near else "")
+            warnings.warn(told, stacklevel=4)
 
 
 def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> list[str]:

@@ -29,7 +29,8 @@ from lema.storage import GlobalBinaryIndex, header, resolve_model
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord, read_header
 from lema.storage.hub import own_weights
-from lema.storage.index import MAX_CONFIG_BYTES, check_inside
+from lema.storage.index import MAX_CONFIG_BYTES
+from lema.storage.regular import check_inside
 from lema.storage.verify import base_fingerprint
 
 __all__ = [

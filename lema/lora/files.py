@@ -1,4 +1,4 @@
-"""Adapters on disk: PEFT's two files, written and read unchanged, and a reader of the older `adapter_model.bin`."""
+"""Adapters on disk: PEFT's two files, written and read unchanged, and readers of `adapter_model.bin`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -25,6 +24,7 @@ from lema.config.peft import SETTING_OF, refusals
 from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import check_ranks, check_types, read_json, read_records
+from lema.lora.consent import without_consent
 from lema.lora.published import config_in_files, config_in_own, publish_files, tensors_in_files, tensors_in_own
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
@@ -33,7 +33,7 @@ from lema.storage import resolve_model
 from lema.storage.atomic import settle
 from lema.storage.diskspace import not_written
 from lema.storage.header import UNREADABLE, check_pickled
-from lema.storage.verify import check_finite, check_written
+from lema.storage.verify import check_finite, check_written, load_tensors
 
 
 def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -44,19 +44,22 @@ def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-OLD_WEIGHTS = "adapter_model.bin"
+OLD_WEIGHTS = (
+    "adapter_model.bin"  # as PEFT wrote it before safetensors; without a config, as earlier versions of LEMA did
+)
 ORDERED = frozenset({"lora_trainable_token_indices"})
 PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 
 
 def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
     """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format). `overrides`
-    replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. `AdapterError`: there is no
-    adapter, or one of its files is not what it should be; `ConfigError`: a setting is wrong, or contradicts it."""
+    replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. Of a file that this user's
+    runs have not written, settings that act are ignored (`lema.lora.consent`). `AdapterError`: there is no adapter, or
+    one of its files is not what it should be; `ConfigError`: a setting is wrong, or contradicts it."""
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
-        read_json(directory / CONFIG_NAME)
-        config = LemaConfig.from_pretrained(directory, **overrides)
+        ignored = without_consent(directory / CONFIG_NAME, overrides)
+        config = LemaConfig.from_pretrained(directory, **{**ignored, **overrides})
     elif saved is not None:
         named = {"model_name_or_path": saved.base_model_name_or_path}
         if overrides.keys().isdisjoint({"model_name_or_path", "revision"}):
@@ -258,14 +261,14 @@ def save_adapter(
 
 def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
     """Fill the adapter's parameters from a directory; every one of them must be in the file, and no other. The file is
-    `adapter_model.safetensors`, or the older `adapter_model.bin`; `layers_name` is the dotted name of the decoder
+    `adapter_model.safetensors`, or else `adapter_model.bin`; `layers_name` is the dotted name of the decoder
     layers in the base model. Where processes hold the adapter together, each takes its part of it (`parallel`).
     `AdapterError`: there is no adapter, it is damaged, or it does not fit the model."""
     file = directory / WEIGHTS
     if file.is_file():
         tensors = read_safetensors(file)
     elif (file := directory / OLD_WEIGHTS).is_file():
-        tensors = _read_old(file, layers_name)
+        tensors = _read_pickled(file) if (directory / CONFIG).is_file() else _read_old(file, layers_name)
     else:
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
         how = "choose a directory that save_pretrained, save_checkpoint or `lema train` wrote"
@@ -327,18 +330,28 @@ def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: 
 
 def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
     """Read `"<layer, from 1>.<module>.lora_A"` -> tensor, and name each as PEFT does."""
+    tensors = {}
+    for name, tensor in _read_pickled(file).items():
+        layer, _, rest = name.partition(".")
+        if not layer.isdecimal():
+            what = f"this is not an adapter of the older format: {name} does not begin with the number of a layer"
+            raise AdapterError(what, where=str(file), how=f"put PEFT's {CONFIG} beside it, if PEFT wrote it")
+        tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+    return tensors
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    """Read the tensors that `torch.save` wrote, by names. No code of the file is run, and it may hold nothing else."""
     try:
         check_pickled(file)
-        tensors = {}
-        for name, tensor in torch.load(file, weights_only=True, map_location="cpu").items():
-            layer, _, rest = name.partition(".")
+        found = torch.load(file, weights_only=True, map_location="cpu")
+        for name, tensor in found.items():
             if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
                 raise WeightsError(f"{name} refers to more numbers than the file has", where=str(file))
-            tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+        return {str(name): tensor for name, tensor in found.items()}
     except (WeightsError, *UNREADABLE) as error:
-        what = f"this is not an adapter of the older format: {error}"
+        what = f"this is not an adapter of the older format, a file of tensors and their names: {error}"
         raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error
-    return tensors
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
@@ -346,6 +359,6 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     directory, or holds no floating numbers."""
     read_records(file)
     try:
-        return load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"the adapter file is damaged: {error}", where=str(file)) from error
+        return load_tensors(file)
+    except WeightsError as error:
+        raise AdapterError(f"the adapter file is damaged: {error.what}", where=str(file), how=error.how) from error

@@ -21,7 +21,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,6 +29,7 @@ from lema.errors import AdapterError
 from lema.lora.class_names import class_names
 from lema.lora.merge import OWN, WRAPPED
 from lema.lora.shards import PREFIX
+from lema.storage.verify import load_tensors
 
 __all__ = ["ClassForm", "config_in_files", "config_in_own", "publish_files", "tensors_in_files", "tensors_in_own"]
 
@@ -91,7 +92,7 @@ def publish_files(
     config fits each class, whatever the `form`."""
     if class_names(model).num_forms == 1:
         return
-    tensors = load_file(directory / weights_name)
+    tensors = load_tensors(directory / weights_name)
     config = LoraConfig.from_pretrained(str(directory))
     fitted = config_in_files(model, config, tensors)
     save_file(tensors_in_files(model, tensors, form), directory / weights_name, metadata={"format": "pt"})

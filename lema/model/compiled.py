@@ -11,7 +11,10 @@ What is compiled is kept below the user's cache directory, so that a later start
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 import textwrap
 import types
 import warnings
@@ -25,11 +28,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from lema.backend import Backend
-from lema.errors import LemaError
+from lema.errors import DiskError, LemaError
 from lema.model.capture import replaced, tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
 from lema.model.state.snapshot import rehearsed
-from lema.storage.diskspace import user_cache
+from lema.model.weight_names import adapted_by_parameter, parameters_kept
+from lema.storage.diskspace import make_private, user_cache
 
 __all__ = ["CompiledLayers"]
 
@@ -59,6 +63,7 @@ class CompiledLayers:
         self.compilations = 0
         self._runs = 0  # of compiled graphs
         self._templates = [layers[first] for first in self._firsts]
+        self._adapted = [adapted_by_parameter(template) for template in self._templates]
         self._forwards = [_separate(template, self._compile) for template in self._templates]
         self._modules = [list(layer.modules()) for layer in layers]
         self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
@@ -167,7 +172,8 @@ class CompiledLayers:
         template = self._templates[kind]
         # The tensors are put into the template before what is compiled begins. There, it would be looked at whether
         # they are its own, and a graph made for each answer.
-        with replaced({template: self._forwards[kind]}), _labelled(self._labels[index]):
+        forward, kept = replaced({template: self._forwards[kind]}), parameters_kept(self._adapted[kind])
+        with forward, kept, _labelled(self._labels[index]):
             return torch.func.functional_call(template, dict(tensors), args, kwargs, tie_weights=False)
 
     def _compile(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -188,8 +194,17 @@ def _keep_what_is_made() -> None:
     """Make the compiler keep its code where the next start finds it, unless the environment names a directory."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # as importing torch has set it
 
-    if os.environ.get(CACHE, default_cache_dir()) == default_cache_dir():
-        os.environ[CACHE] = str(user_cache("compiled"))
+    if os.environ.get(CACHE, default_cache_dir()) != default_cache_dir():
+        return
+    folder = user_cache("compiled")
+    try:
+        make_private(folder)  # because it holds code
+    except DiskError as error:
+        warnings.warn(f"compiled code is not kept for later starts: {error}", stacklevel=2)
+        os.environ[CACHE] = tempfile.mkdtemp(prefix="lema-compiled-")
+        atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
+    else:
+        os.environ[CACHE] = str(folder)
 
 
 def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,16 +18,19 @@ from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, num_
 from lema.data.cache import folder_of
 from lema.data.chat.ends import ends_of
 from lema.data.chat.template import date_for
+from lema.data.dataset import first_rows
 from lema.data.files import find_files
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
+from lema.data.read import mixed
 from lema.errors import DataError
 from lema.model.skeleton import read_config
 from lema.storage import resolve_model
 from lema.storage.modelfiles import load_generation_config, load_tokenizer
+from lema.storage.regular import read_regular
 from lema.storage.rendering import GENERATION, read_templates, write_generation, write_templates
 
-__all__ = ["ModelFiles", "read_data"]
+__all__ = ["ModelFiles", "read_data", "training_rows"]
 
 
 class ModelFiles:
@@ -117,7 +120,7 @@ class ModelFiles:
         file = place / GENERATION
         if file.is_symlink() or file.exists():
             load_generation_config(place)  # which refuses what is no such file
-            values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            values: dict[str, Any] = json.loads(read_regular(file, inside=True))
         else:
             values = GenerationConfig.from_model_config(self.config).to_diff_dict()
             values.pop("_from_model_config", None)  # because transformers would make it of the model's config again
@@ -140,6 +143,14 @@ def _with_ends(known: int | list[int] | None, ends: Sequence[int]) -> int | list
     found = [] if known is None else [known] if isinstance(known, int) else list(known)
     found += [end for end in ends if end not in found]
     return found[0] if len(found) == 1 else found
+
+
+def training_rows(config: LemaConfig, files: ModelFiles) -> tuple[Any, Any | None]:
+    """Read `train_data`; return the rows that a run trains on, and those that `eval_split` holds back, if it does."""
+    rows, held_back = read_data(config, files, config.train_data), None
+    if config.eval_split:
+        rows, held_back = rows.split(config.eval_split, config.seed)
+    return first_rows(mixed(config, rows), config.max_train_samples), held_back
 
 
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lema.model.capture import Between, Shared, changed, depends_on, tensors_in
 from lema.model.shared_inputs import tried
+from lema.model.state.hooks import HeldHooks
 from lema.model.state.snapshot import Snapshot
 
 __all__ = ["CannotCut", "LayerCall", "Prelude", "Suspended", "Tape", "find_cut"]
@@ -77,10 +78,20 @@ class LayerCall:
     autocast: torch.dtype | None = None  # the dtype that products had where the model was called; None: the layer's own
     routers: list[Tensor] | None = None  # the outputs of the layer's routers in its last run; None: not requested
     held: Snapshot | None = None  # what the layer kept before its first run; None: it has not run
+    hooks: HeldHooks | None = None  # of the modules inside the layer when the model was called; None: those of now
 
     def begin(self, held: Snapshot) -> None:
         """Note that the first run is over, and what the layer kept before it."""
         self.held = held
+
+    @property
+    def bare(self) -> bool:
+        """Whether the layer is handed the hidden state alone, and hands on that alone."""
+        return self.received is None and self.left is None
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+        """Return the same call with other arguments."""
+        return replace(self, args=args, kwargs=kwargs)
 
     @property
     def own(self) -> tuple[Any, ...]:

@@ -37,8 +37,8 @@ from lema.backend.registry import fused, own_attention
 from lema.config import LemaConfig
 from lema.errors import LemaError, ModelError
 from lema.model.capture import past_layers, tensors_in
-from lema.storage.index import check_inside
-from lema.storage.modelfiles import check_code, read_config_file
+from lema.storage.modelfiles import check_code, keep_to_libraries, read_config_file
+from lema.storage.regular import check_inside
 
 MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
 MAX_TABLE_BYTES = 256 << 20  # of one table
@@ -105,6 +105,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
             how="check the file, or upgrade transformers if the model is newer than it",
         ) from error
     assert isinstance(config, PreTrainedConfig)
+    keep_to_libraries(_parts(config), directory / "config.json")
     for part in filter(None, (config, getattr(config, "text_config", None))):
         if getattr(part, "output_router_logits", False):  # `lema.engine.head.routers` reads the file
             part.output_router_logits = False  # because no router runs where the model's own forward does

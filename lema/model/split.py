@@ -28,8 +28,9 @@ from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
+from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
-from lema.model.weight_names import LayerNames, stored_name
+from lema.model.weight_names import LayerNames, parameters_kept, stored_name
 
 __all__ = ["Run", "Split"]
 
@@ -95,6 +96,11 @@ class Split:
         return any(isinstance(one, Tensor) for one in self._rest or ())
 
     @property
+    def rest(self) -> tuple[Any, ...] | None:
+        """What layers return after the hidden state, as layer 0 did on a few tokens; None: the hidden state is bare."""
+        return self._rest
+
+    @property
     def num_layers(self) -> int:
         """How many decoder layers there are."""
         return len(self.layers)
@@ -113,7 +119,7 @@ class Split:
         run; None: the model on `batch`."""
         self.state.outer.begin()
         if self.model.training not in self._cut:
-            with self.state.outer.learning():
+            with self.state.outer.learning(), aside(self.model.modules()):
                 self._learn(self._few(batch), first_layer_weights)
         # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
         tape = Tape(self._cut[self.model.training], _stop)
@@ -151,7 +157,8 @@ class Split:
 
             return record
 
-        with self.replaced([recorder(index) for index in range(self.num_layers)]), tape:
+        forwards = [recorder(index) for index in range(self.num_layers)]
+        with self.replaced(forwards), aside(self.layers), tape:
             return run()
 
     def knows_as(self, other: Split) -> None:
@@ -228,7 +235,8 @@ class Split:
                 raise self._refusal(f"layer {index} passes something to later layers in a list")
             return out
 
-        with self.autocast(call.autocast), capture.routed(call.routers):
+        inside = nullcontext() if call.hooks is None else call.hooks.standing()
+        with self.autocast(call.autocast), capture.routed(call.routers), inside:
             if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
                 hidden = hidden.detach().requires_grad_()  # so that one graph serves all layers: the lowest needs none
             output = call.run(hidden, layer)
@@ -243,12 +251,13 @@ class Split:
     ) -> Any:
         """Call one layer's own forward, even while it is replaced, with the weights given; returns what it returns."""
         layer = self.layers[index]
-        with replaced({layer: None}):
+        with replaced({layer: None}), aside([layer]):
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
             tensors = self.renamed(index, weights)
             stored = self._names[index].buffers(tensors)
             sharing = self._sharing.setdefault(index, SharedInputs()) if self._fast else None
-            with nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs):
+            together = nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs)
+            with parameters_kept(self._names[index].adapted), together:
                 out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
         for name, one in stored.items():
             if tensors[name] is not one or one._version:
@@ -298,12 +307,13 @@ class Split:
         def enter() -> Tensor:
             self._backend.set_rng_state(state)
             kept.restore()
+            put_back()
             entered.append(hidden)
             return hidden
 
         tables = nullcontext() if looked_at or self.tables is None else self.tables.nothing_looked_at()
         tape = Tape(self._cut[self.model.training] if cut is None else cut, enter)
-        with tables, self._unread():
+        with tables, self._unread(), aside(self.state.outer.modules) as put_back:
             returned = self._followed(tape, run, Tensor.detach)
         assert entered, "the head did not get the output of the layers"
         return returned

@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -352,9 +353,31 @@ def stored_name(name: str) -> str:
     return WRAPPED.sub("", name)
 
 
+def adapted_by_parameter(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules in a layer of which a parameter is adapted by itself, as those of experts are."""
+    found = (part.get_base_layer() for part in layer.modules() if isinstance(part, ParamWrapper))
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def parameters_kept(adapted: Iterable[nn.Module]) -> Iterator[None]:
+    """Let adapted parameters be their modules' own after a `with` block, in which leased tensors stand for them. PEFT
+    parametrizes these, and leaves them as buffers, where a further adapter would not find what it is to adapt."""
+    before = [(one, {**one._parameters}, {**one._buffers}) for one in adapted]
+    try:
+        yield
+    finally:
+        for one, parameters, buffers in before:
+            one._parameters.clear()  # because the order is the module's
+            one._parameters.update(parameters)
+            one._buffers.clear()
+            one._buffers.update(buffers)
+
+
 class LayerNames:
     """The names in one layer, as its modules are now. `layer`: adapters attached or not. A parameter that trains is its
-    own; what is leased in its place is left out, and a leaf that stands for it goes by its own name."""
+    own; what is leased in its place is left out, and a leaf that stands for it goes by its own name. Its attribute
+    `adapted`: the modules of which a parameter is adapted."""
 
     def __init__(self, layer: nn.Module) -> None:
         parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}
@@ -365,6 +388,7 @@ class LayerNames:
         wrappers = [(name, part) for name, part in layer.named_modules() if isinstance(part, ParamWrapper)]
         self._set_in_place = {stored_name(f"{name}.{part.parameter_name}") for name, part in wrappers}
         self._set_in_place |= {stored_name(name) for name in self._buffers}
+        self.adapted = adapted_by_parameter(layer)
 
     def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name weights as the layer does now: an adapter moves those of the modules it wraps."""

@@ -11,14 +11,12 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import Batches
-from lema.data.dataset import first_rows
 from lema.data.forms import num_positions
-from lema.data.read import mixed
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.packing import Packs
 from lema.errors import ConfigError
 from lema.lora.files import with_adapter
-from lema.model.files import ModelFiles, read_data
+from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.groups import ExpertsTold, experts_told
@@ -116,15 +114,17 @@ class Plan:
         if not self.fits:
             how = "lower max_length or batch_size, or set gradient_checkpointing and device_memory: auto"
             return f"does not fit: it needs {taken} and {human_bytes(self.host_peak)} of host memory; {how}"
+        if not self.step.seconds:
+            return f"fits, with {taken}"
         packed = None if self.epoch is None else self.epoch.packed_hours
         gain = None if self.epoch is None or not packed else self.epoch.hours / packed
         tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
         return f"fits, with {taken}; " + _limited(BOTTLENECKS[self.step.bottleneck], self.room.crossover, tokens, gain)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens that the run trains on in a second, padding included."""
-        return self.tokens / self.step.seconds
+    def tokens_per_second(self) -> float | None:
+        """Tokens that the run trains on in a second, padding included; None: nothing has been timed."""
+        return self.tokens / self.step.seconds if self.step.seconds else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""
@@ -270,10 +270,10 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
 
 
 def _data(planner: Planner, trusted: bool) -> Any:
-    """Read the training data as training would."""
+    """Read the training data as training would, and return the rows that train."""
     config, directory = planner.config, planner.blueprint.directory
     files = ModelFiles(config, directory=directory, trust_remote_code=trusted)
-    return first_rows(mixed(config, read_data(config, files, config.train_data)), config.max_train_samples)
+    return training_rows(config, files)[0]
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:

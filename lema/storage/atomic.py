@@ -214,11 +214,14 @@ def open_partial(file: Path) -> tuple[int, Path]:
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
-    """Return where a model may be written; `ConfigError`: `out_dir` is not empty, or `max_shard_size` not positive."""
+    """Return where a model may be written; `ConfigError`: `out_dir` is not empty, or a link to what is not there, or
+    `max_shard_size` is not positive."""
     if max_shard_size < 1:
         what = f"a file cannot hold {max_shard_size} bytes"
         raise ConfigError(what, where="max_shard_size", how="give a size such as 5GB")
     out = Path(out_dir).resolve()
+    if Path(out_dir).is_symlink() and not out.exists():  # what it would make there, nobody has named
+        raise ConfigError("this is a link to what is not there", where=str(out_dir), how="choose a new directory")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("the directory is not empty", where=str(out), how="choose a new or empty directory")
     return out

@@ -10,9 +10,12 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["BLOCK", "BlockFile", "open_direct", "read_all", "reserve", "write_all"]
+from lema.errors import ReadError
+
+__all__ = ["BLOCK", "BlockFile", "open_direct", "read_all", "read_at", "read_errors", "reserve", "write_all"]
 
 BLOCK = 4096  # a write past the page cache must begin and end on a block, in the file and in memory
 CHUNK_BYTES = 8 << 20  # of one write: large enough for any disk
@@ -176,3 +179,22 @@ def read_all(descriptor: int, views: Sequence[memoryview], offset: int, needed: 
         if count == 0:
             raise OSError(errno.EIO, f"the file ends {needed - done:,} bytes early")
         done += count
+
+
+def read_at(descriptor: int, file: Path, offset: int, nbytes: int) -> bytearray:
+    """Return bytes of a `file` that is open; `ReadError`: its disk fails, or it ends before. Not mapped, because a disk
+    that fails under a mapped file ends the process."""
+    content = bytearray(nbytes)
+    with read_errors(file, offset, nbytes):
+        read_all(descriptor, [memoryview(content)], offset, nbytes)
+    return content
+
+
+@contextmanager
+def read_errors(file: Path, offset: int, nbytes: int) -> Iterator[None]:
+    """Have an `OSError` of a `with` block that reads bytes of a file be a `ReadError` that names both."""
+    try:
+        yield
+    except OSError as error:
+        what = f"reading {nbytes:,} bytes at {offset:,} failed: {error.strerror or error}"
+        raise ReadError(what, where=str(file), how="check that the file is complete and the disk works") from error

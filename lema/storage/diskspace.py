@@ -2,14 +2,17 @@
 
 import errno
 import os
+import stat
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lema.errors import DiskError, DiskFull, LemaError, Stopped
+from lema.errors import FAILING_DISK, WHOLE_DISK, DiskError, DiskFull, LemaError, Stopped
 
-__all__ = ["check_room", "disk_errors", "is_full", "not_written", "say_passed_over", "unsaved", "user_cache"]
+__all__ = ["check_room", "disk_errors", "is_full", "make_private", "not_written", "say_passed_over", "unsaved"]
+__all__ += ["user_cache"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for the other files: settings, generators' states, the log so far
@@ -17,8 +20,33 @@ MORE_ROOM = "free some space, or choose an output_dir on another disk; earlier f
 
 
 def user_cache(name: str) -> Path:
-    """Return the folder of one kind of what later starts read again, below the user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lema" / name
+    """Return the folder of one kind of what later starts read again, below the user's cache directory: XDG_CACHE_HOME,
+    if it is absolute, or ~/.cache; for a user without a home, below the directory of temporary files."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():  # what is relative is to be ignored, as the XDG specification says
+        return given / "lema" / name
+    try:
+        return Path("~/.cache").expanduser() / "lema" / name
+    except RuntimeError:  # HOME is not set, and the system does not know the user, as in a container
+        return Path(tempfile.gettempdir(), f"lema-{os.geteuid()}", name)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder of the user's cache, and the one above it, in which nobody else writes: what is kept there is
+    trusted. A user's own group may, whose number is the user's. `DiskError`: it cannot be made, or others may write."""
+    own = os.geteuid()
+    try:
+        for place in (folder.parent, folder):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.mkdir(mode=0o700, exist_ok=True)
+            status = place.stat()
+            shared = stat.S_IWOTH | (0 if status.st_gid == status.st_uid else stat.S_IWGRP)
+            if status.st_uid not in (0, own) or status.st_mode & shared:
+                how = f"chmod go-w {place}, or set XDG_CACHE_HOME to a directory of your own"
+                raise DiskError("other users may write to this cache", where=str(place), how=how)
+    except OSError as error:
+        how = "set XDG_CACHE_HOME to a directory that may be written to"
+        raise DiskError(f"the cache cannot be used: {error.strerror}", where=str(folder), how=how) from error
 
 
 def free_bytes(place: Path) -> int | None:
@@ -56,7 +84,9 @@ def is_full(error: BaseException) -> bool:
 
 def not_written(what: str, error: BaseException, where: Path) -> DiskError:
     """Return what to raise for a write's `error`, perhaps `DiskFull`. `what` failed, and why; `where` it was to be."""
-    kind, how = (DiskFull, MORE_ROOM) if is_full(error) else (DiskError, "check that the directory is writable")
+    failing = isinstance(error, OSError) and error.errno in FAILING_DISK
+    how = WHOLE_DISK if failing else "check that the directory is writable"
+    kind, how = (DiskFull, MORE_ROOM) if is_full(error) else (DiskError, how)
     return kind(what, where=str(where), how=how)
 
 

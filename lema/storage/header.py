@@ -5,6 +5,7 @@ https://github.com/huggingface/safetensors#format demands, and gives no tensor a
 """
 
 import json
+import os
 import pickle
 import stat
 import struct
@@ -13,11 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from lema.errors import WeightsError
+from lema.errors import DataError, WeightsError, unreadable
+from lema.storage.regular import open_regular, read_at_most
 
 __all__ = [
     "DTYPE_BITS",
@@ -60,8 +63,8 @@ class TensorRecord:
 def read_header(file: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
     """The metadata and the tensors of one safetensors file, these in the order of their bytes. `WeightsError`: the file
     is missing, not a regular file, truncated, or its header is not sound."""
-    size = regular_size(file)
-    with _readable(file), file.open("rb") as stream:
+    with _opened(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         if len(prefix) < 8:
             raise damaged(file, f"it is {size} bytes long, too short for a safetensors header")
@@ -153,8 +156,8 @@ def regular_size(file: Path) -> int:
 def check_pickled(file: Path) -> None:
     """Refuse a file of `torch.save` that is a pipe, a device or the like, or an archive that unpacks to more than it
     holds: `torch.save` compresses nothing. `WeightsError` says which."""
-    size = regular_size(file)
-    with _readable(file), file.open("rb") as opened:
+    with _opened(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
         try:
             if not zipfile.is_zipfile(opened):
                 return
@@ -167,20 +170,33 @@ def check_pickled(file: Path) -> None:
 
 
 @contextmanager
+def _opened(file: Path) -> Iterator[BufferedReader]:
+    """Open a file to read; what cannot be opened or read, or is no regular file, is a `WeightsError`."""
+    with _readable(file):
+        try:
+            opened = open_regular(file)
+        except DataError as error:
+            raise WeightsError(error.what, where=error.where, how=error.how) from error
+        with opened:
+            yield opened
+
+
+@contextmanager
 def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         what = f"{file.name} cannot be opened ({error.strerror})"
-        raise WeightsError(what, where=str(file), how="check the path and its permissions") from error
+        raise unreadable(file, error, WeightsError, what, "check the path and its permissions") from error
 
 
 def read_json(file: Path, limit: int, kind: str) -> dict[str, Any]:
     """Read a small file's JSON object. `WeightsError`: there is none, or more than its `kind`'s `limit` of bytes."""
-    if (size := regular_size(file)) > limit:
-        raise damaged(file, f"it is {size} bytes long, more than the {limit} {kind} may have")
-    with _readable(file):
-        return parse_json(file, file.read_bytes())
+    with _opened(file) as opened:
+        content = read_at_most(opened, limit + 1)
+    if len(content) > limit:
+        raise damaged(file, f"it has more than the {limit:,} bytes that {kind} may have")
+    return parse_json(file, content)
 
 
 def damaged(file: Path, what: str) -> WeightsError:

@@ -125,6 +125,9 @@ def hub_data(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, s
     path, _, query = given.removeprefix(HUB).partition("?")
     options = dict(parse_qsl(query))
     how = {"split": "train"} | {name: options.pop(name) for name in ("split", "streaming", "take") if name in options}
+    if wrong := sorted(options.keys() - {"name", "revision"}):  # others name files, directories and addresses
+        what = f"a data set of the hub has no option {wrong[0]!r}"
+        raise DataError(what, where=given, how="there are name, split, revision and streaming")
     try:
         import datasets
     except ImportError as error:

@@ -12,8 +12,9 @@ from typing import Any
 
 from lema.errors import WeightsError
 from lema.storage.header import MAX_HEADER_BYTES, TensorRecord, damaged, read_header, read_json
+from lema.storage.regular import check_inside
 
-__all__ = ["INDEX_NAME", "ORIGIN_MARK", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex", "check_inside"]
+__all__ = ["INDEX_NAME", "ORIGIN_MARK", "PREPARED_MARK", "SINGLE_NAME", "GlobalBinaryIndex"]
 __all__ += ["SOURCES_MARK", "file_stamps", "origin_of"]
 
 SINGLE_NAME = "model.safetensors"
@@ -22,14 +23,11 @@ ORIGIN_MARK = "lema.origin"  # metadata key: what a prepared file was made of, a
 SOURCES_MARK = "lema.sources"  # metadata key: the fingerprints of what a prepared file was made of, with spaces between
 PREPARED_MARK = "lema.in_memory_names"  # metadata key of files that were prepared
 ASSEMBLED = "assembled"  # its value; no JSON, because transformers takes metadata that is JSON for torchao's own
-OLD_MARKS = (
-    "true",
-    "yes",
-)  # of earlier versions: every name is one in memory, and a second conversion could corrupt it
+# Its values in files of earlier versions: every name is one in memory, and a second conversion could corrupt it.
+OLD_MARKS = ("true", "yes")
 WEIGHTS_KEY = "transformers_weights"  # of `config.json`: a file of weights, or an index, with another name
 MAX_CONFIG_BYTES = 10_000_000
 MAX_NAME = 200  # characters; file systems have 255 bytes
-SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 
 
 class GlobalBinaryIndex(dict[str, TensorRecord]):
@@ -141,23 +139,6 @@ def _read_weight_map(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
     for file in files:
         check_inside(index.parent / file)
     return weight_map, described if isinstance(described, dict) else {}
-
-
-def check_inside(file: Path) -> None:
-    """Refuse, with `WeightsError`, a link out of the model's directory, except into the blobs of the hub cache."""
-    target, root = file.resolve(), file.parent.resolve()
-    if target.is_relative_to(root):
-        return
-    for snapshot in (root, *root.parents):
-        repository = snapshot.parent.parent
-        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
-            shared = repository.parent / "blobs"  # one store for all repositories, if the hub library has marked it so
-            stores = [repository / "blobs", *([shared] if (shared / SHARED_BLOBS_MARK).is_file() else [])]
-            if any(target.is_relative_to(store) for store in stores):
-                return
-            break
-    what = f"{file.name} is a link that leaves its directory, to {target}"
-    raise WeightsError(what, where=str(file), how="copy the file into the directory if you trust it")
 
 
 def _named_by_config(directory: Path) -> Path | None:

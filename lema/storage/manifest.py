@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lema.errors import AdapterError
+from lema.storage.regular import open_regular, read_regular
 
 __all__ = ["MANIFEST", "check_manifest", "write_manifest"]
 
@@ -62,7 +63,7 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     """Return the size and the hash of each file, as the manifest says."""
     file = directory / MANIFEST
     try:
-        there = file.read_bytes()
+        there = read_regular(file)
         written = json.loads(there)
     except FileNotFoundError as error:
         raise _damaged(f"there is no {MANIFEST}: it is unfinished, or from an earlier version", file) from error
@@ -96,7 +97,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, ALGORITHM)
         return {"size": file.tell(), ALGORITHM: digest.hexdigest()}
 

@@ -11,20 +11,23 @@ have read. Settings come from files, and files come from strangers, so this is n
 
 import json
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lema.errors import ConfigError, DataError, ModelError, WeightsError
+from lema.config.acting import LIBRARY_ATTENTION
+from lema.errors import ConfigError, DataError, ModelError, WeightsError, unreadable
 from lema.storage.header import read_json, regular_size
-from lema.storage.index import MAX_CONFIG_BYTES, check_inside
+from lema.storage.index import MAX_CONFIG_BYTES
+from lema.storage.regular import check_inside, read_regular
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-__all__ = ["TEMPLATES", "check_code", "check_companions", "known_types", "load_generation_config", "load_tokenizer"]
-__all__ += ["read_config_file", "require_commit"]
+__all__ = ["TEMPLATES", "check_code", "check_companions", "keep_to_libraries", "known_types", "load_generation_config"]
+__all__ += ["load_tokenizer", "read_config_file", "require_commit"]
 
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, settings
 CODE = ("*.py",)
@@ -53,6 +56,7 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> "PreTrainedTo
 
     check_companions(directory)
     _check_growth(directory / "tokenizer.json")
+    _check_arguments(directory / "tokenizer_config.json")
     with library_errors(directory, "the model has no tokenizer that can be loaded", how):
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -76,7 +80,7 @@ def library_errors(
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # somebody interrupts
         said = str(error) or type(error).__name__
-        raise DataError(f"{what}: {said}", where=str(place) or "tokenizer", how=how) from error
+        raise unreadable(place or "tokenizer", error, DataError, f"{what}: {said}", how) from error
 
 
 def _check_growth(file: Path) -> None:
@@ -97,10 +101,19 @@ def _check_growth(file: Path) -> None:
         raise DataError(what, where=str(file), how="use the tokenizer that was published with the model")
 
 
+def _check_arguments(file: Path) -> None:
+    """Refuse the settings of a tokenizer that give its class arguments by position, which may be paths of other files:
+    of those by name `transformers` takes none from there. `DataError`."""
+    if given := _read(file).get("init_inputs"):
+        what = f"the tokenizer's settings give its class arguments that may name other files: {given!r}"
+        raise DataError(what, where=f"{file}: init_inputs", how="remove init_inputs from the file")
+
+
 def load_generation_config(directory: Path) -> "GenerationConfig | None":
     """Load a model's own settings of generation as `from_pretrained` does: where they have no file of their own, from
-    `config.json`, in which older models have them; None: there is neither. `ModelError`: the file cannot be read;
-    `WeightsError`: it is a link that leaves the directory, or no regular file."""
+    `config.json`, in which older models have them; None: there is neither. What would choose how keys and values are
+    kept, or start a compiler, is ignored with a warning: LEMA and the user decide that. `ModelError`: the file cannot
+    be read; `WeightsError`: it is a link that leaves the directory, or no regular file."""
     from transformers import GenerationConfig
 
     file, options = directory / "generation_config.json", dict[str, Any]()
@@ -111,11 +124,20 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
             return None
     check_inside(file)
     regular_size(file)
+    asked = {name: value for name, value in _read(file).items() if name in MACHINERY and value is not None}
+    options = options or dict.fromkeys(MACHINERY)
     try:
         settings: GenerationConfig = GenerationConfig.from_pretrained(directory, **options)
     except Exception as error:
         what = f"transformers cannot read these settings of generation: {error}"
         raise ModelError(what, where=str(file), how="correct the file, or delete it") from error
+    # In config.json a part of the model may have some as well.
+    asked |= {name: value for name in MACHINERY if (value := getattr(settings, name)) is not None}
+    for name in MACHINERY:
+        setattr(settings, name, None)
+    if acting := [name for name, value in asked.items() if value != "hybrid"]:  # an old word for the usual cache
+        what = f"{file} has {' and '.join(acting)}, which act on the machine; they are ignored"
+        warnings.warn(f"{what}. In Python, an option of generate can set them", stacklevel=2)
     for name, value in vars(settings).items():
         given = value if isinstance(value, list) else [] if value is None else [value]
         if name.endswith("_token_id") and any(type(one) is not int or abs(one) >= 2**63 for one in given):
@@ -123,6 +145,8 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
     return settings
 
 
+# Settings of generation that say how it is computed, and not what is generated.
+MACHINERY = ("cache_implementation", "cache_config", "compile_config", "continuous_batching_config")
 GROWING = ("normalizer", "pre_tokenizer")  # the parts of tokenizer.json that write text
 MAX_GROWTH = 1000
 MAX_LAYERS = 2048  # an order of magnitude beyond the deepest models there are
@@ -145,6 +169,9 @@ def read_config_file(directory: Path) -> dict[str, Any]:
         raise ModelError(error.what, where=error.where, how=error.how) from error
     for place, what in _absurd(config, "", MAX_DEPTH):
         raise ModelError(f"config.json is not that of a model: {what}", where=f"{file}: {place}", how="correct it")
+    for place in _fetching(config):
+        what = "config.json makes a library load files or repositories that LEMA does not check"
+        raise ModelError(what, where=f"{file}: {place}", how="remove it from the file")
     if "configuration_files" in config:
         what = "config.json refers to other files, which LEMA does not check"
         raise ModelError(what, where=f"{file}: configuration_files", how="replace config.json by one that you trust")
@@ -167,6 +194,23 @@ def _absurd(value: Any, place: str, depth: int) -> Iterator[tuple[str, str]]:
         yield place, f"{value} of them, and {MAX_LAYERS} is the most that is built"
     elif isinstance(value, int | float) and value > MAX_LABELS and place.endswith("num_labels"):
         yield place, f"{value} labels, and {MAX_LABELS} are the most there are names for"
+
+
+LOADED = frozenset({"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
+
+
+def _fetching(value: Any, place: str = "") -> Iterator[str]:
+    """Yield where a config, or one inside it, has the classes of `transformers` load a part of the model from elsewhere
+    as they make it: a pretrained backbone, or what timm is told of its model."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        here = f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}".removeprefix(".")
+        of_timm = isinstance(value, dict) and "timm" in str(value.get("model_type"))
+        if (key == "use_pretrained_backbone" and inner) or (of_timm and key == "architecture" and ":" in str(inner)):
+            yield here
+        elif isinstance(inner, dict | list):
+            if of_timm and key == "model_args":
+                yield from (f"{here}.{name}" for name in inner if name in LOADED)
+            yield from _fetching(inner, here)
 
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -236,6 +280,26 @@ def _kernels(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, str(value)
 
 
+# These are torch's; the others fetch kernels of the hub when they are called.
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+
+
+def keep_to_libraries(parts: "Iterable[PreTrainedConfig]", file: Path) -> None:
+    """Leave attention and experts to `transformers` where a config, or a part of it, chooses such as may fetch code of
+    the hub or start a compiler, and warn of them in one line; the user's own settings may choose them. `file`: where
+    the config comes from."""
+    left = dict[str, str]()
+    for part in parts:
+        for name, library in (("attn_implementation", LIBRARY_ATTENTION), ("experts_implementation", EXPERTS)):
+            if (value := getattr(part, f"_{name}")) is not None and value not in library:
+                left[f"{name}: {value}"] = name
+                setattr(part, f"_{name}_internal", None)
+    if left:
+        how = ". Your own setting attn_implementation can choose it" if "attn_implementation" in left.values() else ""
+        what = f"{file} has {' and '.join(left)}, which may run code that is not on this machine; it is ignored"
+        warnings.warn(f"{what}{how}", stacklevel=3)
+
+
 def _check_place(source: Path) -> None:
     for reference in _used(_read(source).get("auto_map") or {}):
         if not isinstance(reference, str) or not REFERENCE.fullmatch(reference):
@@ -266,7 +330,7 @@ def _file(reference: str) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """Read a JSON object; any other file counts as empty here, and fails where it is used."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = json.loads(read_regular(file, MAX_BYTES))
+    except (OSError, DataError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

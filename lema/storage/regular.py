@@ -8,21 +8,22 @@ or a pipe, nor over a file that the command reads, whatever name either has.
 import os
 import stat
 from collections.abc import Iterable
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import BinaryIO
 
-from lema.errors import ConfigError, DataError
-from lema.storage.index import check_inside
+from lema.errors import ConfigError, DataError, WeightsError
 
-__all__ = ["append", "check_apart", "check_target", "open_appending", "open_regular", "read_regular"]
+__all__ = ["append", "check_apart", "check_inside", "check_target", "open_appending", "open_regular", "read_at_most"]
+__all__ += ["read_regular"]
 
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 KINDS |= {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link"}
+SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
+PIECE_BYTES = 2**20
 LARGEST_TEXT = 64 * 2**20  # bytes of a text that a command reads whole: settings, notes, cards
 
 
-def open_regular(file: Path, *, inside: bool = False) -> BinaryIO:
+def open_regular(file: Path, *, inside: bool = False) -> BufferedReader:
     """Open a file to read. `inside`: its directory was handed over, and it may not be a link out of that. `OSError`: it
     cannot be opened; `DataError`: it is a device, a pipe or the like; `WeightsError`: it is such a link."""
     if inside:
@@ -41,11 +42,37 @@ def read_regular(file: Path, limit: int = LARGEST_TEXT, *, inside: bool = False)
     """Return what is in a file of at most `limit` bytes. Errors are those of `open_regular`, and `DataError` if it has
     more."""
     with open_regular(file, inside=inside) as opened:
-        content = opened.read(limit + 1)
+        content = read_at_most(opened, limit + 1)
     if len(content) > limit:
         what = f"{file.name} is larger than the {limit:,} bytes that such a file may have"
         raise DataError(what, where=str(file), how="use the file that was written there at first")
     return content
+
+
+def read_at_most(file: BufferedReader, most: int) -> bytes:
+    """Return what is in an open file, and not more than `most` bytes of it."""
+    content = bytearray()
+    # In pieces, because as much memory is taken as is asked for, however small the file is.
+    while piece := file.read(min(most - len(content), PIECE_BYTES)):
+        content += piece
+    return bytes(content)
+
+
+def check_inside(file: Path) -> None:
+    """Refuse, with `WeightsError`, a link out of the directory of a file, except into the blobs of the hub cache."""
+    target, root = file.resolve(), file.parent.resolve()
+    if target.is_relative_to(root):
+        return
+    for snapshot in (root, *root.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
+            shared = repository.parent / "blobs"  # one store for all repositories, if the hub library has marked it so
+            stores = [repository / "blobs", *([shared] if (shared / SHARED_BLOBS_MARK).is_file() else [])]
+            if any(target.is_relative_to(store) for store in stores):
+                return
+            break
+    what = f"{file.name} is a link that leaves its directory, to {target}"
+    raise WeightsError(what, where=str(file), how="copy the file into the directory if you trust it")
 
 
 def check_target(file: Path) -> None:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lema.errors import DataError
+from lema.errors import DataError, unreadable
 from lema.storage.atomic import replace_file
-from lema.storage.header import regular_size
-from lema.storage.index import check_inside
 from lema.storage.modelfiles import TEMPLATES, check_companions, load_generation_config
+from lema.storage.regular import read_regular
 
 __all__ = ["GENERATION", "RENDERING", "TEMPLATE", "Templates", "carry_rendering", "read_templates", "write_generation"]
 __all__ += ["write_templates"]
@@ -79,7 +78,7 @@ def carry_rendering(source: Path, out: Path) -> None:
     file = source / GENERATION
     if file.is_symlink() or file.exists():
         load_generation_config(source)  # which refuses what is no such file
-        replace_file(out / GENERATION, file.read_bytes())
+        replace_file(out / GENERATION, read_regular(file, inside=True))
 
 
 def _written(values: Mapping[str, Any]) -> bytes:
@@ -87,19 +86,17 @@ def _written(values: Mapping[str, Any]) -> bytes:
 
 
 def _text(file: Path) -> str:
-    check_inside(file)
-    regular_size(file)
     try:
-        return file.read_text(encoding="utf-8")
+        return read_regular(file, inside=True).decode("utf-8")
     except (OSError, ValueError) as error:
-        how = "correct the file, or delete it"
-        raise DataError(f"the chat template cannot be read: {error}", where=str(file), how=how) from error
+        what, how = f"the chat template cannot be read: {error}", "correct the file, or delete it"
+        raise unreadable(file, error, DataError, what, how) from error
 
 
 def _json(file: Path) -> dict[str, Any]:
     """Read a JSON object; any other file counts as empty here, and fails where it is used."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = json.loads(read_regular(file))
+    except (OSError, DataError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -126,12 +126,13 @@ def read_into(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
             while buffer:
                 count = stream.readinto(buffer)
                 if not count:
-                    what = f"{record.file.name} ended inside tensor {record.name!r}"
+                    what = f"{record.file.name} ended inside tensor {record.name!r}, at byte {stream.tell():,}"
                     how = "it was cut short after its header was read; download or save it again"
                     raise ReadError(what, where=str(record.file), how=how)
                 buffer = buffer[count:]
     except OSError as error:
-        what = f"tensor {record.name!r} could not be read: {error.strerror or error}"
+        what = f"tensor {record.name!r}, {record.nbytes:,} bytes at {record.offset:,}, could not be read: "
+        what += str(error.strerror or error)
         how = "check that the file exists and its disk works"
         raise ReadError(what, where=str(record.file), how=how) from error
 

@@ -1,4 +1,4 @@
-"""Verification of tensors on disk: they are finite, read back as they were written, and belong to a known model.
+"""Tensors of files in memory: loaded, and verified to be finite, as they were written, and of a known model.
 
 The fingerprint of a model tells its files from another's: a hash of all tensors' names, shapes, types and some bytes.
 """
@@ -6,18 +6,53 @@ The fingerprint of a model tells its files from another's: a hash of all tensors
 import json
 from collections.abc import Mapping
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lema.errors import DiskError, NonFiniteError, ReadError, WeightsError
-from lema.storage.header import TensorRecord
+from lema.storage.header import TensorRecord, read_header
 from lema.storage.index import GlobalBinaryIndex, file_stamps
 from lema.storage.tensorfile import read_into
 
-__all__ = ["BaseFiles", "base_fingerprint", "check_finite", "check_written", "same_bits"]
+__all__ = ["DTYPES", "BaseFiles", "base_fingerprint", "check_finite", "check_written", "load_record", "load_tensors"]
+__all__ += ["same_bits"]
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, each in memory of its own, in the order of their bytes. They are read
+    and not mapped, because a disk that fails under a mapped file, or another program that cuts it, ends the process.
+    `WeightsError`: the file is missing or not sound; `ReadError`: its disk fails."""
+    _, records = read_header(file)
+    return {name: load_record(record) for name, record in records.items()}
+
+
+def load_record(record: TensorRecord) -> Tensor:
+    """Return one stored tensor, in memory of its own. Errors are those of `load_tensors`."""
+    if (dtype := DTYPES.get(record.dtype)) is None:
+        what = f"tensor {record.name!r} has the type {record.dtype}, which is not one that is written here"
+        raise WeightsError(what, where=str(record.file), how="save the file again, with another type")
+    memory = torch.empty(record.nbytes, dtype=torch.uint8)
+    read_into(record, memoryview(memory.numpy()))  # type: ignore[arg-type] # as in `spillfile.as_bytes`
+    return memory.view(dtype).view(record.shape)
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: Path) -> None:
@@ -37,18 +72,16 @@ def check_written(file: Path, expected: Mapping[str, Tensor], also: int = 0) -> 
     """Read a safetensors file back, and compare it bit for bit with memory: names, shapes, types and values.
     `DiskError`: something differs, or fewer numbers are there than `also` says; names the tensor."""
     try:
-        with safe_open(file, "pt") as opened:
-            names, count = set(opened.keys()), 0
-            if differing := sorted(names ^ expected.keys()):
-                place = "in the file" if differing[0] in names else "in memory"
-                raise _differs(f"{differing[0]} is only {place}", file)
-            for name in sorted(names):
-                tensor = opened.get_tensor(name)
-                if not same_bits(tensor, expected[name]):
-                    raise _differs(f"{name} is not what is in memory", file)
-                count += tensor.numel()
-    except (OSError, SafetensorError) as error:
-        raise _differs(f"it cannot be read: {error}", file) from error
+        _, records = read_header(file)
+        if differing := sorted(records.keys() ^ expected.keys()):
+            place = "in the file" if differing[0] in records else "in memory"
+            raise _differs(f"{differing[0]} is only {place}", file)
+        for name, record in records.items():
+            if not same_bits(load_record(record), expected[name]):
+                raise _differs(f"{name} is not what is in memory", file)
+    except (ReadError, WeightsError) as error:
+        raise _differs(f"it cannot be read: {error.what}", file) from error
+    count = sum(prod(record.shape) for record in records.values())
     if count < also:
         raise _differs(f"{count:,} numbers are in it, and {also:,} train", file)
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from lema.backend.hostmemory import anonymous
 from lema.backend.trace import NO_TRACE, NoTrace
-from lema.errors import ReadError
-from lema.storage.directio import open_direct, read_all
+from lema.storage.directio import open_direct, read_all, read_errors
 from lema.storage.quantized.formats import move_elements
 from lema.storage.slices import RowRange
 from lema.storage.spillfile import as_bytes
@@ -139,12 +138,12 @@ class LayerReader:
         with self._reading(name, nbytes):
             for run in runs:
                 view = memory[run.slot_offset : run.slot_offset + run.nbytes]
-                with _failing(run.file, run.offset, run.nbytes):
+                with read_errors(run.file, run.offset, run.nbytes):
                     read_all(self._file(run.file).descriptor, [view], run.offset, run.nbytes)
 
     def _read(self, name: str, runs: Sequence[ByteRun], buffer: Tensor) -> None:
         nbytes = sum(run.nbytes for run in runs)
-        with self._reading(name, nbytes), _failing(runs[0].file, runs[0].offset, nbytes):
+        with self._reading(name, nbytes), read_errors(runs[0].file, runs[0].offset, nbytes):
             self._file(runs[0].file).read(as_bytes(buffer), runs)
         if self.guard is not None:  # in the thread that read, because it mostly waits for the disk and training goes on
             for run in runs:
@@ -161,7 +160,7 @@ class LayerReader:
         memory, done, path = as_bytes(aside), 0, cast.record.file
         with self._reading(name, nbytes):
             for offset, size in ranges:
-                with _failing(path, offset, nbytes):
+                with read_errors(path, offset, nbytes):
                     read_all(self._file(path).descriptor, [memory[done : done + size]], offset, size)
                 done += size
         if in_order:
@@ -243,15 +242,6 @@ class StoredRows:
         skipped = (part.offset - part.record.offset) // (self._width * self._stored.itemsize)
         cast = None if self._stored == self._dtype else self._dtype
         raise refusal(self._name, part.record, [int(ids[row]) - part.first + skipped, column], cast)
-
-
-@contextmanager
-def _failing(path: Path, offset: int, nbytes: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"reading {nbytes:,} bytes at {offset:,} failed: {error.strerror or error}"
-        raise ReadError(what, where=str(path), how="check that the file is complete and the disk works") from error
 
 
 def _segments(layer: LayerBytes) -> Iterator[ByteRun]:

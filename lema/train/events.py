@@ -22,6 +22,7 @@ from lema.config import LemaConfig
 from lema.errors import ConfigError, DiskError
 from lema.storage.atomic import replace_file
 from lema.train.checkpoint.format import TRAINER_STATE, about_run
+from lema.train.health.signs import Sign, Signs
 from lema.train.metrics import METRICS_NAME, NO_SUMS, PICTURE, PLAN_NAME, MetricsLog, Window, plot_loss, since
 from lema.train.steps import StepResult, Steps, added, means
 
@@ -179,6 +180,10 @@ class RunEvents:
         self._window, self._whole = self._opened(), self._opened()
         self._window.go_on(carried.get("window", NO_SUMS))
         self._whole.go_on(carried.get("whole", NO_SUMS))
+        self.signs = Signs(steps.config, steps.model.split.model.config.get_text_config().vocab_size)
+        self.signs.go_on(carried.get("signs"))
+        if self.signs.odd is not None:
+            self._tell_sign(Sign("rate", self.signs.odd))
 
     def _go_on_with(self, callbacks: Sequence[Any]) -> None:
         """Let callbacks be in the states that a checkpoint has of them; a run that one of them has ended stays so."""
@@ -200,8 +205,9 @@ class RunEvents:
     @property
     def carried(self) -> dict[str, Any]:
         """What a checkpoint keeps of the measurements: the sums of the steps since the last line (`window`) and of all
-        since the first `begin` (`whole`), and the bytes of metrics.jsonl (`record`), in the process that writes it."""
-        sums = {"window": self._window.sums, "whole": self._whole.sums}
+        since the first `begin` (`whole`), the `signs` that nothing is learnt, and the bytes of metrics.jsonl
+        (`record`), in the process that writes it."""
+        sums = {"window": self._window.sums, "whole": self._whole.sums, "signs": self.signs.state}
         return sums if self._metrics is None else sums | {"record": self._metrics.path.stat().st_size}
 
     def save_state(self, directory: Path) -> None:
@@ -235,13 +241,22 @@ class RunEvents:
         """Return what callbacks may ask for, and whether they have."""
         return {name: value for name, value in vars(self.control).items() if isinstance(value, bool)}
 
-    def counted(self, result: StepResult) -> None:
-        """Count a step that was taken for the next line of metrics."""
+    def counted(self, result: StepResult, rate: float) -> None:
+        """Count a step that was taken, at a learning rate, for the next line of metrics; tell at once if it looks as if
+        nothing were learnt."""
         for window in (self._window, self._whole):
             window.loss += result.loss * result.trained_tokens
             window.trained_tokens += result.trained_tokens
             window.tokens += result.tokens
             window.measured = added(window.measured, result.measured)
+        for sign in self.signs.look(result, rate):
+            self._tell_sign(sign)
+
+    def _tell_sign(self, sign: Sign) -> None:
+        if self.signs.records(sign):
+            self.event("dead", sign=sign.kind, why=sign.why, dead_steps=self.signs.steps)
+        if self._replicas.first:
+            warnings.warn(f"this run may learn nothing: {self._at.name}: {sign.why}", stacklevel=4)
 
     def measured(self, numbers: Mapping[str, Any]) -> None:
         """Write the mean loss since the last line, if a step was taken, with the `numbers` of the last step."""
@@ -255,6 +270,7 @@ class RunEvents:
                 "loss": window.loss / window.trained_tokens,
                 **means(window.measured),
                 **numbers,
+                **({"dead_steps": self.signs.steps} if self.signs.steps else {}),
                 "num_tokens": self._whole.tokens,
                 "tokens_per_second": window.tokens / seconds,
                 "seconds_passed": seconds,

@@ -14,7 +14,7 @@ from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, ReadError
 from lema.lora.checks import Base
 from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
@@ -40,6 +40,7 @@ from lema.train.checkpoint.resume import (
 )
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents, with_bar
+from lema.train.health.signs import is_sound
 from lema.train.inputs import check_output_dir
 from lema.train.loop import Drawn, Pending, RunLoop
 from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics, step_of
@@ -59,13 +60,13 @@ def check_new(config: LemaConfig) -> None:
 
 
 def save_step(
-    steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = (), best: Path | None = None
+    steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = (), spared: Sequence[Path] = ()
 ) -> None:
-    """Write `checkpoint-<global_step>` into `output_dir`, then delete those that are too old, but for the `best`."""
+    """Write `checkpoint-<global_step>` into `output_dir`, then delete those that are too old, but for the `spared`."""
     output = Path(steps.config.output_dir)
     directory, keep = output / f"{PREFIX}{steps.global_step}", steps.config.save_total_limit
     steps.save_checkpoint(directory, extra, writers)
-    forget = partial(forget_old_checkpoints, output, directory, keep, [best] if best else ())
+    forget = partial(forget_old_checkpoints, output, directory, keep, spared)
     first_alone(steps.model.backend.replicas, forget)
 
 
@@ -98,6 +99,7 @@ class PlainRun:
         self.pending: Pending | None = None
         self.carried: Mapping[str, Any] = {}
         self.saved: int | None = None
+        self.sound: int | None = None
         if self._replicas.num_processes > 1:
             data = {f"data: {name}": one for name, one in self._sampler.about.items()}
             check_alike(self._replicas, config.to_dict() | data)
@@ -130,6 +132,7 @@ class PlainRun:
         extra = restore(path)
         self.done, self.pending, self.carried = steps.global_step, extra.get("left"), extra
         self.saved = None if weights_only else self.done
+        self.sound = self.done if is_sound(extra) else None
         self._past = past_log(path / TRAINER_STATE)
         if self._past.get("best_metric") is not None:
             self.best = {"step": self._past["best_global_step"], self._config.best_by[0]: self._past["best_metric"]}
@@ -174,7 +177,8 @@ class PlainRun:
             events.end()
         events.draw()
         best = {f"best_{name}": value for name, value in (self.best or {}).items() if name != "only"}
-        return summary | loop.last_eval | (best if summary else {})
+        dead = {} if events.signs.verdict is None else {"dead": events.signs.verdict}
+        return summary | loop.last_eval | (best if summary else {}) | dead
 
     def leave(self, result: Mapping[str, Any], base: Base, files: ModelFiles | None) -> None:
         """Leave the adapter, or the best, with card and tokenizer, and upload them."""
@@ -197,7 +201,7 @@ class PlainRun:
         best = cast("dict[str, Any]", self.best)
         try:
             first_alone(self._replicas, partial(check_sound, path, weights_only=True))
-        except AdapterError as error:
+        except (AdapterError, ReadError) as error:
             lost = f"the best adapter, of step {best['step']}, cannot be kept: {error.what} ({error.where})"
             tell_warning(lost, self._say)
             return
@@ -257,4 +261,5 @@ class PlainRun:
         """Write `checkpoint-<step>`, and forget those that are too old."""
         position, data = self._sampler.position(self.done), self._sampler.about
         extra = {"data": data, "position": position, "left": pending, **events.carried}
-        save_step(self.steps, extra, [events.save_state], self.best_checkpoint)
+        sound = None if self.sound is None or not events.signs.steps else self.position(self.sound).checkpoint
+        save_step(self.steps, extra, [events.save_state], [one for one in (self.best_checkpoint, sound) if one])

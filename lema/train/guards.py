@@ -54,6 +54,10 @@ def non_finite_loss(
 ) -> NonFiniteError:
     """Return the error of a loss that is not finite; runs forward once more to name the part at fault."""
     place = first_non_finite(model, micro_batches) or "the loss itself"
+    for name, parameter in model.split.model.named_parameters():
+        if parameter.requires_grad and not parameter.is_meta and not bool(parameter.isfinite().all()):
+            how = "lower learning_rate or raise adam_epsilon, and resume from the last checkpoint"
+            return NonFiniteError(f"{name}, which trains, has become NaN or infinite", where=where, how=how)
     what = f"the loss is {value}"
     how = "check the base weights and the data; if the loss grew before, lower learning_rate or set max_grad_norm"
     return NonFiniteError(what, where=f"{where}; first non-finite output: {place}", how=how)

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lema.backend.interrupt import Stop, StopRequested, agreed
-from lema.errors import ConfigError, DiskFull, Stopped
+from lema.errors import ConfigError, DeadRun, DiskFull, Stopped
 from lema.storage.diskspace import say_passed_over, unsaved
 from lema.train.checkpoint.resume import Generators
 from lema.train.events import Position, RunEvents
 from lema.train.guards import watched
+from lema.train.health.signs import DEAD_STEPS, GO_ON, TO_DO
 from lema.train.steps import Steps
 
 __all__ = ["Drawn", "Pending", "RunLoop", "Stage"]
@@ -60,6 +61,9 @@ class Stage(Protocol):
     pending: Pending | None  # what a checkpoint that is resumed says was not done any more; None: nothing
     carried: Mapping[str, Any]  # what `RunEvents.carried` was when that was written
     saved: int | None  # the last step with an up-to-date checkpoint on disk; None: there is none
+    # The last step with a checkpoint of a run that did not look dead, which is kept; None: there is none. The loop
+    # keeps it up.
+    sound: int | None
 
     @property
     def schedule(self) -> LRScheduler:
@@ -165,7 +169,23 @@ class RunLoop:
             numbers = self._step()
             events.fire("on_step_end")
             events.agree()
+            self._end_if_dead(numbers)
             in_epoch = self._after_step(numbers)
+
+    def _end_if_dead(self, numbers: Mapping[str, Any]) -> None:
+        """Raise `DeadRun` after many steps in which nothing was learnt, in all processes alike, because all go by the
+        same sums. No checkpoint is written: the last of before is worth more."""
+        stage, events = self._stage, self._events
+        sign, count = events.signs.sign, events.signs.steps
+        if sign is None or count < DEAD_STEPS or not stage.steps.config.stop_when_dead:
+            return
+        events.measured(numbers)
+        events.event("dead", sign=sign.kind, why=sign.why, dead_steps=count, stopped=True)
+        events.end()
+        before = None if stage.sound is None else stage.position(stage.sound).checkpoint
+        kept = "there is no checkpoint of before" if before is None else f"the checkpoint of before is {before}"
+        what = f"nothing was learnt in the last {count} steps: {sign.why}"
+        raise DeadRun(what, where=f"{stage.position(stage.done).name}; {kept}", how=TO_DO[sign.kind] + GO_ON)
 
     def _leaves(self) -> bool:
         """Whether callbacks have ended a plain run before its last step."""
@@ -196,7 +216,7 @@ class RunLoop:
         stage.done, stage.eval_loss = stage.done + 1, None
         events.move(stage.position(stage.done))
         if (why := result.dropped) is None:
-            events.counted(result)
+            events.counted(result, rate)
         else:
             skipped = stage.steps.skipped_steps
             events.event("skipped", skipped=skipped, why=why.what, at=why.where, **drawn.about)
@@ -234,7 +254,8 @@ class RunLoop:
             self._remember(pending)
             self._evaluate()
         if ends:
-            events.event("phase_end", final_eval_loss=stage.eval_loss, best=stage.best)
+            dead = {} if events.signs.verdict is None else {"dead": events.signs.verdict}
+            events.event("phase_end", final_eval_loss=stage.eval_loss, best=stage.best, **dead)
         why = self._why() if self._is_phase else None
         due, better = bool(ends or events.control.should_save or why), stage.best is not before
         if better and stage.best is not None:
@@ -303,3 +324,5 @@ class RunLoop:
         with self._model.patient("saving a checkpoint"):
             self._stage.save(self._events, pending)
         self._stage.saved = self._stage.done
+        if not self._events.signs.steps:
+            self._stage.sound = self._stage.done

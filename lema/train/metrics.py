@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lema.config import LemaConfig
-from lema.errors import ConfigError, DataError, DiskError, DiskFull
+from lema.errors import ConfigError, DataError, DiskError, DiskFull, unreadable
 from lema.lora.files import CONFIG
 from lema.storage.atomic import replacing
 from lema.storage.diskspace import disk_errors, not_written
@@ -126,7 +126,7 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
         with open_regular(file, inside=True) as opened:
             text = opened.read().decode("utf-8")
     except OSError as error:
-        raise DataError(f"cannot read the metrics: {error.strerror}", where=str(file)) from error
+        raise unreadable(file, error, DataError, f"cannot read the metrics: {error.strerror}") from error
     lines = text.split("\n")
     # Whatever follows the last newline is a line still being written.
     for number, line in enumerate(lines[:-1], start=1):

@@ -14,9 +14,8 @@ from lema.config.objective import WITH_REFERENCE
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.dataset import first_rows
-from lema.data.read import mixed
 from lema.errors import ConfigError
-from lema.model.files import ModelFiles, read_data
+from lema.model.files import ModelFiles, read_data, training_rows
 from lema.plan.plan import brief, verdict_of
 from lema.plan.planner import Planner, timed
 from lema.train.checkpoint.format import checkpoints
@@ -118,6 +117,11 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
     """Yield what a run has come to, where its adapter is, and a command that goes on from there."""
     if "train_loss" in result:
         name = config.best_by[0]
+        if (dead := result.get("dead")) is not None:
+            yield f"ended at step {steps}, but this run may have learnt nothing: {dead}"
+            yield f"adapter: {config.output_dir}"
+            yield f"next: lema report {shlex.quote(config.output_dir)}, then train again with other settings"
+            return
         rate, time = human_count(result["train_tokens_per_second"]), human_duration(result["train_runtime"])
         yield f"ended at step {steps} after {time}: mean loss {result['train_loss']:.4f}, {rate} tokens/s"
         if (step := result.get("best_step")) is not None:
@@ -132,8 +136,7 @@ def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
     config = model.config
     if not config.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
-    rows = read_data(config, model.files, config.train_data)
-    held_back = read_data(config, model.files, config.eval_data) if config.eval_data else None
-    if config.eval_split:
-        rows, held_back = rows.split(config.eval_split, config.seed)
-    return first_rows(mixed(config, rows), config.max_train_samples), first_rows(held_back, config.max_eval_samples)
+    rows, held_back = training_rows(config, model.files)
+    if config.eval_data:
+        held_back = read_data(config, model.files, config.eval_data)
+    return rows, first_rows(held_back, config.max_eval_samples)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lema.backend import Replicas
@@ -30,6 +30,8 @@ from lema.errors import NonFiniteError
 from lema.model.skeleton import main_dtype
 from lema.storage.diskspace import check_room
 from lema.train.checkpoint.format import Writer
+
+LARGE = 1e30  # numbers that a type has whose squares, of many weights, can be added up
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,8 @@ class Update:
         self.over: Replicas | None = model.backend.replicas if sharded and model.backend.replicas.size > 1 else None
         """Over which the optimizer's state is divided; None: each process has all."""
         self._unscaled = False  # since the scaler was last updated
+        self.size: Tensor | None = None
+        """The norm of what trains after the last step, on the device, where it is read with the next loss."""
         half = main_dtype(model.split.model) == torch.float16
         self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=half)
 
@@ -253,14 +257,24 @@ class Update:
             self.scaler.step(optimizer)
         else:
             step_share(optimizer, self.over, partial(self.scaler.step, optimizer))
+        with torch.no_grad():
+            self.size = size_of(parameters)
         self.drop()
         on_event("on_optimizer_step")
         return math.isfinite(length)
 
 
-def read_numbers(loss: Tensor, norm: Tensor | None) -> tuple[float, float | None]:
-    """Wait for the device, once, and return both numbers."""
-    if norm is None:
-        return float(loss), None
-    value, length = torch.stack([loss.double(), norm.to(loss.device).double()]).tolist()
-    return value, length
+def size_of(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return a norm of what trains, which is finite where all of it is. Squares of fp16 would add up to infinity; and
+    the largest number takes six times as long on a CPU."""
+    narrow = any(torch.finfo(one.dtype).max < LARGE for one in parameters)
+    return get_total_norm(parameters, math.inf if narrow else 2.0)
+
+
+def read_numbers(loss: Tensor, norm: Tensor | None, size: Tensor | None) -> tuple[float, float | None]:
+    """Wait for the device, once, and return the loss and the norm. The loss is NaN, too, where the `size` of what
+    trains is not finite, because a batch may not have met the number that is at fault."""
+    numbers = [one.to(loss.device).double() for one in (loss, norm, size) if one is not None]
+    value, *others = torch.stack(numbers).tolist() if len(numbers) > 1 else [float(loss)]
+    sound = size is None or math.isfinite(others[-1])
+    return value if sound else math.nan, None if norm is None else others[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from lema.backend.signalwatch import SignalWatch
 from lema.errors import Stopped
 
 __all__ = ["SIGNALS", "STOP_FILE", "StopOnSignal"]
@@ -34,6 +35,7 @@ class StopOnSignal:
         self._found = False
         self._before: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
+        self._watch = SignalWatch(self._seen)
 
     def why(self) -> str | None:
         """Return why the run is to stop; None: it goes on."""
@@ -49,9 +51,11 @@ class StopOnSignal:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
             if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # the run goes on without its terminal
                 self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._watch.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._watch.__exit__()
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
@@ -62,12 +66,14 @@ class StopOnSignal:
             self._file.unlink(missing_ok=True)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.received is not None:
-            return
-        self.received = signal.Signals(number)
-        self._timer = threading.Timer(SAME_SIGNAL, _end_at_once)
-        self._timer.daemon = True
-        self._timer.start()
+        self.received = self.received or signal.Signals(number)
+
+    def _seen(self, number: int) -> None:
+        """Be ready for a second signal, though the main thread may not have come to the handler of the first."""
+        if self._timer is None and number in SIGNALS:
+            self._timer = threading.Timer(SAME_SIGNAL, _end_at_once)
+            self._timer.daemon = True
+            self._timer.start()
 
 
 def _end_at_once() -> None:

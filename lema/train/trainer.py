@@ -25,6 +25,7 @@ from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.lora import save_adapter
 from lema.lora.checks import Base, base_of, check_base, write_base
 from lema.lora.class_names import class_names
+from lema.lora.consent import save_settings
 from lema.lora.files import check_same_adapter, load_weights
 from lema.model.files import ModelFiles
 from lema.model.partition import whole_adapter
@@ -163,7 +164,7 @@ class LemaTrainer:
                 factor = self._denominator / self._trained_tokens if trained else 1.0
                 with self.model.retry.once("while the gradients of the step are summed"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
-            mine, length = read_numbers(loss, norm)
+            mine, length = read_numbers(loss, norm, self.update.size)
             mine = worst(replicas, mine)
             value: float = sum(replicas.exchange(mine)) * (self._denominator / trained)
             if not math.isfinite(value):
@@ -297,7 +298,7 @@ class LemaTrainer:
         every: list[Writer] = [
             lambda _: self._base_files.check(),
             adapter,
-            config.save_pretrained,
+            partial(save_settings, config),
             partial(write_base, base=self._base),
             *([] if self.files is None else [self.files.write_rendering]),
             *reference_writers(reference, adapters, self._base, parallel),
@@ -400,6 +401,7 @@ class LemaTrainer:
     def _forget(self) -> None:
         self._begin_anew()
         self.update.drop()
+        self.update.size = None
         self.memory.cancel()
         self._drop_gradients()
 

@@ -456,6 +456,36 @@ def test_a15_an_unused_branch_an_exception_and_a_backward_that_fails_leave_nothi
     assert context.live_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "disk"},
+        {"mode": "disk", "model": True},
+        {"host_memory": 20_000, "offload_dir": True},
+        {"mode": "legacy"},
+    ],
+    ids=str,
+)
+def test_a14_a_backward_may_come_when_nobody_holds_the_context(options: dict[str, Any], tmp_path: Path) -> None:
+    """As TRL and torchtune write it; the pieces keep their file open, and it is closed with the last of them."""
+    model = tiny_model()
+    options = {**options, "offload_dir": tmp_path} if "offload_dir" in options else options
+    expected, files = step(model), len(list(Path("/proc/self/fd").iterdir()))
+    with OffloadActivations(min_offload_size=1, **{**options, "model": model if options.get("model") else None}):
+        torch.manual_seed(7)
+        loss = loss_of(model)
+    gc.collect()
+    model.zero_grad()
+    loss.backward()
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert_same(expected, (loss.detach(), found))
+    del loss
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    hooked = [one for one in model.modules() if one._forward_pre_hooks or one._forward_hooks]
+    assert not hooked
+
+
 def test_a15_an_operation_that_keeps_what_it_made_does_not_hold_itself(
     offloading: Callable[..., OffloadActivations],
 ) -> None:

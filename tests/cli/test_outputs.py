@@ -209,3 +209,17 @@ def test_a_certificate_is_not_written_into_the_model(model: Path, capfd: Any) ->
     before = contents(model)
     assert_refused(capfd, 2, ["would write over what it reads"], "prove", model, "--output", model)
     assert contents(model) == before
+
+
+@pytest.mark.parametrize("command", [("merge", "{ended}", "{out}"), ("shard", "{ended}", "{out}", "--tp", "2")])
+def test_a_link_to_what_is_not_there_makes_nothing_there(
+    command: tuple[str, ...], ended: Path, tmp_path: Path, capfd: Any
+) -> None:
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "elsewhere")
+    words = [word.format(ended=ended, out=out) for word in command]
+    assert_refused(capfd, 2, ["a link to what is not there", str(out)], *words)
+    assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / "elsewhere").mkdir()  # to a directory on another disk, for example
+    assert lema(*words) == 0
+    assert any((tmp_path / "elsewhere").iterdir())

@@ -65,6 +65,7 @@ def test_training_reads_every_format_and_says_what_it_found(
     assert {"adapter_model.safetensors", "adapter_config.json", "metrics.jsonl", "loss.png"} <= written
 
 
+@pytest.mark.filterwarnings("ignore:this run may learn nothing")
 def test_a_run_says_which_step_was_best_and_begins_with_a_saved_adapter(
     llama: Path, write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +91,18 @@ def test_a_run_says_which_step_was_best_and_begins_with_a_saved_adapter(
     assert_same_adapter(tmp_path / "second", tmp_path / "out")
     elsewhere = "--set", f"output_dir={tmp_path / 'third'}"
     assert_refused(capfd, 2, ["lora_rank is 7"], "train", second, "--set", "lora_rank=7", *elsewhere)
+
+
+def test_the_whole_plan_of_a_run_that_is_not_timed_is_shown(
+    write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path / "model", num_hidden_layers=2)  # nothing of which is read in a step
+    config = write_config(model_name_or_path=str(model), device_memory=None, gradient_checkpointing=None)
+    assert lema("train", config, "--verbose") == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^fits, with [\d.]+ \wB of [\d.]+ GB of device memory$", out, re.MULTILINE)
+    assert "tokens of full rows" in out and "an epoch" in out
+    assert "tokens per second" not in out and "limited by" not in out and "takes" not in out
 
 
 def test_token_ids_need_no_tokenizer(

@@ -178,8 +178,6 @@ def test_the_command_tells_a_delta_from_an_adapter(
     assert files(tmp_path / "out") == files(apply_delta(delta, tmp_path / "expected"))
     assert run(app, ["merge", str(delta), str(tmp_path / "new"), "--rounding", "stochastic"]) == ConfigError.exit_code
     assert "a delta has complete weights" in capsys.readouterr().err
-    assert run(app, ["merge", str(base), str(tmp_path / "new"), "--base", str(base)]) == ConfigError.exit_code
-    assert "an adapter names its base model itself" in capsys.readouterr().err
 
 
 def test_an_empty_place_is_wanted(checkpoint_of: Callable[..., Checkpoint], saved: tuple[Path, Path]) -> None:

@@ -87,6 +87,9 @@ def test_what_cannot_be_had_of_the_hub_is_named(hub, monkeypatch):
         find_files("hub:org/none")
     with pytest.raises(DataError, match="has no file of its own"):
         find_files("hub:org/rivers?split=train[:5]")
+    for wrong in ("cache_dir=/somewhere", "data_files=/etc/hostname", "trust_remote_code=true"):
+        with pytest.raises(DataError, match="of the hub has no option"):
+            find_files(f"hub:text?{wrong}")
     with pytest.raises(SettingsError, match="has 'subset'"):
         config_of(train_data={"path": "org/rivers", "subset": "long"})
     monkeypatch.setitem(sys.modules, "datasets", None)

@@ -1,6 +1,5 @@
 """A chat template is a program from outside: whatever it does, it ends in an error that names it, or in a chat."""
 
-import resource
 import threading
 
 import pytest
@@ -24,10 +23,13 @@ HOSTILE = {
     "takes a power, further down": ("a\n{# #}\n{{ 2 ** 9 }}", "line 3"),
     "counts far": ("{% for a in range(1000000000) %}{% endfor %}", "the number 1000000000"),
     "multiplies far": ("{{ 'a' * 99999999999 }}", "the number 99999999999"),
-    "multiplies again": ("{{ ('a' * 999999 * 999999)|length }}", "more than 768 MiB"),
-    "multiplies what it is given": ("{{ (messages[0].role * 999999 * 999999)|length }}", "more than 768 MiB"),
-    "pads far": ("{{ '%99999999999d' % 1 }}", "more than 768 MiB"),
+    "multiplies again": ("{{ ('a' * 999999 * 999999)|length }}", "more than 512 MiB"),
+    "multiplies what it is given": ("{{ (messages[0].role * 999999 * 999999)|length }}", "more than 512 MiB"),
+    "pads far": ("{{ '%99999999999d' % 1 }}", "more than 512 MiB"),
     "is cut off": ("{% for m in messages %}", "the chat template rejects this chat"),
+    "compares in C": ("{% set a = ('x'*999999)*100 %}{% set l = [a ~ 'y']*99999 %}{{ (a ~ 'w') in l }}", "0.2 seconds"),
+    "counts in C": ("{% set a = ('x'*999999)*100 %}{% set l = [a ~ 'y']*99999 %}{{ l.count(a ~ 'w') }}", "0.2 seconds"),
+    "writes much": ("{% for a in range(99) %}{{ 'x' * 999999 }}{% endfor %}", "more than 67,108,864 characters"),
     "loops for ever": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.2 seconds"),
     "lists for ever": ("{% for a in range(99999) %}{{ range(9999)|list|length }}{% endfor %}", "0.2 seconds"),
 }
@@ -71,16 +73,6 @@ def test_a_template_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) ->
     thread.start()
     thread.join()
     assert "0.2 seconds" in str(caught[0])
-
-
-def test_an_honest_template_is_taken_and_its_limits_put_away() -> None:
-    import signal
-
-    before, memory = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)
-    assert len(prepare_data(CHAT, word_tokenizer(TEMPLATE), max_length=64)) == 1
-    assert signal.getsignal(signal.SIGVTALRM) is before
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-    assert resource.getrlimit(resource.RLIMIT_AS) == memory
 
 
 def test_a_role_nobody_knows_is_an_error_unless_the_template_names_it() -> None:

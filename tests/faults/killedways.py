@@ -1,4 +1,4 @@
-"""The runs that are killed: plain ones, phases, and either in two processes that `torchrun` holds together.
+"""The runs that are killed: plain ones, phases, every objective, and each in two processes that `torchrun` holds.
 
 A process costs no imports, because it is forked; those of `torchrun` are forked by its own agent. One way starts all of
 them anew, as the command line does.
@@ -23,13 +23,27 @@ from faults.diskseam import DiskSeam
 from faults.forked import Child, fork, note_imports
 from faults.shortrun import STEPS, ShortRun, checkpoint_steps, leftovers, of_record, record_of
 
-__all__ = ["CHANGES", "DIED", "WAYS", "Way", "begun", "difference", "end_all", "held_by", "imports_of"]
+__all__ = [
+    "CHANGES",
+    "DIED",
+    "PHASES",
+    "STANDSTILL",
+    "STEPWISE",
+    "WAYS",
+    "Way",
+    "begun",
+    "difference",
+    "end_all",
+    "held_by",
+    "imports_of",
+]
 __all__ += ["is_there", "told_of"]
 
 ROWS, BLOCK = 2, 12
 VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_ERROR_FILE": os.devnull}
 OF_TIME = ("| train_runtime", "| train_tokens_per_second")  # lines of a card
 SUMMARY = re.compile(r"^(ended at step \d+) after .*?(: mean loss [^,]*),|^(best evaluation: .*)$", re.MULTILINE)
+STANDSTILL = 900.0  # seconds of a wall clock that a run may take, on a machine that does much else
 CHANGES, DIED = 0, 1  # marks: how many changes of the disk were seen, and whether the process ended itself by a signal
 
 # Lines of metrics, evaluations and checkpoints fall on steps of their own.
@@ -56,7 +70,8 @@ class Way:
     @property
     def straight(self) -> str:
         """The name of the run without a kill that it is compared with; who starts the processes makes no difference."""
-        return f"straight-{'phases' if self.phases else '-'.join(sorted(self.changes))}-{self.processes}"
+        settings = "phases" if self.phases else "-".join(sorted(self.changes))
+        return f"straight-{self.changes.get('objective', settings)}-{self.processes}"
 
 
 def _phase(name: str, trains: str, steps: int, rate: float) -> dict[str, Any]:
@@ -76,9 +91,23 @@ PHASES: Mapping[str, Any] = {
     "logging_steps": 2,
     "save_total_limit": 2,
 }
+
+
+def _objective(name: str, processes: int) -> Way:
+    about: dict[str, Any] = {
+        "objective": name,
+        "train_data": "pairs.jsonl",
+        "max_length": 48,
+        "max_steps": 4,
+        "save_total_limit": 2,
+    }
+    about["lora_dropout"] = 0.0  # as the published losses have it
+    return Way(f"{'torchrun, ' if processes > 1 else ''}{name}", about, processes)
+
+
+PAIRED = ("dpo", "ipo", "orpo", "simpo", "kto")
 # By kind, in the order in which chains take them.
 WAYS: Mapping[str, tuple[Way, ...]] = {
-    "plain": (Way("plain", STEPWISE), Way("plain, of epochs", {**EPOCHS, **BEST})),
     "phases": (Way("phases", PHASES),),
     "torchrun": (
         Way("torchrun", STEPWISE, 2),
@@ -87,6 +116,11 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("torchrun, phases", PHASES, 2),
         Way("torchrun by its command", STEPWISE, 2, anew=True),
     ),
+    # Each alone and in two processes by turns, so that few chains have as many objectives as can be.
+    "objectives": tuple(
+        _objective(name, (number + turn) % 2 + 1) for turn in (0, 1) for number, name in enumerate(PAIRED)
+    ),
+    "plain": (Way("plain", STEPWISE), Way("plain, of epochs", {**EPOCHS, **BEST})),
 }
 
 

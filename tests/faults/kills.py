@@ -1,4 +1,4 @@
-"""kill -9, again and again, of plain runs, phases and two processes; each ends as the run that nothing disturbed.
+"""kill -9, again and again, of plain runs, phases, all objectives and two processes; each ends as undisturbed.
 
 A chain is one run, killed up to `LONGEST` times: at a change of its disk, where the process kills itself before it,
 after it or with a write half done, or at any time, where another process kills one of those that train, or all that
@@ -15,7 +15,7 @@ from typing import Any
 
 from faults import killedways
 from faults.forked import HUNG, Child, Ended, import_noted
-from faults.killedways import WAYS, Way, begun, is_there, told_of
+from faults.killedways import STANDSTILL, WAYS, Way, begun, is_there, told_of
 from faults.outcome import Outcome
 from faults.shortrun import ShortRun, last_lines, short_run
 
@@ -26,7 +26,6 @@ REQUIRED = "the run that goes on ends with the same bytes, record, summary and c
 NAME = "killed-run"
 LONGEST = 6  # kills of one run
 LOOK = 0.01  # seconds between two looks at what a run has written
-STANDSTILL = 900.0  # seconds of a wall clock, on a machine that does much else
 BY_CHANGE = 0.5  # of the kills, those at a change of the disk
 EARLY = 0.15  # of the others, those that may come before anything was written
 ALL = 0.4  # of those of two processes, those that kill both and `torchrun` too
@@ -43,7 +42,7 @@ class Straight:
 
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
-    """Make `count` kills, a third of each kind of run."""
+    """Make `count` kills, as many of each kind of run."""
     began, draw, failures, lost, done = time.monotonic(), random.Random(seed), list[str](), 0, 0
     made, known, chains = short_run(), dict[str, Straight](), dict.fromkeys(WAYS, 0)
     left = {kind: count // len(WAYS) + (number < count % len(WAYS)) for number, kind in enumerate(WAYS)}

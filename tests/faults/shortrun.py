@@ -183,12 +183,14 @@ def _key(changes: Mapping[str, Any]) -> str:
 
 
 def _make(place: Path) -> int:
-    from smallrun import token_rows, write_model
+    from smallrun import SENTENCES, token_rows, write_model
 
     write_model(place / "model")
     for file, count, seed in (("rows.jsonl", 40, 1), ("eval.jsonl", 4, 2)):
         lines = [json.dumps(row) + "\n" for row in token_rows(count, seed, length=6)]
         (place / file).write_text("".join(lines), encoding="utf-8")
+    pairs = [{"prompt": one[:24], "chosen": one[24:], "rejected": one[30:]} for one in SENTENCES]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
     return 0
 
 

@@ -15,10 +15,11 @@ from forked import run_program
 from faults.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = ("kills", "instants", "power", "over", "nonfinite", "terms", "everystep", "damage", "fulldisk")
-HERE += ("bombs", "settings", "phases", "smallfiles", "rundirs", "keptfiles")
-DEFAULT = {"kills", "fulldisk", "pickles"}  # rows of a default run
-SESSION = {"bombs", "settings", "phases", "smallfiles", "rundirs", "keptfiles"}  # slow ones; the others are exhaustive
+HERE = ("kills", "moves", "verbs", "instants", "power", "over", "nonfinite", "terms", "everystep", "damage", "fulldisk")
+HERE += ("bombs", "settings", "options", "phases", "smallfiles", "rundirs", "keptfiles")
+DEFAULT = {"kills", "moves", "verbs", "fulldisk", "pickles"}  # rows of a default run
+# Slow ones; the others are exhaustive.
+SESSION = {"bombs", "settings", "options", "phases", "smallfiles", "rundirs", "keptfiles"}
 ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_faults_inputs.py
 
 

@@ -168,6 +168,34 @@ def test_an_older_adapter_that_does_not_fit_is_refused(llama: Path, spoil: Any, 
     assert caught.value.where == str(directory / "adapter_model.bin")
 
 
+def pickled(adapter: Path, **more: Any) -> Path:
+    """Write an adapter's weights as PEFT did before safetensors, and in their place."""
+    file = adapter / "adapter_model.safetensors"
+    torch.save(load_file(file) | more, adapter / "adapter_model.bin")
+    file.unlink()
+    return adapter
+
+
+def test_weights_that_peft_wrote_before_safetensors_are_read(
+    base: Path, name: str, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    adapter = pickled(peft_adapter(base, tmp_path / "adapter", name))
+    model = LemaModel.from_pretrained(adapter, device="cpu")
+    assert torch.equal(streamed_logits(model, ids), whole_logits(whole_model(base, adapter), ids))
+    model.close()
+    pickled(peft_adapter(base, tmp_path / "other", name), **{"base_model.model.lora_A": torch.zeros(1)})
+    with pytest.raises(AdapterError, match=r"unexpected base_model\.model\.lora_A"):
+        LemaModel.from_pretrained(tmp_path / "other", device="cpu")
+
+
+def test_code_in_weights_that_peft_wrote_is_not_run(llama: Path, tmp_path: Path) -> None:
+    adapter, ran = peft_adapter(llama, tmp_path / "adapter"), tmp_path / "ran"
+    pickled(adapter, evil=Evil(ran))
+    with pytest.raises(AdapterError, match="only tensors are loaded from it"):
+        LemaModel.from_pretrained(adapter, device="cpu")
+    assert not ran.exists()
+
+
 class Evil:
     """Unpickling it makes a file."""
 

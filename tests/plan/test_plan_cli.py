@@ -9,10 +9,10 @@ from typing import Any
 
 import blockfp8
 import pytest
-from clirun import assert_refused, config_writer, lema
+from clirun import assert_refused, config_writer, lema, write_rows
 from hollowmodel import large_config, write_hollow
 from rich.console import Console
-from smallrun import write_model
+from smallrun import SENTENCES, write_model
 from transformers import MixtralConfig, Qwen2MoeConfig
 
 from lema import LemaConfig
@@ -206,6 +206,29 @@ def test_where_the_device_is_the_host_each_part_counts_once(eight: Path, changes
     assert plan.memory.host["ring"] == once.pop("device slots")  # the ring is the slots
     assert plan.host_peak == sum(once.values())
     assert plan.memory.host["cached"] or "host_memory" not in changes
+
+
+def test_an_epoch_has_the_rows_that_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that are held back, too long, left out or beyond the most asked for do not count, nor do their tokens."""
+    write = config_writer(write_model(tmp_path / "model"), tmp_path)
+    texts = [{"text": sentence} for sentence in SENTENCES[:12]]
+    rows = [*texts, {"text": " ".join(SENTENCES)}, {**texts[0], "train": False}]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    given = {"train_data": str(data), "overlong": "drop", "max_length": 32, "max_steps": None, "batch_size": 2}
+    found = {}
+    for name, more in {
+        "all": {},
+        "split": {"eval_split": 4},
+        "both": {"eval_split": 4, "max_train_samples": 5},
+    }.items():
+        config = write(**given, **more)
+        assert lema("plan", config, "--profile", "t4", "--json") == 0
+        found[name] = json.loads(capsys.readouterr().out)["epoch"]
+        assert lema("train", config, "--set", "max_steps=1", "--set", f"output_dir={tmp_path / name}") == 0
+        told = capsys.readouterr().out
+        assert f"training data: {found[name]['rows']} rows, {found[name]['tokens']} tokens, " in told
+    assert [found[name]["rows"] for name in ("all", "split", "both")] == [12, 8, 5]
+    assert [found[name]["run_steps"] for name in ("all", "split", "both")] == [6, 4, 3]
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_what_is_no_config_is_refused_with_the_file(model: Path, content: bytes)
 
 def test_a_config_may_not_be_endless(model: Path) -> None:
     (model / "config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
-    with pytest.raises(ModelError, match="more than the 10000000 a config may have"):
+    with pytest.raises(ModelError, match="more than the 10,000,000 bytes that a config may have"):
         read_config_file(model)
     change_depth: Any = 1
     for _ in range(40):

@@ -3,19 +3,23 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from smallrun import settings, token_rows, write_model
 from transformers import TrainerCallback
 
+import lema
 from lema import LemaConfig, LemaModel
 from lema.errors import WeightsError
 from lema.lora.checks import BASE_NAME
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint
+from lema.train.hf.peftmodel import StreamedPeftModel
 
 
 def rewrite(file: Path) -> None:
@@ -104,3 +108,30 @@ def test_an_adapter_is_not_saved_on_a_model_that_has_changed(config: LemaConfig,
         model.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
     model.close()
+
+
+def streamed_model(config: LemaConfig) -> StreamedPeftModel:
+    return lema.streamed(config.model_name_or_path, LoraConfig(r=2, target_modules=["q_proj"]), device="cpu")
+
+
+@pytest.mark.parametrize("change", [rewrite, exchange, shorten])
+def test_nor_does_another_trainer_save_on_one(
+    change: Callable[[Path], None], config: LemaConfig, tmp_path: Path
+) -> None:
+    with closing(streamed_model(config)) as model:
+        change(next(Path(config.model_name_or_path).glob("*.safetensors")))
+        with pytest.raises(WeightsError, match="the model has changed since the run began to read it"):
+            model.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize("change", [touch, copy_over])
+def test_another_trainer_saves_which_model_it_began_with(
+    change: Callable[[Path], None], config: LemaConfig, tmp_path: Path
+) -> None:
+    before = base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))
+    with closing(streamed_model(config)) as model:
+        change(next(Path(config.model_name_or_path).glob("*.safetensors")))
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
+        model.save_pretrained(tmp_path / "adapter")
+    assert written(tmp_path / "adapter") == written(tmp_path / "adapter" / "second") == before

@@ -96,6 +96,7 @@ def test_ending_an_epoch_early_is_refused_rather_than_ignored(llama: Path, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:this run may learn nothing")
 def test_early_stopping_stops(llama: Path, tmp_path: Path) -> None:
     # Nothing is learnt at rate 0, so no evaluation is better than the first.
     config = settings(llama, tmp_path / "out", learning_rate=0.0, eval_steps=1, save_steps=1)

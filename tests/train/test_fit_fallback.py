@@ -105,6 +105,7 @@ def test_a_run_none_of_whose_checkpoints_is_sound_does_not_begin_afresh(llama: P
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:this run may learn nothing")
 def test_without_its_optimizer_a_checkpoint_is_gone_on_from_only_where_that_is_asked_for(
     llama: Path, straight: tuple[Path, dict[str, Tensor]], copied: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_labels_are_not_smoothed_beside_other_losses(llama: Path, tmp_path: Path
             settings(llama, tmp_path, label_smoothing_factor=0.1, **other)
 
 
+@pytest.mark.filterwarnings("ignore:this run may learn nothing")
 def test_a_run_begins_with_a_saved_adapter_as_it_is(llama: Path, adapter: Path, tmp_path: Path) -> None:
     config = config_of(llama, adapter, tmp_path / "out", save_steps=2, lora_dropout=0.25)
     with_nothing_learnt = config.model_copy(update={"learning_rate": 0.0, "output_dir": str(tmp_path / "same")})

@@ -216,7 +216,7 @@ def test_layers_that_are_not_there_are_refused(llama: Path, layers: int | list[i
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
-        ("lora_target_modules", ["q_proj", "v_porj"], "no module is named v_porj"),
+        ("lora_target_modules", ["q_proj", "v_porj"], r"no module is named v_porj; did you mean v_proj\?$"),
         ("lora_exclude_modules", ["k_proj", "v_porj"], "no module is named v_porj"),
         ("lora_exclude_modules", r".*v_porj", r"no module is named \.\*v_porj"),
         ("lora_rank_pattern", {"q_proj": 2, "v_porj": 3}, "no module is named v_porj"),

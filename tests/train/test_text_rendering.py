@@ -10,9 +10,10 @@ import pytest
 from smallrun import settings, tokenizer, write_model
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from lema import LemaModel
+from lema import LemaConfig, LemaModel
 from lema.convert import merge_adapter
 from lema.data.chat.ends import ends_of
+from lema.lora.consent import save_settings
 from lema.storage.rendering import carry_rendering, read_templates, write_templates
 from lema.train.run import train
 
@@ -81,7 +82,7 @@ def test_an_opened_adapter_keeps_both_though_the_settings_name_a_file_that_is_go
     copy = tmp_path / "copy"
     shutil.copytree(adapter, copy)
     said = json.loads((copy / "lema_config.json").read_text())
-    (copy / "lema_config.json").write_text(json.dumps(said | {"chat_template": "gone.jinja"}))
+    save_settings(LemaConfig(**said | {"chat_template": "gone.jinja"}), copy)
     with closing(LemaModel.from_pretrained(copy)) as model:
         assert model.tokenizer.chat_template == TEMPLATE
         own = model.files.generation_config()

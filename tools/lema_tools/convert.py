@@ -57,7 +57,9 @@ def merge(
         typer.Option(metavar="nearest|stochastic", help="Rounding of merged weights; stochastic keeps small changes."),
     ] = "nearest",
     seed: Annotated[int, typer.Option(min=0, help="Seed of stochastic rounding.")] = 0,
-    base: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of a delta's base model.")] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Directory of the base model, if it is elsewhere by now.")
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Merge an adapter or a delta into its base model, and write the model in the hub's format."""
@@ -65,18 +67,21 @@ def merge(
 
     size = parse_memory(max_shard_size, 0)
     from lema.convert import apply_delta
-    from lema.convert.delta import is_delta
+    from lema.convert.delta import DELTA_NAME, is_delta
+    from lema.lora.consent import check_code_is_named
 
     if is_delta(adapter):
         if rounding != "nearest":
             raise ConfigError("a delta has complete weights", where="--rounding", how="leave it out")
+        if trust_remote_code and base is None:
+            check_code_is_named(adapter / DELTA_NAME)
         apply_delta(adapter, out, base, size, trust_remote_code=trust_remote_code)
     else:
-        if base is not None:
-            how = "leave it out, or change model_name_or_path in its lema_config.json"
-            raise ConfigError("an adapter names its base model itself", where="--base", how=how)
         from lema.convert import merge_adapter
+        from lema.lora.files import settings_file
 
-        drawn: dict[str, Any] = {"rounding": rounding, "seed": seed}  # checked there
-        merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, note=typer.echo, **drawn)
+        if trust_remote_code and base is None:
+            check_code_is_named(settings_file(adapter))
+        given: dict[str, Any] = {"rounding": rounding, "seed": seed, "base_dir": base}  # checked there
+        merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, note=typer.echo, **given)
     typer.echo(f"wrote {out}")

@@ -39,9 +39,13 @@ def model_of(
         return outcome.open(say=partial(typer.echo, err=True), trust_remote_code=trust_remote_code)
     overrides = settings_of(settings) if source.is_dir() else {}
     config = None if source.is_dir() else config_of(source, settings)
-    from lema.train import LemaModel  # after the settings, because importing it takes seconds
+    from lema.lora.consent import check_code_is_named  # after the settings, because importing these takes seconds
+    from lema.lora.files import settings_file
+    from lema.train import LemaModel
 
     if config is None:
+        if trust_remote_code and "model_name_or_path" not in overrides:
+            check_code_is_named(settings_file(source))
         return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
     if (Path(config.output_dir) / "adapter_config.json").is_file():
         given = config.model_dump(exclude_unset=True)

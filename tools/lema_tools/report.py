@@ -51,6 +51,7 @@ def html(run: Run, trace: Path | None = None) -> str:
     head = f'<h1>{escape(str(name))}<span class="chip {run.state}">{run.state}</span></h1>'
     head += f"<p>{escape(' · '.join(filter(None, about)))}</p>"
     sections = [
+        *([("signs", "This run may have learnt nothing", _signs(run))] if run.signs else []),
         ("summary", "Summary", tiles(_tiles(run)) + _phases(run)),
         ("curves", "Curves", _curves(run)),
         ("time", "Where a step's time goes", _times(run)),
@@ -109,6 +110,14 @@ def _tiles(run: Run) -> Iterator[tuple[str, str, str]]:
         yield "time left", human_duration(left), run.holder
 
 
+def _signs(run: Run) -> str:
+    """Return what was odd, after which steps."""
+    rows = [(f"{int(amount(row, 'step') or 0):,}", row.get("phase", ""), str(row.get("why"))) for row in run.signs]
+    count = run.dead_steps
+    note = f"The last {count:,} steps were so." if count else "The last step was not so."
+    return f'<div class="card">{table(rows, ("step", "phase", "what was odd"))}<p class="note">{note}</p></div>'
+
+
 def _each(run: Run) -> str:
     return "" if (each := run.seconds_per_step) is None else f"{each:.3g} s a step at last"
 
@@ -152,7 +161,9 @@ def _curves(run: Run) -> str:
     return f'<div class="grid2">{"".join(figures)}</div>'
 
 
-KNOWN = re.compile(r"(step|bytes_|layers_|seconds_|tokens).*|epoch|loss|learning_rate|grad_norm|memory|phase|stage")
+KNOWN = re.compile(
+    r"(step|bytes_|layers_|seconds_|tokens).*|epoch|loss|dead_steps|learning_rate|grad_norm|memory|phase|stage"
+)
 
 
 def _more(run: Run, marks: Sequence[tuple[float, str]]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lema.errors import ConfigError, DataError, printable
+from lema.errors import ConfigError, DataError, printable, unreadable
 from lema.storage.regular import open_regular, read_regular
 from lema_tools.planfile import MOST, check_plan
 
@@ -101,6 +101,17 @@ class Run:
             done = self.steps is not None and self.step >= self.steps
             return done and any(row.get("event") == "phase_end" for row in self.rows[-1:])
         return bool(self.summary)
+
+    @cached_property
+    def signs(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics that say that the run may learn nothing."""
+        return [row for row in self.rows if row.get("event") == "dead"]
+
+    @cached_property
+    def dead_steps(self) -> int:
+        """In how many steps, up to the last, there was a sign that nothing is learnt."""
+        last = (row for row in reversed(self.rows) if "loss" in row or row.get("stopped") is True)
+        return int(amount(next(last, dict[str, Any]()), "dead_steps") or 0)
 
     @property
     def state(self) -> str:
@@ -203,7 +214,8 @@ class MetricsTail:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise _no_run(self._file.parent) from error
         except OSError as error:
-            raise DataError(f"cannot read the metrics: {error.strerror}", where=str(self._file)) from error
+            what = f"cannot read the metrics: {error.strerror}"
+            raise unreadable(self._file, error, DataError, what) from error
         return list(self._rows)
 
     def _take(self, data: bytes) -> None:

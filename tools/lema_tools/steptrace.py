@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lema.errors import DataError
+from lema.errors import DataError, unreadable
 from lema.storage.regular import read_regular
 from lema_tools.svg import Span
 
@@ -35,7 +35,7 @@ def read_step(file: Path, *, inside: bool = True) -> tuple[list[Span], dict[str,
         names = {one["tid"]: str(one["args"]["name"]) for one in events if one.get("ph") == "M"}
         spans = [_span(one, names) for one in events if one.get("ph") == "X"]
     except OSError as error:
-        raise DataError(f"cannot read the trace: {error.strerror}", where=str(file)) from error
+        raise unreadable(file, error, DataError, f"cannot read the trace: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         how = "use a file that `lema train --trace FILE` wrote"
         raise DataError(f"this is not a trace: {error!r}", where=str(file), how=how) from error

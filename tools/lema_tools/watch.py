@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lema.config.printing import draws
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
 from lema_tools.rundir import METRICS, RECENT, Memory, MetricsTail, Run, amount, by_step, read_run
 
@@ -39,7 +40,7 @@ def watch(
 
     console, tail = Console(highlight=False), MetricsTail(output_dir / METRICS)
     run = read_run(output_dir, tail)
-    if not once and console.is_terminal and run.state == "running":
+    if not once and draws(console) and run.state == "running":
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live, _key() as key:
             while run.state == "running":
                 live.update(picture(run, console.width, console.height), refresh=True)
@@ -110,7 +111,18 @@ def _head(run: Run, width: int, *, keys: bool) -> "Text":
         told.append(f"  {human_duration(left)} left")
     elif (took := amount(run.summary, "train_runtime")) is not None:
         told.append(f"  took {human_duration(took)}")
+    if run.signs:
+        told.append_text(_signs(run))
     return told
+
+
+def _signs(run: Run) -> "Text":
+    """Return a line that says that the run may learn nothing, or did not for a while."""
+    from rich.text import Text
+
+    last, count = run.signs[-1], run.dead_steps
+    since = f"since {count:,} step{'s' * (count > 1)}" if count else f"step {int(amount(last, 'step') or 0):,}"
+    return Text(f"\nthis run may learn nothing, {since}: {last.get('why')}", "bold red" if count else "yellow")
 
 
 def curve(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:

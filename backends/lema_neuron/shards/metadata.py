@@ -17,8 +17,9 @@ from typing import Any, get_args
 from torch import Tensor
 
 from lema.backend.layout import KvLayout, Layout, column, fused, kv, query, replicated
-from lema.errors import AdapterError, WeightsError
+from lema.errors import AdapterError, DataError, WeightsError
 from lema.storage.header import parse_json
+from lema.storage.regular import read_regular
 
 __all__ = ["FUSED", "GROUPED", "OWN_NAME", "Metadata", "Rule", "metadata_of", "plain_rule", "read_metadata"]
 
@@ -51,8 +52,8 @@ def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Met
     is on which rank; None: from the file, else `tile`. `AdapterError`: it is damaged, has another number of ranks, or
     has a module fused in an unknown way; `ConfigError`: the heads cannot be divided over so many ranks."""
     try:
-        return metadata_of(parse_json(file, file.read_bytes()), file, tp, kv_layout)
-    except (WeightsError, OSError) as error:
+        return metadata_of(parse_json(file, read_regular(file)), file, tp, kv_layout)
+    except (WeightsError, DataError, OSError) as error:
         raise _unusable(file, f"it does not describe the shards ({type(error).__name__}: {error})") from error
 
 

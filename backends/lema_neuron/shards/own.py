@@ -12,16 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lema.backend.layout import Difference, KvLayout, Layout, consolidate, differences, layout_from_dict, shard
-from lema.errors import AdapterError, ConfigError, DataError, ModelError
+from lema.errors import AdapterError, ConfigError, DataError, ModelError, WeightsError, unreadable
 from lema.lora.shards import layout_of_tensor, module_of
 from lema.model.partition import layout_at, layouts_of
 from lema.storage.atomic import flush
+from lema.storage.regular import read_regular
+from lema.storage.verify import load_tensors
 
 __all__ = ["LAYOUTS", "LEMA", "join"]
 
@@ -101,9 +102,10 @@ def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str,
     differ."""
     file = directory / LAYOUTS
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{file.name} cannot be read: {error}", where=str(file), how="save it again") from error
+        content = json.loads(read_regular(file))
+    except (OSError, DataError, ValueError, RecursionError) as error:
+        what = f"{file.name} cannot be read: {error}"
+        raise unreadable(file, error, AdapterError, what, "save it again") from error
     if isinstance(content, dict) and type(content.get("version")) is int and content["version"] > VERSION:
         what = f"these shards have version {content['version']} of their format, and this lema reads {VERSION}"
         raise AdapterError(what, where=str(file), how="upgrade lema")
@@ -137,10 +139,10 @@ def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str,
         try:
             if hashlib.sha256(file.read_bytes()).hexdigest() != content["files"][file.name]:
                 raise AdapterError(f"{file.name} is not the file that was saved", where=str(file), how="copy it again")
-            ranks.append(load_file(file))
-        except (OSError, SafetensorError) as error:
-            what = f"the shard {file.name} is damaged: {error}"
-            raise AdapterError(what, where=str(file), how="copy it again") from error
+            ranks.append(load_tensors(file))
+        except (OSError, WeightsError) as error:
+            what = f"the shard {file.name} is damaged: {error.what if isinstance(error, WeightsError) else error}"
+            raise unreadable(file, error, AdapterError, what, "copy it again") from error
         if odd := sorted(ranks[-1].keys() ^ layouts.keys()):
             raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(file))
     tensors, found = {}, {}

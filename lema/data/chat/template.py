@@ -2,30 +2,34 @@
 
 `transformers` renders it in jinja's sandbox, which keeps it from files, modules and attributes that lead to them, and
 bounds `range`. It bounds neither loops within loops nor powers (https://jinja.palletsprojects.com/en/stable/sandbox
-says that the caller must), so rendering has a limit of time and memory here.
+says that the caller must), so it is rendered in a process of its own, with a limit of time and memory.
 """
 
 import json
+import marshal
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime, tzinfo
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
-from lema.backend import timelimit
+from lema.data.chat.process import Limits, Refusal, Rendition, Request, rendered
+from lema.data.chat.recording import applied
 from lema.data.files import Row
 from lema.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_SECONDS", "Template", "date_for", "guarded", "in_forms", "literals_of", "open_template"]
+__all__ = ["MAX_SECONDS", "Template", "date_for", "in_forms", "literals_of", "open_template"]
+__all__ += ["render_ahead"]
 
-MAX_SECONDS = 3.0  # for one chat; a long one takes thousandths
+MAX_SECONDS = 3.0  # of the processor, for one chat; a long one takes thousandths
+MAX_BYTES = 512 << 20  # that rendering one chat may allocate
+MOST_AHEAD = 1 << 20  # bytes of chats that are sent at once
 MAX_NUMBER = 1_000_000  # to be multiplied by, or padded to
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -64,75 +68,113 @@ def literals_of(template: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Template:
-    """The chat template of a tokenizer, for rows of one kind: with tools, or without."""
+    """The chat template of a tokenizer, for rows of one kind: with tools, or without.
+
+    Attributes:
+        text: the template.
+        tokenizer: the tokenizer that has it.
+        tools: JSON schemas of tools; None: there are none.
+        date: that it is told for today, YYYY-MM-DD; None: today's.
+        ahead: what has been rendered already, by the identity of the list of messages (`render_ahead`).
+    """
 
     text: str
     tokenizer: "PreTrainedTokenizerBase"
     tools: list[Any] | None
-    date: str | None = None  # that it is told for today, YYYY-MM-DD; None: today's
+    date: str | None = None
+    ahead: dict[int, Rendition | Refusal] = field(default_factory=dict, compare=False)
 
     @property
     def marks_answers(self) -> bool:
         """Whether the template says by `{% generation %}` which words are the assistant's."""
         return bool(_GENERATION.search(self.text))
 
-    def render(self, messages: Messages, row: Row, *, prompt: bool = False) -> str:
-        """Render messages, with a generation prompt if asked. `DataError`: the template refuses, or takes too long."""
-        how: dict[str, Any] = {"tools": self.tools, "tokenize": False, "add_generation_prompt": prompt}
-        with told_date(self.date):
-            return str(guarded(row, lambda: self.tokenizer.apply_chat_template(messages, **how)))
+    def render(self, messages: Messages, row: Row, *, prompt: bool = False, continued: bool = False) -> str:
+        """Render messages, with a generation prompt if asked, or so that the last one can be `continued`. `DataError`:
+        the template refuses, or takes too long."""
+        return self._rendition(messages, row, add_generation_prompt=prompt, continue_final_message=continued).text
 
     def render_marked(self, messages: Messages, row: Row) -> tuple[str, list[tuple[int, int]]]:
         """Render messages with a template that marks the assistant's words; return also where these are."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        rendition = self._rendition(messages, row)
+        return rendition.text, [(start, end) for start, end in rendition.places if start < end]
 
-        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        how: dict[str, Any] = dict(self.tokenizer.special_tokens_map, tools=self.tools, chat_template=self.text)
+    def _rendition(self, messages: Messages, row: Row, **ends: bool) -> Rendition:
+        if not any(ends.values()) and (outcome := self.ahead.pop(id(messages), None)) is not None:
+            return _asked(row, lambda: _taken(outcome), self)
+        written = list[Rendition]()
 
-        with told_date(self.date):
-            texts, places = guarded(
-                row, lambda: render_jinja_template([present], return_assistant_tokens_mask=True, **how)
-            )
-        return str(texts[0]), [(int(start), int(end)) for start, end in places[0] if start < end]
+        def write(template: str, values: dict[str, Any]) -> str:
+            (outcome,) = rendered([_request(template, values, self.date)], Limits(MAX_SECONDS, MAX_BYTES))
+            written.append(_taken(outcome))
+            return written[-1].text
+
+        text = str(_asked(row, lambda: applied(lambda: self.apply(messages, **ends), write), self))
+        return written[0] if written and written[0].text == text else Rendition(text, [])
+
+    def apply(self, messages: Messages, **ends: Any) -> Any:
+        """Apply the template as `transformers` does."""
+        return self.tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=False, **ends)
 
 
-@contextmanager
-def told_date(date: str | None) -> Iterator[None]:
-    """Let the clock that `transformers` gives to templates show a date, YYYY-MM-DD, within a `with` block; None: today.
-    It is the clock of its module, because what is handed to a rendering may be data alone."""
+def render_ahead(asked: Sequence[tuple[Template, Messages]]) -> dict[int, Rendition | Refusal]:
+    """Render chats together, as many as are not too long; return what came of them, by the identity of the list of
+    messages. It is for the `ahead` of the templates that ask for it next. A chat that cannot be asked for, or of which
+    the tokenizer makes something else than the template writes, is left out: rendering it alone says why."""
+    requests, size = dict[int, Request](), 0
+    for template, messages in asked:
+        request = _request_of(template, messages) if size < MOST_AHEAD else None
+        if request is not None:
+            requests[id(messages)] = request
+            size += len(request.values)
+    if not requests:
+        return {}
+    return dict(zip(requests, rendered(list(requests.values()), Limits(MAX_SECONDS, MAX_BYTES)), strict=False))
+
+
+_WRITTEN = "a rendered chat"
+
+
+def _request_of(template: Template, messages: Messages) -> Request | None:
+    requests = list[Request]()
+
+    def write(text: str, values: dict[str, Any]) -> str:
+        requests.append(_request(text, values, template.date))
+        return _WRITTEN
+
+    try:
+        plain = applied(lambda: template.apply(messages), write) is _WRITTEN
+    except Exception:  # noqa: BLE001 - of any kind, and it is raised again where the chat is rendered alone
+        return None
+    return requests[0] if plain else None
+
+
+def _request(template: str, values: dict[str, Any], date: str | None) -> Request:
+    """Return what to ask the rendering process for, on a date, or now."""
+    now = _now() if date is None else datetime.fromisoformat(date)
+    clock = (now.year, now.month, now.day, now.hour, now.minute, now.second, now.microsecond)
+    return Request(template, clock, marshal.dumps(values))
+
+
+def _taken(outcome: Rendition | Refusal) -> Rendition:
+    if isinstance(outcome, Refusal):
+        raise _Refused(outcome)
+    return outcome
+
+
+def _now() -> datetime:
+    """Return the time by the clock that `transformers` gives to templates."""
     from transformers.utils import chat_template_utils
 
-    if date is None:
-        yield
-        return
-    day = datetime.fromisoformat(date)
-
-    class Clock(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Self:
-            return cls(day.year, day.month, day.day, tzinfo=tz)
-
     module: Any = chat_template_utils
-    own = module.datetime
-    module.datetime = Clock
-    try:
-        yield
-    finally:
-        module.datetime = own
-
-
-def _today() -> str:
-    """Return the date, YYYY-MM-DD, by the clock that `transformers` gives to templates."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    made: Any = render_jinja_template([[]], chat_template="{{ " + CLOCK + "('%Y-%m-%d') }}")
-    return str(made[0][0])
+    now: datetime = module.datetime.now()
+    return now
 
 
 def date_for(tokenizer: "PreTrainedTokenizerBase", date: str | None) -> str | None:
     """Return the date to tell the tokenizer's chat templates for today, the given one if there is one; None: none of
     them asks for it."""
-    return (date or _today()) if CLOCK in str(tokenizer.chat_template) else None
+    return (date or _now().strftime("%Y-%m-%d")) if CLOCK in str(tokenizer.chat_template) else None
 
 
 def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]:
@@ -149,7 +191,7 @@ def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]
             made = render(form)
         except DataError as error:
             refused.append(error)
-            if isinstance(error.__cause__, _TooSlow):  # as it would with each other form
+            if isinstance(error.__cause__, _Refused) and error.__cause__.ended:  # as it would with each other form
                 break
             continue
         taken += 1
@@ -176,33 +218,41 @@ def _written(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_template(
-    tokenizer: "PreTrainedTokenizerBase", tools: list[Any] | None, row: Row, date: str | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    tools: list[Any] | None,
+    row: Row,
+    date: str | None = None,
+    ahead: dict[int, Rendition | Refusal] | None = None,
 ) -> Template:
-    """Return the tokenizer's template, which is told the `date` for today; None: today's. `DataError`: it has none, or
-    one that could take all time or memory."""
+    """Return the tokenizer's template, which is told the `date` for today; None: today's. What it has rendered already
+    may be given, `ahead`. `DataError`: it has none, or one that could take all time or memory."""
     if not tokenizer.chat_template:
         how = "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + completion"
         raise row.broken("the data are chats, and the tokenizer has no chat template", how=how)
     text = tokenizer.chat_template
     if not isinstance(text, str):  # several by name, one of them for tools
-        text = guarded(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
+        text = _asked(row, lambda: str(tokenizer.get_chat_template(tools=tools)))
     if refused := check_template(text):
         raise row.broken(f"{refused}, which no chat template needs", how="do not use this template unless you trust it")
-    return Template(text, tokenizer, tools, date)
+    return Template(text, tokenizer, tools, date, {} if ahead is None else ahead)
 
 
-class _TooSlow(jinja2.TemplateError):
-    """A template takes too long."""
+class _Refused(jinja2.TemplateError):
+    """A chat was not rendered."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.why)
+        self.ended = refusal.ended
 
 
-def guarded(row: Row, function: Callable[[], Any]) -> Any:
-    """Call what runs a template, a program from outside that may raise anything, for `MAX_SECONDS` of computing."""
-    slow = _TooSlow(f"it takes more than {MAX_SECONDS:g} seconds")
+def _asked(row: Row, function: Callable[[], T], template: Template | None = None) -> T:
+    """Call what renders a chat, or prepares it, which raises anything where the chat is none for the template."""
     try:
-        with timelimit.limited(MAX_SECONDS, lambda: slow, file="<template>"):
-            return function()
+        return function()
     except Exception as error:
-        said = "it allocates more than 768 MiB" if isinstance(error, MemoryError) else str(error)
-        what = f"the chat template rejects this chat: {said or type(error).__name__}"
         how = "compare the roles and their order with what the model's template expects"
+        if template is not None and isinstance(error, _Refused) and error.ended:
+            own = f" than that of {name}" if (name := template.tokenizer.name_or_path) else ""
+            how = f"shorten the chat, or set chat_template to another one{own}"
+        what = f"the chat template rejects this chat: {str(error) or type(error).__name__}"
         raise row.broken(what, how=how) from error

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ import numpy as np
 from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt, Pieces
-from lema.data.chat.template import Template, open_template
+from lema.data.chat.process import Refusal, Rendition
+from lema.data.chat.template import Template, open_template, render_ahead
 from lema.data.chat.turns import Known, Rendered, Span, keep, render_chat
 from lema.data.files import Row
 from lema.data.forms import Remarks, TrainOn, num_alike
+from lema.errors import DataError
 from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
@@ -37,13 +40,23 @@ class Chats:
     remarks: Remarks
     known: Known
     date: str | None = None  # that templates are told for today; None: none of them asks
+    ahead: dict[int, Rendition | Refusal] = field(default_factory=dict)  # what was rendered together (`prepare`)
+
+    def prepare(self, chats: Sequence[tuple[Chat, Row]]) -> None:
+        """Render chats together, which is faster than one by one; `render` then tells what came of each."""
+        asked = []
+        for chat, row in chats:
+            with suppress(DataError):  # which `render` raises
+                asked.append((open_template(self.tokenizer, chat.tools, row, self.date), chat.messages))
+        self.ahead.clear()
+        self.ahead.update(render_ahead(asked))
 
     def render(self, chat: Chat, row: Row) -> tuple[str, list[Span]] | None:
         """The rendered chat, with all its special tokens, and the stretches that are trained on; None: the data say so
         of none. `DataError`: no template, it refuses the chat, no assistant message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise row.broken("no message is the assistant's, so there is nothing to train on")
-        template = open_template(self.tokenizer, chat.tools, row, self.date)
+        template = open_template(self.tokenizer, chat.tools, row, self.date, self.ahead)
         if self.date is not None:
             self.remarks.add(row, DATED.format(self.date))
         check_roles(chat, template, row)

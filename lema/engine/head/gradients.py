@@ -10,6 +10,7 @@ then waits until the gradients have come down through the layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lema.backend import Backend
+from lema.engine.trained_weights import AskedGradients, differentiated_again
+from lema.errors import ConfigError
 from lema.model.capture import changed, tensors_in
 from lema.model.flow import LayerCall
 from lema.model.state.graph import leaves
@@ -37,8 +40,9 @@ class EmbedHead:
     None: they are somebody else's, and only the embeddings are looked after. `hidden`: each micro-batch's hidden state
     before the layers, with its graph where something there trains. `calls`: of each layer, the call of each
     micro-batch. An argument with a graph is cut off from it: layers add its gradient to `.grad`, from where it goes on
-    at the end. As attributes it has `reach_below`: whether gradients go on below the layers. `sums`: of each of the
-    head's parameters the gradient, summed over the blocks that the loss was formed of so far."""
+    at the end. `asked`: takes gradients where a caller asks for them. As attributes it has `reach_below`: whether
+    gradients go on below the layers. `sums`: of each of the head's parameters the gradient, summed over the blocks that
+    the loss was formed of so far."""
 
     def __init__(
         self,
@@ -47,8 +51,9 @@ class EmbedHead:
         hidden: Sequence[Tensor],
         calls: Sequence[Sequence[LayerCall]],
         trained: Collection[nn.Parameter],
+        asked: AskedGradients | None = None,
     ) -> None:
-        self._loss = loss
+        self._loss, self._asked = loss, asked
         self._backend, self._hidden = backend, list(hidden)
         self._given = [_cut_off(per_layer) for per_layer in zip(*calls, strict=True)]
         self._trained = {id(parameter): parameter for parameter in trained}
@@ -105,15 +110,21 @@ class EmbedHead:
 
     def _start_backward(self, gradients: Sequence[Tensor]) -> tuple[()]:
         """Add the gradients of the part before the layers, from those of the hidden states."""
-        for index, gradient in enumerate(gradients):
-            made = [(self._hidden[index], gradient), *((tensor, leaf.grad) for tensor, leaf in self._given[index])]
-            done = [(tensor, grad) for tensor, grad in made if tensor.requires_grad and grad is not None]
-            self._hidden[index], self._given[index] = self._hidden[index].detach(), []  # their graphs are done with
-            self._differentiate(index, [tensor for tensor, _ in done], [grad for _, grad in done])
+        again = differentiated_again()
+        with nullcontext() if self._asked is None else self._asked.collected():
+            for index, gradient in enumerate(gradients):
+                made = [(self._hidden[index], gradient), *((tensor, leaf.grad) for tensor, leaf in self._given[index])]
+                done = [(tensor, grad) for tensor, grad in made if tensor.requires_grad and grad is not None]
+                for _, leaf in self._given[index]:
+                    leaf.grad = None
+                if not again:
+                    self._hidden[index], self._given[index] = self._hidden[index].detach(), []
+                self._differentiate(index, [tensor for tensor, _ in done], [grad for _, grad in done], again=again)
         return ()
 
-    def _differentiate(self, index: int, roots: list[Tensor], gradients: list[Tensor]) -> None:
-        """Add the gradients of one micro-batch: of `roots`, and of its head if that is still to be done."""
+    def _differentiate(self, index: int, roots: list[Tensor], gradients: list[Tensor], *, again: bool = False) -> None:
+        """Add the gradients of one micro-batch: of `roots`, and of its head if that is still to be done. `again`: the
+        graphs of the roots are kept for another backward."""
         if index in self._outputs:
             output, state = self._outputs.pop(index)
             after = self._backend.rng_state()
@@ -124,7 +135,7 @@ class EmbedHead:
                 roots, gradients = [], []
             self._backend.set_rng_state(after)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            torch.autograd.backward(roots, gradients, retain_graph=again)
 
 
 def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
@@ -151,11 +162,17 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
 class _Apart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Forward[Any], backward: Backward, anchor: Tensor, *given: Tensor) -> Any:  # noqa: ARG004 - autograd looks at it
-        ctx.own_backward = backward
+        ctx.own_backward, ctx.freed = backward, False
         return forward(given, ctx.needs_input_grad[3:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        # By itself autograd only knows that of graphs that save tensors.
+        if ctx.freed:
+            what = "a graph of streamed layers is differentiated again, and it was freed by an earlier backward"
+            how = "give retain_graph=True to every backward but the last, or add the losses up"
+            raise ConfigError(what, where="backward", how=how)
+        ctx.freed = not differentiated_again()
         return None, None, None, *ctx.own_backward(gradients)
 
 

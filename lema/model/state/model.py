@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from lema.model.state.hooks import ModelHooks
 from lema.model.state.layers import Journal, LayerStates
 from lema.model.state.outer import OuterState
 from lema.model.state.saved import from_json, to_json
@@ -34,6 +35,7 @@ class ModelState:
     Attributes:
         outer: what the modules around the layers keep.
         layers: what the modules inside of the layers keep.
+        hooks: the hooks of the layers, and of the modules inside of them.
     """
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, name: str) -> None:
@@ -41,11 +43,13 @@ class ModelState:
         outer = OuterState(model, layers)
         self.outer = outer
         self.layers = LayerStates(layers, name, lambda: outer.modules)  # without a circle, which would keep the weights
+        self.hooks = ModelHooks(layers, name)
 
     def forget(self) -> None:
         """Look the modules up again, because adapters were attached or taken off."""
         self.outer.forget()
         self.layers.forget()
+        self.hooks.forget()
 
     def mark(self) -> Mark:
         """Mark this moment. Where no module keeps anything that costs some comparisons of references."""

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-from lema.config import LemaConfig
+from lema.config import LemaConfig, markdown
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
 
@@ -33,8 +33,8 @@ USE = """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {name})
+tokenizer = AutoTokenizer.from_pretrained({name})
 ```"""
 
 
@@ -51,22 +51,17 @@ def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: 
     versions = ", ".join(f"{one} {version(one)}" for one in ("lema", "peft", "transformers", "torch"))
     parts = [
         f"---\n{about.to_yaml()}\n---",
-        f"# {name.rpartition('/')[2]}",
-        f"An adapter (LoRA) of `{shown}`, trained with LEMA; the objective is {config.objective}.",
-        USE.format(base=shown, name=name),
-        _table("Data", data),
-        _table(
+        f"# {markdown.text(name.rpartition('/')[2])}",
+        f"An adapter (LoRA) of {markdown.code(shown)}, trained with LEMA; the objective is {config.objective}.",
+        USE.format(base=markdown.python_text(shown), name=markdown.python_text(name)),
+        markdown.table("Data", data),
+        markdown.table(
             "Results", {one: f"{value:.6g}" if isinstance(value, float) else value for one, value in results.items()}
         ),
-        _table("Settings", {one: _plain(value) for one, value in given.items()}),
+        markdown.table("Settings", {one: _plain(value) for one, value in given.items()}),
         f"Made with {versions}.",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _table(title: str, rows: Mapping[str, Any]) -> str:
-    lines = (f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items())
-    return "\n".join([f"## {title}\n\n| | |\n|---|---|", *lines]) if rows else ""
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import TrainerState
@@ -30,14 +30,15 @@ from lema.backend.group import first_alone
 from lema.backend.layout import Layout
 from lema.config import LemaConfig
 from lema.engine.beside import StartingAdapter
-from lema.errors import AdapterError, ConfigError, DiskError, LemaError
+from lema.errors import AdapterError, ConfigError, DiskError, LemaError, WeightsError
 from lema.lora import save_adapter
 from lema.lora.checks import Base, write_base
+from lema.lora.consent import save_settings
 from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_tensor
 from lema.storage.atomic import commit, discard
 from lema.storage.diskspace import check_room, not_written
 from lema.storage.regular import read_regular
-from lema.storage.verify import check_finite, check_written
+from lema.storage.verify import check_finite, check_written, load_tensors
 from lema.train.reference import reference_writers
 
 STATE = "state.json"
@@ -152,7 +153,7 @@ def leave_adapter(
         for write_reference in of_reference:
             write_reference(directory)
         save_adapter(adapters, directory, base.name, base.revision, whole, writers)
-        config.save_pretrained(directory)
+        save_settings(config, directory)
         write_base(directory, base)
 
     if whole is None:
@@ -193,7 +194,7 @@ def restore_optimizer(
         what = f"the state is of the optimizer {plain.get('class')}, not of {name}"
         raise AdapterError(what, where=str(directory / STATE), how="resume with the optimizer with which the run began")
     try:
-        tensors = load_file(directory / OPTIMIZER)
+        tensors = load_tensors(directory / OPTIMIZER)
         state: dict[int, dict[str, Any]] = {}
         for index, entries in plain["state"].items():
             for path, value in entries.items():
@@ -214,8 +215,8 @@ def restore_optimizer(
             if isinstance(mine["lr"], Tensor):  # it was saved as a number
                 groups[-1]["lr"] = torch.full_like(mine["lr"], saved["lr"])
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        what = f"the optimizer cannot be restored: {error}"
+    except (WeightsError, ValueError, KeyError) as error:
+        what = f"the optimizer cannot be restored: {error.what if isinstance(error, WeightsError) else error}"
         how = "resume with the settings with which the run began, or choose another checkpoint"
         raise AdapterError(what, where=str(directory / OPTIMIZER), how=how) from error
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lema.backend import Backend
 from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
 from lema.config.settings import Change
-from lema.errors import AdapterError, ConfigError, listed
+from lema.errors import AdapterError, ConfigError, ReadError, listed
 from lema.lora.files import WEIGHTS, adapter_differences, read_lora_config
 from lema.model.state.model import ModelState
 from lema.model.state.rotary import types_by_length
@@ -151,7 +151,7 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     template was told."""
     names = ("micro_batch_size", "loss_chunk_tokens", "template_date")
     left_open = [name for name in names if getattr(config, name) is None]
-    with suppress(AdapterError):  # which the trainer tells
+    with suppress(AdapterError, ReadError):  # which the trainer tells
         then = {} if checkpoint is None else settings_then(checkpoint)
         found: dict[str, Any] = {name: then[name] for name in left_open if then.get(name) is not None}
         if (

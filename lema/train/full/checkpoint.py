@@ -7,14 +7,12 @@ a checkpoint needs only the memory of one more layer.
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,11 +24,13 @@ from lema.convert.delta import DELTA_NAME, FORMAT, STEM, DeltaFile
 from lema.convert.hubformat import open_stored, write_model, write_shards
 from lema.convert.published import visit_order
 from lema.convert.tensors import bytes_of, stored_name
-from lema.errors import AdapterError
+from lema.errors import AdapterError, WeightsError
+from lema.lora.consent import save_settings
 from lema.model.state.model import ModelState
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import appearing, free_directory, replace_file
-from lema.storage.verify import base_fingerprint, check_finite
+from lema.storage.header import TensorRecord, read_header
+from lema.storage.verify import base_fingerprint, check_finite, load_record
 from lema.train.checkpoint.format import (
     Writer,
     about_run,
@@ -78,7 +78,7 @@ def write_full(
     states = states_of_all(backend, kept)
     state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states, **about}
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
-    every: list[Writer] = [write_weights, config.save_pretrained, *writers]
+    every: list[Writer] = [write_weights, partial(save_settings, config), *writers]
     settings = optimizer_state(settings_of(optimizer))
     first_alone(backend.replicas, partial(write_checkpoint, directory, settings, state, every, nbytes))
 
@@ -150,19 +150,16 @@ def _index(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the file and the shape of every tensor in a checkpoint."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(directory.glob(f"{KIND}-*.safetensors")):
-        with _opened(path) as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
-                found[key] = path.name, tuple(file.get_slice(key).get_shape())
+        for key, record in _records(path).items():
+            found[key] = path.name, record.shape
     return found
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _records(path: Path) -> Mapping[str, TensorRecord]:
     try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise AdapterError(f"the weights cannot be read: {error}", where=str(path)) from error
+        return read_header(path)[1]
+    except WeightsError as error:
+        raise AdapterError(f"the weights cannot be read: {error.what}", where=str(path), how=error.how) from error
 
 
 @torch.no_grad()
@@ -176,10 +173,9 @@ def _fill(
     every = ((f"{key}.{name}", key, one) for name in masters.by_name for key, one in _tensors(masters, optimizer, name))
     targets = {stored: tensor for stored, key, tensor in every if key in wanted}
     for file in sorted({file for file, _ in saved.values()}):
-        with _opened(directory / file) as opened:
-            for key in opened.keys():  # noqa: SIM118 - it is no mapping
-                if key in targets:
-                    targets[key].copy_(opened.get_tensor(key))
+        for key, record in _records(directory / file).items():
+            if key in targets:
+                targets[key].copy_(load_record(record))
 
 
 def _pieces(model: LemaModel, masters: Masters, name: str) -> Iterable[memoryview]:

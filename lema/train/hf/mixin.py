@@ -16,6 +16,7 @@ that comes first, for all batches in their order, because GRPO draws completions
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from lema.backend.interrupt import autograd_in_this_thread
 from lema.engine.stack import LayerStack, StackCall
 from lema.errors import ConfigError
-from lema.train.hf.peftmodel import StreamedPeftModel, streamed
+from lema.train.hf.peftmodel import SCORES, StreamedPeftModel, streamed
 
 if TYPE_CHECKING:
     from transformers import Trainer as Below
@@ -62,6 +63,9 @@ class StreamingMixin(Below):
                 (one for one in (*args, *kwargs.values()) if hasattr(one, "per_device_train_batch_size")), None
             )
             device = {} if given is None else {"device": given.device.type}
+            if self._scores() and getattr(peft_config, "task_type", SCORES) is None:
+                peft_config = deepcopy(peft_config)
+                peft_config.task_type = SCORES  # as this trainer opens a model by its name
             model = streamed(model, peft_config, **{**device, **(streaming or {})})
         elif peft_config is not None or streaming is not None:
             what = "peft_config and streaming need the name of a model"
@@ -69,6 +73,10 @@ class StreamingMixin(Below):
         if not isinstance(model, StreamedPeftModel):
             what = f"the model is a {type(model).__name__}, and its layers do not stream"
             raise ConfigError(what, where=type(self).__name__, how="give its name, or the result of lema.streamed")
+        if self._scores() and model.peft_config["default"].task_type != SCORES:
+            what = "a RewardTrainer needs a model that scores texts, and this one has a head over the vocabulary"
+            how = f'open it with task_type="{SCORES}" in the LoraConfig'
+            raise ConfigError(what, where=type(self).__name__, how=how)
         if model.opened.backend.replicas.size > 1:
             # Because DistributedDataParallel counts the calls of the model, and a step calls it more than once.
             what = "StreamingMixin needs a single process, because all batches of a step share it"
@@ -77,6 +85,11 @@ class StreamingMixin(Below):
         self._batches: Sequence[Any] = ()
         self._joint: _JointStep | None = None
         super().__init__(model, *args, **kwargs)
+
+    @classmethod
+    def _scores(cls) -> bool:
+        """Whether the trainer below is TRL's for rewards, by its name: it may not be installed."""
+        return any(one.__name__ == "RewardTrainer" for one in cls.__mro__)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of an optimizer step as the trainer does, and keep them."""

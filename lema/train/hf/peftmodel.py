@@ -14,7 +14,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from accelerate.state import AcceleratorState
@@ -28,11 +28,12 @@ from lema.config import LemaConfig
 from lema.engine.head.routers import coefficient_of
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError
-from lema.lora.checks import base_of, read_json
+from lema.lora.checks import base_of, read_json, write_base
 from lema.lora.files import CONFIG, WEIGHTS, fill_adapter, read_safetensors, settings_of
 from lema.lora.materialize import make_real
 from lema.lora.published import config_in_own, publish_files, tensors_in_own
 from lema.storage.modelfiles import load_generation_config
+from lema.storage.verify import BaseFiles
 from lema.train.model import LemaModel
 
 __all__ = ["StreamedPeftModel", "streamed"]
@@ -153,6 +154,7 @@ class StreamedPeftModel(PeftModel):
 
     opened: LemaModel
     stack: LayerStack
+    base_files: BaseFiles  # as they were when the model was opened
 
     @classmethod
     def around(cls, opened: LemaModel) -> Self:
@@ -163,7 +165,8 @@ class StreamedPeftModel(PeftModel):
         skeleton, settings = opened.skeleton, opened.config
         model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))
         one = model.peft_config["default"]
-        base = base_of(settings, opened.gbi)
+        model.base_files = BaseFiles(opened.gbi)
+        base = base_of(settings, opened.gbi, model.base_files.fingerprint)
         one.base_model_name_or_path, one.revision = base.name, base.revision
         if skeleton.can_generate():
             skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
@@ -189,23 +192,48 @@ class StreamedPeftModel(PeftModel):
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add an adapter as PEFT does, with the values that PEFT draws."""
         kwargs["low_cpu_mem_usage"] = True  # because PEFT would move it to its base, which is nowhere
-        split, device = self.opened.split, self.opened.backend.device
         with torch.random.fork_rng(devices=()):  # because some values are drawn already, to be thrown away
             super().add_adapter(adapter_name, peft_config, *args[1:], **kwargs)
+        self._make_real(adapter_name)
+
+    def add_weighted_adapter(self, adapters: list[str], weights: list[float], adapter_name: str, **kwargs: Any) -> None:
+        """Add an adapter that is a combination of others, as PEFT does (`LoraModel.add_weighted_adapter`)."""
+        lora: Any = self.base_model
+        inject = lora.inject_adapter
+
+        def inject_real(model: nn.Module, name: str) -> None:
+            with torch.random.fork_rng(devices=()):
+                inject(model, name, low_cpu_mem_usage=True)
+            self._make_real(name)  # before PEFT writes the combination into it
+
+        lora.inject_adapter = inject_real
+        try:
+            lora.add_weighted_adapter(adapters, weights, adapter_name, **kwargs)
+        finally:
+            del lora.inject_adapter
+
+    def _make_real(self, adapter: str) -> None:
+        """Give an adapter that PEFT has attached without memory its memory, and the values that PEFT draws."""
+        opened, config = self.opened, cast(LoraConfig, self.peft_config[adapter])
         trains = {name: one.requires_grad for name, one in self.named_parameters()}
-        read, name = self.opened.read_stored, split.layers_name
-        make_real(self.opened.skeleton, peft_config, device, name, draw=True, read=read, adapter=adapter_name)
+        device, name, read = opened.backend.device, opened.split.layers_name, opened.read_stored
+        make_real(opened.skeleton, config, device, name, draw=True, read=read, adapter=adapter)
         for name, one in self.named_parameters():
             one.requires_grad_(trains[name])
-        split.adapters_changed()
+        opened.split.adapters_changed()
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Write adapters as PEFT does, such that they fit the class that the base's `config.json` names, too."""
+        """Write adapters as PEFT does, such that they fit the class that the base's `config.json` names, too, and
+        beside each the fingerprint of the base. `WeightsError`: the base's files have changed since they were opened;
+        nothing is written then."""
+        self.base_files.check()
         super().save_pretrained(save_directory, *args, **kwargs)
+        base = base_of(self.opened.config, self.opened.gbi, self.base_files.fingerprint)
         for name in self.peft_config:
             directory = Path(save_directory) / ("" if name == "default" else name)
             if (directory / WEIGHTS).is_file() and (directory / CONFIG).is_file():
                 publish_files(self.opened.skeleton, directory, CONFIG, WEIGHTS)
+                write_base(directory, base)
 
     def load_adapter(self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, with the names of either class, but lose nothing of what PEFT's reader does."""

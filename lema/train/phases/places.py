@@ -11,7 +11,7 @@ elsewhere is linked into the new run's directory, so that the run is like any ot
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,11 +145,14 @@ class Places:
 
         cut_metrics(self.directory / METRICS_NAME, keep, size)
 
-    def note(self, index: int, step: int, best: Mapping[str, Any] | None, keep: int | None) -> None:
-        """Say which checkpoints are the latest and the `best`, and forget all but the newest `keep` and that one."""
+    def note(
+        self, index: int, step: int, best: Mapping[str, Any] | None, keep: int | None, sound: int | None = None
+    ) -> None:
+        """Say which checkpoints are the latest and the `best`, and forget all but the newest `keep`, that one, and that
+        of the `sound` step."""
         self.note_latest(index, step)
         self.note_best(index, best)
-        self.forget_old(index, step, keep)
+        self.forget_old(index, step, keep, () if sound is None else (self.checkpoint(index, sound),))
 
     def note_latest(self, index: int, step: int) -> None:
         """Say which checkpoint is the run's last, or raise `DiskError`."""
@@ -180,11 +183,12 @@ class Places:
             how = "delete it; the next best evaluation writes it again"
             raise AdapterError(f"this does not name a checkpoint: {error!r}", where=str(file), how=how) from error
 
-    def forget_old(self, index: int, step: int, keep: int | None) -> None:
-        """Delete checkpoints of a phase up to `step`, but for the newest `keep` and the best, or raise `DiskError`."""
+    def forget_old(self, index: int, step: int, keep: int | None, sound: Sequence[Path] = ()) -> None:
+        """Delete checkpoints of a phase up to `step`, but for the newest `keep`, the best, and those that are `sound`;
+        or raise `DiskError`."""
         best = self.best(index)
         spared = () if best is None else (self.place(index) / str(best["checkpoint"]),)
-        forget_old_checkpoints(self.place(index), self.checkpoint(index, step), keep, spared)
+        forget_old_checkpoints(self.place(index), self.checkpoint(index, step), keep, [*spared, *sound])
 
 
 def _write(file: Path, note: Mapping[str, Any]) -> None:

@@ -313,4 +313,5 @@ def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
             say(f"phase {row['phase']} begins: {row['trains']}")
         case "phase_end":
             loss = "" if row["final_eval_loss"] is None else f", loss on held-out rows {row['final_eval_loss']:.4f}"
-            say(f"phase {row['phase']} has ended after step {row['step']}{loss}")
+            dead = "" if (why := row.get("dead")) is None else f"; it may have learnt nothing: {why}"
+            say(f"phase {row['phase']} has ended after step {row['step']}{loss}{dead}")

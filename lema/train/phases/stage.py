@@ -26,12 +26,14 @@ from lema.plan.planner import settled
 from lema.plan.trainable_bytes import trained_bytes
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_errors
+from lema.storage.regular import open_regular
 from lema.storage.rendering import carry_rendering
 from lema.train.checkpoint.format import read_state
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position, RunEvents
 from lema.train.full.checkpoint import save_delta, save_trained
 from lema.train.full.training import FullTraining
+from lema.train.health.signs import is_sound
 from lema.train.loop import Drawn, Pending
 from lema.train.metrics import NO_SUMS
 from lema.train.model import LemaModel
@@ -67,7 +69,7 @@ def copy_adapter(end: Path, out: Path) -> None:
     """Copy the adapter that a run ends with to where every run has it, or raise `DiskError`."""
     try:
         for file in (*end.glob("adapter_*"), end / CONFIG_NAME):
-            with file.open("rb") as source, replacing(out / file.name) as copy:
+            with open_regular(file) as source, replacing(out / file.name) as copy:
                 shutil.copyfileobj(source, copy)
         carry_rendering(end, out)
     except OSError as error:
@@ -186,6 +188,7 @@ class PhaseRun:
         self.pending: Pending | None = None
         self.carried: Mapping[str, Any] = {}
         self.saved: int | None = None
+        self.sound: int | None = None
         self.eval_loss: float | None = None
 
     @cached_property
@@ -199,7 +202,8 @@ class PhaseRun:
         self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
         self.pending, self.saved = about["left"], self.done
         self.carried = {"window": about.get("window") or about["unlogged"]}  # its earlier name
-        self.carried |= {"whole": about.get("whole", NO_SUMS)}
+        self.carried |= {"whole": about.get("whole", NO_SUMS), "signs": about.get("signs")}
+        self.sound = self.done if is_sound(self.carried) else None
         if checkpoint != self._places.checkpoint(self._index, self.done):  # of another run: this one has one of its own
             if self.best is not None and self.best["step"] != self.done:
                 self.best = None  # that checkpoint stayed behind
@@ -257,7 +261,7 @@ class PhaseRun:
 
     def _note(self) -> None:
         keep = self.steps.config.save_total_limit
-        first_alone(self._replicas, partial(self._places.note, self._index, self.done, self.best, keep))
+        first_alone(self._replicas, partial(self._places.note, self._index, self.done, self.best, keep, self.sound))
 
     def leave_model(self, model: LemaModel) -> None:
         """Write the start of the next phase: the trained weights, or the base with the adapters. Or `DiskError`."""

@@ -364,3 +364,28 @@ def test_what_scores_texts_is_no_language_model(checkpoint_of: CheckpointOf, tmp
         lema.LemaModel.from_pretrained(tmp_path, model_name_or_path=str(checkpoint.streamed), device="cpu")
     with pytest.raises(ConfigError, match="a causal language model has no labels for scores"):
         lema.streamed(checkpoint.streamed, lora(), device="cpu", num_labels=2)
+
+
+class RewardTrainer(Kept):
+    """Has the name of TRL's."""
+
+
+class Rewards(StreamingMixin, RewardTrainer):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:.*lm_head", "ignore:.*score")
+def test_a_trainer_of_rewards_gets_a_model_that_scores(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+    """TRL's opens such a model by its name, whatever the config says."""
+    name, given = str(checkpoint_of("llama").streamed), LoraConfig(r=4, target_modules="all-linear")
+    trainer = Rewards(name, arguments(tmp_path), train_dataset=rows(), peft_config=given)
+    assert isinstance(trainer.model, PeftModelForSequenceClassification)
+    assert given.task_type is None
+    model = lema.streamed(name, given, device="cpu")
+    with pytest.raises(ConfigError, match=r"(?s)needs a model that scores texts.*task_type=\"SEQ_CLS\""):
+        Rewards(model, arguments(tmp_path), train_dataset=rows())
+
+
+def test_a_call_without_tokens_gets_the_sentence_of_transformers(model: Any) -> None:
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        model(attention_mask=torch.ones(1, 4))

@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lema.data.chat.template import open_template
+from lema.data.files import Row
 from lema.data.forms import num_positions
 from lema.errors import ConfigError
 from lema.train.inference.texts import completions, plan_of
@@ -123,8 +125,9 @@ class _Answers:
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a chat as the tokenizer's template writes it."""
-        ends = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **ends))
+        row = Row({}, "the harness's request", 1)
+        template = open_template(self.tokenizer, None, row)
+        return template.render(chat_history, row, prompt=add_generation_prompt, continued=not add_generation_prompt)
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         """Return how likely each continuation is after its context, which is cut at its beginning if it is too long."""

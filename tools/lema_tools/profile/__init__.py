@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, import_libraries, settings_of
+from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, import_libraries, phase_file_of
 from lema.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def profile(
 
 def _phase_of(path: Path, name: str | None, given: Any) -> tuple["PhaseFile", int]:
     """Return a file of phases, and the number of the one that is named; `ConfigError`: it trains no adapters."""
-    from lema.train.phases.file import read_phase_file
-
-    file = read_phase_file(path, **settings_of(given))
+    file = phase_file_of(path, given)
     able = {str(one.name): index for index, one in enumerate(file.plan.phases) if one.trains == "lora"}
     if name is None or name not in able:
         what = "phases have steps of several kinds" if name is None else f"no phase {name} trains adapters"

@@ -1,7 +1,7 @@
 """The two runs that are compared: the same steps streamed, and with `transformers` and PEFT on the whole model.
 
 Each is a process of its own where it is called by `run_apart`, so that its peak of memory is its own; `python -m
-lema_tools.proof.arms ARM CASE RESULT` is that process.
+lema_tools.proof ARM CASE RESULT` is that process.
 """
 
 import gc
@@ -180,7 +180,7 @@ ARMS: dict[str, Callable[[Case], Outcome]] = {"streamed": streamed, "whole": who
 def run_apart(arm: str, case: Case) -> Outcome:
     """Run one of the two in a process of its own, or raise a LemaError with what it said where it fails."""
     place = Path(case.scratch) / f"{arm}.pt"
-    command = [sys.executable, "-m", "lema_tools.proof.arms", arm, json.dumps(asdict(case)), str(place)]
+    command = [sys.executable, "-m", "lema_tools.proof", arm, json.dumps(asdict(case)), str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **RETURNING})
     if done.returncode or not place.is_file():
         said = "\n".join(done.stderr.strip().splitlines()[-12:])
@@ -215,12 +215,3 @@ def _memory(backend: Backend, before: int) -> dict[str, int]:
     """Return the bytes resident before, and the most since: of the process, or of a device with memory of its own."""
     stats = backend.memory()
     return {"before": before, "peak": _resident("VmHWM")} if stats.shared else {"before": 0, "peak": stats.peak}
-
-
-if __name__ == "__main__":
-    from lema.config.printing import hush
-
-    hush()
-    name, given, result = sys.argv[1:]
-    outcome = ARMS[name](Case(**json.loads(given)))
-    torch.save(dict(vars(outcome)), result)

@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from lema.config.markdown import code
 from lema.config.units import human_bytes, human_count
 from lema.errors import LemaError
 from lema.storage.atomic import replace_file
@@ -141,7 +142,7 @@ def markdown(certificate: Mapping[str, Any]) -> Iterator[str]:
     about = f"{model['layers']} layers and {human_count(model['parameters'])} parameters"
     rows = f"{case['micro_batches']} rows with {case['tokens']} tokens"
     adapter = f"{human_count(model['adapter_parameters'])} parameters, rank {case['rank']}"
-    yield f"A `{model['model_type']}` with {about} was trained for {case['steps']} steps of {rows},"
+    yield f"A {code(model['model_type'])} with {about} was trained for {case['steps']} steps of {rows},"
     yield f"in {case['dtype']} on `{certificate['machine']['device']}`: once by LEMA, {model['slots']} layers in memory"
     yield "at a time, and once by `transformers` and PEFT with the whole model, with the same rows, seed and adapter"
     yield f"({adapter})."
@@ -170,7 +171,7 @@ def markdown(certificate: Mapping[str, Any]) -> Iterator[str]:
     machine = certificate["machine"]
     yield f"Machine: {machine['system']}, {machine['cores']} cores, {human_bytes(machine['memory'])} of memory."
     yield f"Versions: {', '.join(f'{name} {number}' for name, number in certificate['versions'].items())}."
-    yield f"Date: {certificate['date']}. Command: `{certificate['command']}`"
+    yield f"Date: {certificate['date']}. Command: {code(certificate['command'])}"
 
 
 def _verdict(certificate: Mapping[str, Any]) -> str:

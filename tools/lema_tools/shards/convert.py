@@ -30,6 +30,7 @@ from lema.model import meta_model, read_config
 from lema.storage import resolve_model
 from lema.storage.atomic import appearing, free_directory, replace_file
 from lema.storage.modelfiles import TEMPLATES, check_companions
+from lema.storage.regular import read_regular
 from lema.storage.rendering import GENERATION
 from lema.train.reference import REFERENCE
 
@@ -286,4 +287,4 @@ def _write_settings(config: Mapping[str, Any], source: Path, out: Path) -> None:
         for file in sorted({file for pattern in BESIDE for file in place.glob(pattern) if file.is_file()}):
             into = out / place.relative_to(source)
             into.mkdir(exist_ok=True)
-            replace_file(into / file.name, file.read_bytes())
+            replace_file(into / file.name, read_regular(file, inside=True))

@@ -11,7 +11,7 @@ from textwrap import wrap
 from rich.console import Console
 from rich.progress import track
 
-from lema.config.printing import print_table
+from lema.config.printing import draws, print_table
 from lema.config.problems import meant
 from lema.errors import ConfigError
 from lema_tools.survey.attempt import Row, model_types, survey, survey_model
@@ -42,7 +42,7 @@ def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remot
     for name in names:
         _check(name, known)
     console = Console(stderr=True)
-    for name in track(names or known, "trying", console=console, transient=True, disable=not console.is_terminal):
+    for name in track(names or known, "trying", console=console, transient=True, disable=not draws(console)):
         if name in known:
             yield survey(name)
         else:

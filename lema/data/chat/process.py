@@ -1,0 +1,233 @@
+"""The process in which chat templates are compiled and rendered, so that nothing they do outlives its limits.
+
+A template is a program from outside. jinja's sandbox keeps it from files and modules, but one expression may compute
+for hours within a call of C, where no handler of Python runs. Only a process can be ended then. It is started for the
+first row that is rendered, without what this process has imported (`lema.data.chat.renderer`), and ends with this one.
+Rows go to it in batches. What it answers is read as data and checked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import json
+import marshal
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+import packaging
+
+__all__ = ["Limits", "Refusal", "Rendition", "Request", "rendered"]
+
+PROGRAM = Path(__file__).with_name("renderer.py")
+KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "LC_TIME", "LD_LIBRARY_PATH", "TZ")  # of the environment; none of it is a secret
+LONGEST_LINE = 512 << 20  # bytes of an answer
+
+Clock = tuple[int, int, int, int, int, int, int]
+"""Year, month, day, hour, minute, second and microsecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What rendering one row may take."""
+
+    seconds: float  # of the processor's time
+    nbytes: int  # of memory, beyond that of the process
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A chat to be rendered, as `transformers` hands it to a compiled template.
+
+    Attributes:
+        template: the text of the template.
+        clock: the time that the template is told.
+        values: what the template gets by name, marshalled.
+    """
+
+    template: str
+    clock: Clock
+    values: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rendition:
+    """A rendered chat, and the first and last characters of what the template marks as the assistant's in it."""
+
+    text: str
+    places: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a chat was not rendered. `ended`: a limit ended the process, as it would with another form of this chat."""
+
+    why: str
+    ended: bool = False
+
+
+def rendered(requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
+    """Render chats one after the other. A chat that ends the process is the last of what is returned, so that there may
+    be fewer than were asked for."""
+    own = _own()
+    with own.lock:
+        if own.process is None:
+            own.process = _Process()
+        try:
+            outcomes = own.process.exchange(requests, limits)
+        except BaseException:
+            own.end()  # because answers to this batch would be taken for those to the next
+            raise
+        if isinstance(last := outcomes[-1], Refusal) and last.ended:
+            own.end()
+        return outcomes
+
+
+@dataclass
+class _Own:
+    """The process that renders for this one. A process that was forked has none of its own at first."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    process: _Process | None = None
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.end()
+            self.process = None
+
+
+_OWN: dict[int, _Own] = {}  # by the number of this process
+
+
+def _own() -> _Own:
+    """Return what this process has, and close what was its parent's before it was forked."""
+    if (own := _OWN.get(os.getpid())) is None:
+        own = _OWN.setdefault(os.getpid(), _Own())
+        atexit.register(_end_own)
+        for number in [number for number in _OWN if number != os.getpid()]:
+            if (process := _OWN.pop(number).process) is not None:
+                process.close()
+    return own
+
+
+def _end_own() -> None:
+    if (own := _OWN.get(os.getpid())) is not None:
+        own.end()
+
+
+class _Process:
+    """A started process and the pipes to it and from it."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        self._ended = False
+        from transformers.utils import chat_template_utils
+
+        folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)}
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        theirs, self.requests = os.pipe()
+        self.answers, out = os.pipe()
+        try:
+            self.pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-I", "-S", str(PROGRAM), *sorted(folders)],
+                environment,
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, theirs, 0),
+                    (os.POSIX_SPAWN_DUP2, out, 1),
+                    (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+                ],
+                setsigmask=(),
+                setsigdef=(signal.SIGPROF, signal.SIGPIPE, signal.SIGTERM),
+            )
+        finally:
+            os.close(theirs)
+            os.close(out)
+        functions: tuple[Callable[..., Any], ...] = (
+            chat_template_utils._cached_compile_jinja_template,
+            chat_template_utils._render_with_assistant_indices,
+        )
+        self._send([inspect.getsource(function) for function in functions])
+
+    def exchange(self, requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
+        """Send a batch and return the outcomes, as `rendered` does."""
+        templates = list(dict.fromkeys(request.template for request in requests))
+        rows = [(templates.index(one.template), one.clock, one.values) for one in requests]
+        self._send((limits.seconds, limits.nbytes, templates, rows))
+        outcomes = list[Rendition | Refusal]()
+        for line in self._lines(len(requests)):
+            outcome = _outcome(line, limits) if line is not None else Refusal(_why(self.end(), limits), ended=True)
+            outcomes.append(outcome)
+            if isinstance(outcome, Refusal) and outcome.ended:
+                break
+        return outcomes
+
+    def _lines(self, count: int) -> Iterator[bytes | None]:
+        """Yield so many answers; None: there are no more, or one is longer than any may be."""
+        parts, size = list[bytes](), 0
+        while count:
+            parts.append(content := os.read(self.answers, 1 << 16))
+            size += len(content)
+            if not content or size > LONGEST_LINE:
+                yield None
+                return
+            if b"\n" in content:
+                *lines, rest = b"".join(parts).split(b"\n")
+                parts, size, count = [rest], len(rest), count - len(lines)
+                yield from lines
+
+    def end(self) -> int | None:
+        """End the process at once and return its exit code, negative where a signal ended it; None: it is not known."""
+        if not self._ended:
+            self._ended = True
+            self.close()
+            with suppress(ProcessLookupError, ChildProcessError):  # another part of the program waited for it
+                os.kill(self.pid, signal.SIGKILL)
+                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def close(self) -> None:
+        """Close the pipes; the process ends when nobody has them open."""
+        os.close(self.requests)
+        os.close(self.answers)
+
+    def _send(self, message: Any) -> None:
+        content = marshal.dumps(message)
+        view = memoryview(struct.pack("<Q", len(content)) + content)
+        try:
+            while view:
+                view = view[os.write(self.requests, view) :]
+        except BrokenPipeError:
+            return  # it has ended, which reading its answers tells
+
+
+def _why(code: int | None, limits: Limits) -> str:
+    if code == -signal.SIGPROF:
+        return f"it takes more than {limits.seconds:g} seconds"
+    return "it ends the process in which it is rendered" + ("" if code is None else f" (exit code {code})")
+
+
+def _outcome(line: bytes, limits: Limits) -> Rendition | Refusal:
+    """Return what an answer says, and a refusal where it is no answer."""
+    try:
+        answer = json.loads(line.decode("utf-8", "surrogatepass"))
+        if "error" in answer:
+            if answer["error"] == "MemoryError":
+                return Refusal(f"it allocates more than {limits.nbytes >> 20} MiB", ended=True)
+            return Refusal(str(answer["message"]) or str(answer["error"]))
+        text, places = answer["text"], [(int(start), int(end)) for start, end in answer["places"]]
+        if isinstance(text, str) and all(0 <= start <= end <= len(text) for start, end in places):
+            return Rendition(text, places)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    return Refusal("the process in which it is rendered answers something else", ended=True)

@@ -1,0 +1,127 @@
+"""The program of the process that renders chat templates; `lema.data.chat.process` starts it, and may end it.
+
+It imports jinja2 and nothing of LEMA or `transformers`, so that it starts in a tenth of a second. The environment of a
+template is that of `transformers`: the source of its two functions comes with the first message, and is run here.
+Messages are marshalled by the parent. Answers are lines of JSON, because a template from outside has run here, and who
+reads them must be able to take them for mere data.
+
+A timer with the system's own action bounds the time of a row: it ends the process also within one call of C, where
+Python runs no handler. A bound of the address space turns what a template allocates beyond it into a `MemoryError`.
+"""
+
+import contextlib
+import contextvars
+import datetime
+import functools
+import json
+import marshal
+import os
+import resource
+import signal
+import struct
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+MOST_TEXT = 64 << 20  # characters that a template may write
+MOST_SAID = 10_000  # characters of an error
+
+
+class Clock(datetime.datetime):
+    """The clock of templates, which shows what the parent said with the row."""
+
+    shown: datetime.datetime
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+        """Return the time that is shown."""
+        return cls.shown.replace(tzinfo=tz)
+
+
+def functions_of(sources: list[str]) -> tuple[Callable[[str], Any], Callable[..., tuple[str, list[tuple[int, int]]]]]:
+    """Return what compiles a template and what renders a compiled one, from the source of `transformers`."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+    from packaging import version
+
+    names: dict[str, Any] = {
+        "jinja2": jinja2,
+        "Extension": jinja2.ext.Extension,
+        "ImmutableSandboxedEnvironment": jinja2.sandbox.ImmutableSandboxedEnvironment,
+        "ContextVar": contextvars.ContextVar,
+        "contextmanager": contextlib.contextmanager,
+        "datetime": Clock,
+        "is_jinja_available": lambda: True,
+        "json": json,
+        "no_type_check": typing.no_type_check,
+        "version": version,
+    }
+    for source in sources:
+        exec(source, names)
+    return functools.lru_cache(maxsize=16)(names["_cached_compile_jinja_template"]), names[
+        "_render_with_assistant_indices"
+    ]
+
+
+def answered(work: Callable[[], tuple[str, Any]]) -> bytes:
+    """Return the answer to a row: its text and the places of the assistant's words in it, or the error."""
+    try:
+        text, places = work()
+        if len(text) > MOST_TEXT:
+            return _line({"error": "OverflowError", "message": f"it writes more than {MOST_TEXT:,} characters"})
+        return _line({"text": text, "places": places})
+    except Exception as error:  # noqa: BLE001 - a template may raise anything, and the parent tells it
+        return _line({"error": type(error).__name__, "message": str(error)[:MOST_SAID]})
+
+
+def _line(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def bound_memory(nbytes: int) -> None:
+    """Let the process have so many bytes more of address space than it has, where the system tells how many these are
+    (Linux)."""
+    try:
+        with open("/proc/self/statm", "rb") as counts:  # noqa: PTH123 - pathlib takes a tenth of the start
+            pages = int(counts.read().split()[0])
+    except FileNotFoundError:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def received(requests: BinaryIO) -> Any:
+    """Return the parent's next message; None: it has gone."""
+    head = requests.read(8)
+    if len(head) < 8:
+        return None
+    (size,) = struct.unpack("<Q", head)
+    content = requests.read(size)
+    return marshal.loads(content) if len(content) == size else None
+
+
+def main() -> None:
+    """Render batches of rows until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    requests, out = sys.stdin.buffer, sys.stdout.fileno()
+    compiled, render = functions_of(received(requests))
+    while (batch := received(requests)) is not None:
+        seconds, nbytes, templates, rows = batch
+        bound_memory(nbytes)
+        for number, shown, packed in rows:
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            Clock.shown = Clock(*shown)
+            answer = answered(lambda: render(compiled(templates[number]), **marshal.loads(packed)))  # noqa: B023
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            view = memoryview(answer)
+            while view:
+                view = view[os.write(out, view) :]
+
+
+if __name__ == "__main__":
+    sys.path += sys.argv[1:]  # the folders of jinja2 and what it needs; no other is looked through
+    with contextlib.suppress(BrokenPipeError):
+        main()

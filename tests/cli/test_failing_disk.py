@@ -1,0 +1,158 @@
+"""A disk that fails, or gives less than it is asked for, under any command: an error with a way out; no difference."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clirun import assert_refused, assert_same_adapter, config_writer, lema
+from failingdisk import FailingDisk
+from smallrun import write_model
+
+from lema.storage.manifest import check_manifest
+
+WEIGHTS = "adapter_model.safetensors"
+PROMPT = ("--prompt", "the miller", "--max-new-tokens", "3")
+FAILS = ("the disk failed while the file was read: Input/output error", "fix:   check the disk")
+BYTES = re.compile(r"[\d,]+ bytes at [\d,]+")
+
+
+class Trained:
+    """A model, the settings of a run of two steps, and what it left; `words` are what `lema` is told, with names."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.model = write_model(place / "model", num_hidden_layers=5)
+        self.config = config_writer(self.model, place)(max_steps=2, save_steps=1, lora_dropout=0.1)
+        assert lema("train", self.config) == 0
+        assert lema("shard", place / "out", place / "shards", "--tp", 2) == 0
+
+    def words(self, command: str, out: Path) -> list[Any]:
+        adapter = self.place / "out"
+        return {
+            "train": ["train", self.config, "--set", f"output_dir={out}"],
+            "generate": ["generate", adapter, *PROMPT],
+            "eval": ["eval", adapter, "--data", self.place / "data.jsonl"],
+            "merge": ["merge", adapter, out],
+            "prepare": ["prepare", self.model, out],
+            "shard": ["shard", adapter, out, "--tp", 2],
+            "consolidate": ["consolidate", self.place / "shards", out],
+            "report": ["report", adapter, "--output", out],
+            "data": ["data", self.config],
+        }[command]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    with monkeypatch.context() as within:
+        yield within
+
+
+# The file that fails from a byte on; names are told, and the bytes where there are some.
+FILES = (
+    ("train", "model/model-00001", 0),
+    ("train", "model/model-00001", 20_000),
+    ("train", "model/config.json", 0),
+    ("train", "model.safetensors.index.json", 0),
+    ("train", "data.jsonl", 0),
+    ("train", "run.yaml", 0),
+    ("generate", f"out/{WEIGHTS}", 0),
+    ("generate", f"out/{WEIGHTS}", 20_000),
+    ("generate", "out/adapter_config.json", 0),
+    ("eval", "data.jsonl", 0),
+    ("merge", "model/model-00001", 20_000),
+    ("merge", f"out/{WEIGHTS}", 20_000),
+    ("prepare", "model/model-00001", 20_000),
+    ("shard", f"out/{WEIGHTS}", 20_000),
+    ("consolidate", "tp_01.safetensors", 0),
+    ("report", "out/metrics.jsonl", 0),
+    ("data", "data.jsonl", 0),
+)
+
+
+@pytest.mark.parametrize(("command", "name", "begin"), FILES)
+def test_a_disk_that_fails_is_named_with_the_bytes_and_nothing_is_left(
+    command: str, name: str, begin: int, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    disk = FailingDisk(name, begin=begin).install(patch.setattr)
+    capfd.readouterr()
+    code = lema(*trained.words(command, tmp_path / "out"))
+    said = capfd.readouterr().err
+    assert code == 6, said
+    assert disk.reads and name.rpartition("/")[2] in said and "Input/output error" in said and "fix: " in said
+    assert all(text in said for text in FAILS) if not begin else BYTES.search(said)
+    assert command == "train" or not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "merge", "prepare", "consolidate"])
+def test_reads_that_return_less_than_they_are_asked_for_change_nothing(
+    command: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    capfd.readouterr()
+    assert lema(*trained.words(command, whole)) == 0
+    printed = capfd.readouterr().out
+    disk = FailingDisk(str(trained.place), short=True).install(patch.setattr)
+    assert lema(*trained.words(command, parts)) == 0
+    assert disk.reads
+    if command == "generate":
+        assert capfd.readouterr().out == printed
+    for file in whole.glob("*.safetensors"):
+        assert (parts / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_disk_that_fails_in_a_run_leaves_the_checkpoint_before_and_it_goes_on(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The layers are read in every step; from the second on one cannot be."""
+    out = tmp_path / "out"
+    words = [*trained.words("train", out), "--set", "host_memory=100KB"]
+
+    class Later(FailingDisk):
+        def allowed(self, offset: int, nbytes: int) -> int:
+            self.begin = 0 if (out / "checkpoint-1").exists() else None
+            return super().allowed(offset, nbytes)
+
+    with monkeypatch.context() as patch:
+        Later("model/model-").install(patch.setattr)
+        assert_refused(capfd, 6, ["model-0000", "bytes at", "Input/output error", "fix: "], *words)
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]
+    check_manifest(out / "checkpoint-1")
+    assert lema(*words, "--resume") == 0
+    assert_same_adapter(out, trained.place / "out")
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "optimizer.safetensors", "state.json"])
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_for_the_one_before(
+    name: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(trained.place / "out", tmp_path / "out")
+    (out / WEIGHTS).unlink()
+    disk = FailingDisk(f"checkpoint-2/{name}", begin=0).install(patch.setattr)
+    assert lema(*trained.words("train", out), "--resume") == 0
+    said = capfd.readouterr()
+    assert disk.reads and "checkpoint-2 is damaged and passed over" in said.out + said.err
+    assert_same_adapter(out, trained.place / "out")
+
+
+def test_rows_of_packed_and_kept_tokens_are_read_and_not_mapped(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from lema.data.packed import PackedTokens, write_packed
+    from lema.errors import ReadError
+
+    file = write_packed(range(64), tmp_path, "uint16")
+    rows = PackedTokens(file, 16)
+    expected = [row["input_ids"].tolist() for row in rows]
+    disk = FailingDisk("train.bin", short=True).install(patch.setattr)
+    assert [row["input_ids"].tolist() for row in rows] == expected and disk.reads
+    disk.begin = 64
+    assert rows[1]["input_ids"].tolist() == expected[1]
+    with pytest.raises(ReadError, match="reading 32 bytes at 64 failed: Input/output error"):
+        rows[2]

@@ -1,0 +1,86 @@
+"""Every verb has its line among those that options are tried on, and what a command touches or leaves is seen."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from faults import options
+from faults.touched import Touched
+
+
+def touched(place: Path, work: Callable[[], Any]) -> str:
+    """Return what is seen of some work in a case's directory."""
+    seen = Touched(place / "cases" / "1", place, place / "cases")
+    with seen.watched():
+        work()
+    return seen.said()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    case = tmp_path / "cases" / "1"
+    case.mkdir(parents=True)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("kept")
+    (case / "link").symlink_to(tmp_path / "kept" / "file")
+    (case / "linked").symlink_to(tmp_path / "kept")
+    return tmp_path
+
+
+def test_every_verb_has_a_line_of_its_own() -> None:
+    assert set(options.LINES) == set(options.verbs())
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda place: (place / "kept" / "new").write_text("x"), "open"),
+        (lambda place: (place / "cases" / "1" / "link").write_text("kept"), "open"),
+        (lambda place: (place / "cases" / "1" / "linked" / "new").mkdir(), "os.mkdir"),
+        (lambda place: (place / "kept" / "file").unlink(), "os.remove"),
+        (lambda place: (place / "kept" / "file").rename(place / "cases" / "1" / "moved"), "os.rename"),
+        (lambda place: os.link(place / "kept" / "file", place / "kept" / "hard"), "os.link"),
+        (lambda place: os.truncate(place / "kept" / "file", 0), "os.truncate"),
+        (lambda place: (place / "kept" / "file").chmod(0o600), "os.chmod"),
+        # What does not go through Python is seen by what comes of it.
+        (lambda place: subprocess.run(["touch", "-d", "2020-01-01", place / "kept" / "file"], check=True), "changed"),
+    ],
+)
+def test_what_is_touched_outside_is_seen(work: Callable[[Path], Any], words: str, place: Path) -> None:
+    assert words in touched(place, lambda: work(place))
+
+
+def test_what_is_made_inside_is_no_fault(place: Path) -> None:
+    case = place / "cases" / "1"
+
+    def work() -> None:
+        (case / "new").write_text("x")
+        (case / "new").rename(case / "newer")
+        (case / "link").unlink()
+        (place / "kept" / "file").read_text()
+        (case / "gone").symlink_to(place / "kept" / "nothing")
+        with pytest.raises(FileExistsError):
+            (case / "gone").open("x")
+
+    assert touched(place, work) == ""
+
+
+def test_a_process_and_a_socket_that_stay_are_seen(place: Path) -> None:
+    left: list[Any] = []
+
+    def work() -> None:
+        left.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        left.append(socket.socket())
+
+    said = touched(place, work)
+    left[0].communicate(b"")
+    left[1].close()
+    assert f"left process {left[0].pid}" in said and "left socket" in said
+    assert not psutil.pid_exists(left[0].pid)
