@@ -250,8 +250,8 @@ def test_ctrl_c_leaves_no_process_and_its_parts(whole, make, tokenised, monkeypa
 
 
 def test_a_killed_worker_is_an_error_and_the_next_start_goes_on(whole, make, tokenised, monkeypatch):
-    # A worker that holds no lock and writes to no pipe: it dies as it begins its piece. Of the pieces before it, all but
-    # the few that are under way at once have been written by then.
+    # A worker that holds no lock and writes to no pipe: it dies as it begins its piece. Of the pieces before it, all
+    # but the few that are under way at once have been written by then.
     begun, original, parent = FORK.Value("i", 0), read.tokenize_rows, os.getpid()
 
     def dies(*arguments):
