@@ -22,7 +22,8 @@ from packaging.version import InvalidVersion
 
 from lema.backend import Fact, Finding, Level
 from lema.backend.findings import PAIRS, installed_version, known_bad
-from lema.backend.hostmemory import groups, memory_limit
+from lema.backend.host.processors import usable_processors
+from lema.backend.hostmemory import memory_limit
 from lema.config.units import human_bytes
 
 __all__ = ["LAUNCHED", "environment", "machine", "versions"]
@@ -65,20 +66,6 @@ def processors(root: Path = ROOT) -> Finding:
     what = f"{model or 'unknown processor'}, {total} hardware threads"
     what += f", of which this process may use {usable:g}." if usable < total else "."
     return Finding(SECTION, "processors", Level.NOTE if usable < total else Level.OK, what, facts=facts)
-
-
-def usable_processors(root: Path = ROOT) -> float:
-    """Return how many hardware threads this process may keep busy, by its affinity and its control group."""
-    threads: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in groups(root, "cpu"):
-        with suppress(OSError, ValueError):
-            if (group / "cpu.max").exists():
-                quota, period = (group / "cpu.max").read_text().split()
-            else:
-                quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            if quota != "max" and int(quota) > 0:
-                threads = min(threads, int(quota) / int(period))
-    return threads
 
 
 def memory(root: Path = ROOT) -> Finding:
