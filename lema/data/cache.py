@@ -43,6 +43,7 @@ from lema.storage.atomic import NO_LOCKS, appearing, replace_file
 from lema.storage.directio import read_at
 from lema.storage.diskspace import user_cache
 from lema.storage.hub import is_stream, version_of
+from lema.storage.regular import expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ def folder_of(setting: bool | str) -> Path | None:
     """Return the folder that the setting `data_cache` means; None: nothing is kept."""
     if setting is True:
         return user_cache("tokens")
-    return Path(setting).expanduser() if setting else None
+    return expanded(setting) if setting else None
 
 
 def key_of(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None", settings: Mapping[str, Any]) -> str:
