@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lema.backend.host.processors import usable_threads
 from lema.config.printing import draws
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import LABELLED, ROW, Columns, Skipped, Table
@@ -42,6 +43,7 @@ from lema.storage.atomic import NO_LOCKS, appearing, replace_file
 from lema.storage.directio import read_at
 from lema.storage.diskspace import user_cache
 from lema.storage.hub import is_stream, version_of
+from lema.storage.regular import expanded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +66,7 @@ def folder_of(setting: bool | str) -> Path | None:
     """Return the folder that the setting `data_cache` means; None: nothing is kept."""
     if setting is True:
         return user_cache("tokens")
-    return Path(setting).expanduser() if setting else None
+    return expanded(setting) if setting else None
 
 
 def key_of(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None", settings: Mapping[str, Any]) -> str:
@@ -247,8 +249,7 @@ def _num_processes() -> int:
         what = f"rows are tokenised in one process, because /dev/shm cannot be used: {error.strerror}"
         warnings.warn(f"{what}; give it a megabyte (docker run --shm-size=1g)", stacklevel=2)
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return min(cores, MOST_PROCESSES)
+    return min(usable_threads(), MOST_PROCESSES)
 
 
 def _each(todo: Pieces, gather: Gather, processes: int) -> Iterator[tuple[Where, Columns]]:

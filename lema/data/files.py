@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TypeAlias
 from lema.backend.timelimit import bounded_memory
 from lema.errors import DataError, unreadable
 from lema.storage.hub import HUB, hub_data, is_stream, stream_rows
+from lema.storage.regular import expanded
 
 __all__ = ["Piece", "Row", "Where", "find_files", "load_rows", "pieces_of", "read_rows"]
 
@@ -62,7 +63,7 @@ def local_places(paths: Any) -> list[Path]:
     if isinstance(paths, (str, Path)):
         if is_stream(paths):
             return []
-        path = Path(paths).expanduser()
+        path = expanded(paths)
         return [path] if path.exists() else [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207
     return [place for path in paths or () for place in local_places(path)]
 
@@ -82,7 +83,7 @@ def _expand(given: str | Path, first: int | None) -> list[Path]:
                 return [Path(given if first is None or "take" in how else f"{given}&take={first}")]
             kept = datasets.load_dataset(name, keep_in_memory=False, split=how["split"], **options)
             return [Path(file["filename"]) for file in kept.cache_files]
-    path = Path(given).expanduser()
+    path = expanded(given)
     if path.is_dir():
         found = sorted(p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith("."))
         if not found:

@@ -22,7 +22,7 @@ from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 from lema.errors import ConfigError, DataError, DiskError, unreadable
 from lema.storage.atomic import replacing
 from lema.storage.directio import read_at
-from lema.storage.regular import read_regular
+from lema.storage.regular import expanded, read_regular
 
 __all__ = ["PackedHeader", "PackedTokens", "write_packed"]
 
@@ -56,7 +56,7 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
     def __init__(self, path: str | Path, block: int, vocab_size: int | None = None) -> None:
         if block < 2:
             raise DataError(f"blocks of {block} tokens have nothing to predict", where="block", how="use 2 or more")
-        path = Path(path).expanduser()
+        path = expanded(path)
         self.path = path / "train.bin" if path.is_dir() else path
         self.block_size = block
         self.header = _read_header(self.path)
@@ -135,7 +135,7 @@ def write_packed(
     if vocab_size is not None and not 0 < vocab_size <= LIMITS[dtype]:
         what = f"a vocabulary of {vocab_size:,} tokens does not fit into {dtype}, which holds {LIMITS[dtype]:,}"
         raise ConfigError(what, where="dtype", how="use uint32" if vocab_size > 0 else "give the size, or None")
-    file = Path(directory).expanduser() / f"{split}.bin"
+    file = expanded(directory) / f"{split}.bin"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as out:

@@ -30,7 +30,7 @@ from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord, read_header
 from lema.storage.hub import own_weights
 from lema.storage.index import MAX_CONFIG_BYTES
-from lema.storage.regular import check_inside
+from lema.storage.regular import check_inside, expanded
 from lema.storage.verify import base_fingerprint
 
 __all__ = [
@@ -211,7 +211,7 @@ def base_of(config: LemaConfig, index: GlobalBinaryIndex, fingerprint: str | Non
     """Return the model that the settings name, with its `fingerprint` (None: it is computed). In the place of a
     directory that was prepared it is what that was made of, if this is a hub id, or a directory that is still there."""
     fingerprint = fingerprint or base_fingerprint(index)
-    if Path(config.model_name_or_path).expanduser().exists() and (origin := index.origin) is not None:
+    if expanded(config.model_name_or_path).exists() and (origin := index.origin) is not None:
         name, commit = origin
         if not Path(name).is_absolute() or Path(name).is_dir():
             return Base(name, commit, fingerprint, index.sources)

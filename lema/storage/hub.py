@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 from lema.errors import DataError, DiskError, WeightsError
 from lema.storage.diskspace import is_full
 from lema.storage.modelfiles import CODE, COMPANIONS, require_commit
+from lema.storage.regular import expanded
 
 __all__ = ["HUB", "hub_data", "is_stream", "own_weights", "resolve_model", "stream_rows", "version_of"]
 
@@ -38,7 +39,7 @@ def resolve_model(
     `revision`: branch, tag or commit on the hub; not used for local models. `trust_remote_code`: fetch the model's code
     as well; on the hub it must be pinned by a commit. `download`: ask the hub for what is not in the cache."""
     name = os.fspath(name_or_path)
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return path
     if path.exists():
@@ -57,7 +58,7 @@ def resolve_model(
 
 def own_weights(name_or_path: str | os.PathLike[str], directory: Path) -> Path:
     """Return the weights of a model given as a directory, a hub id, or one file or index in `directory`."""
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     return path if path.is_file() and path.name != "config.json" else directory
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lema.errors import ConfigError, DataError, WeightsError
 
-__all__ = ["append", "check_apart", "check_inside", "check_target", "open_appending", "open_regular", "read_at_most"]
-__all__ += ["read_regular"]
+__all__ = ["append", "check_apart", "check_inside", "check_target", "expanded", "open_appending", "open_regular"]
+__all__ += ["read_at_most", "read_regular"]
 
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 KINDS |= {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link"}
@@ -73,6 +73,11 @@ def check_inside(file: Path) -> None:
             break
     what = f"{file.name} is a link that leaves its directory, to {target}"
     raise WeightsError(what, where=str(file), how="copy the file into the directory if you trust it")
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path with the home that `~` or `~user` stands for; where there is no such user, the name stays."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises
 
 
 def check_target(file: Path) -> None:

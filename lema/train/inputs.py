@@ -5,7 +5,7 @@ from pathlib import Path
 from lema.config import LemaConfig
 from lema.data.files import local_places
 from lema.errors import named_in
-from lema.storage.regular import check_apart
+from lema.storage.regular import check_apart, expanded
 from lema.train.metrics import METRICS_NAME, PLAN_NAME, SAMPLES
 
 __all__ = ["check_output_dir", "inputs_of"]
@@ -15,7 +15,7 @@ def inputs_of(config: LemaConfig) -> list[Path]:
     """Return the files and directories of this machine that the settings name: of the model, of the adapter that the
     run begins with, and of the data. Some may not be there, because a hub id is no path."""
     named = (config.model_name_or_path, config.gbi_path, config.adapter_name_or_path)
-    places = [Path(name).expanduser() for name in named if name is not None]
+    places = [expanded(name) for name in named if name is not None]
     return [*places, *_data_of(config)]
 
 

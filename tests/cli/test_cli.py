@@ -262,3 +262,21 @@ def test_the_package_offers_its_names_lazily() -> None:
 def test_a_name_the_package_has_not_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'LemaModle'"):
         lema.LemaModle  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("init", "~nosuchuser/x", "--device-memory", "1GB", "--data", "."),
+        ("models", "~nosuchuser/x"),
+        ("prepare", "~nosuchuser/x", "out"),
+        ("generate", "~nosuchuser/x", "--prompt", "a"),
+    ],
+)
+def test_a_home_of_nobody_is_a_name_like_any_other(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(app, words) in (2, 3)
+    err = capfd.readouterr().err
+    assert "~nosuchuser/x" in err and "Traceback" not in err

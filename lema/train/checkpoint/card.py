@@ -17,6 +17,7 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from lema.config import LemaConfig, markdown
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
+from lema.storage.regular import expanded
 
 __all__ = ["CARD", "make_repository", "model_card", "upload", "write_beside"]
 
@@ -41,7 +42,7 @@ tokenizer = AutoTokenizer.from_pretrained({name})
 def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: Mapping[str, Any]) -> str:
     """Return the README.md of an adapter: `base` model, data, settings, and the results, where there are any."""
     name = _repository(config)
-    local = Path(base).expanduser().exists()
+    local = expanded(base).exists()
     shown = Path(base).name if local else base  # the hub takes nothing but ids for a base model
     tags = ["lema", "lora", *([] if local else [f"base_model:adapter:{base}"])]
     about = ModelCardData(
@@ -66,7 +67,7 @@ def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: 
 
 def _plain(value: Any) -> Any:
     """Return a value without data of this machine: only the last part of a path that exists."""
-    return Path(value).name if isinstance(value, str) and "/" in value and Path(value).expanduser().exists() else value
+    return Path(value).name if isinstance(value, str) and "/" in value and expanded(value).exists() else value
 
 
 def write_beside(directory: Path, *, files: ModelFiles | None, card: str) -> None:

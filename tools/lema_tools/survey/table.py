@@ -14,6 +14,7 @@ from rich.progress import track
 from lema.config.printing import draws, print_table
 from lema.config.problems import meant
 from lema.errors import ConfigError
+from lema.storage.regular import expanded
 from lema_tools.survey.attempt import Row, model_types, survey, survey_model
 
 __all__ = ["json_text", "markdown", "show_models", "survey_all"]
@@ -103,6 +104,6 @@ def _summary(rows: Sequence[Row]) -> str:
 
 def _check(name: str, known: Sequence[str]) -> None:
     """Tell a misspelt type before anything is tried; a path or a hub id is looked up when its turn comes."""
-    if name not in known and "/" not in name and not Path(name).expanduser().exists():
+    if name not in known and "/" not in name and not expanded(name).exists():
         how = meant(name, known) or "`lema models` lists the types"
         raise ConfigError(f"{name!r} is neither a type of model nor a directory", where="lema models", how=how)
