@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from activations_arms import MODES, Arm, Task, arms_of, context_of, make_model, set_checkpointing, step_of
-from common import RESULTS, Meter, Shape, machine
+from common import RESULTS, Meter, Shape, machine, print_machine
 from memory import RETURNING
 from rich.console import Console
 from rich.table import Table
@@ -42,6 +42,7 @@ COLUMNS = ("checkpointed", "offloaded", "s/step", "x none", "quartiles", "device
 
 def main() -> None:
     arguments = _arguments()
+    print_machine()
     shape = Shape(
         arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary, dtype=arguments.dtype
     )

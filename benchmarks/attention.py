@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-from common import RESULTS
+from common import RESULTS, print_machine
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
+    print_machine()
     table, rows = Table("dtype", "tokens", "arm", "forward ms", "backward ms", "ratio"), []
     for dtype in (torch.bfloat16, torch.float32):
         for length in arguments.lengths:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from lema.config.printing import hush
+from lema_cpu.products import has_instructions
 
 hush()  # for the whole process, because a benchmark imports modules of LEMA one by one, and PEFT's own
 
@@ -221,8 +222,11 @@ def machine() -> dict[str, Any]:
         platform.processor(),
     )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    halves = (torch.bfloat16, torch.float16)
     return {
         "processor": model,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "in_half_precision": [str(one).removeprefix("torch.") for one in halves if has_instructions(one)],
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(total / 2**30, 1),
         "torch": torch.__version__,
@@ -231,9 +235,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def print_machine() -> None:
+    """Print the machine that a table is of, with the instructions that torch and oneDNN use of its processor."""
+    found = machine()
+    halves = " and ".join(found["in_half_precision"]) or "no half precision"
+    print(f"{found['processor']}, {found['cores']} cores, {found['instructions']} with instructions for {halves}")
+
+
 def report(name: str, rows: Any, shape: Shape) -> None:
     """Write a benchmark's numbers to `results/<name>.json`, with the machine and the model's shape."""
     RESULTS.mkdir(exist_ok=True)
     whole = {"benchmark": name, "machine": machine(), "shape": asdict(shape), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
+    print_machine()
     print(f"wrote {RESULTS / f'{name}.json'}")

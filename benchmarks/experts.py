@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import print_machine
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from lema import LemaConfig, LemaModel
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
     given = parser.parse_args()
+    print_machine()
     with tempfile.TemporaryDirectory() as directory:
         measure(Path(directory) / "model", given.tokens, [1, *given.groups], given.rounds, given.layers)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Shape, hush, write_model
+from common import Shape, hush, print_machine, write_model
 from peft import LoraConfig
 
 from lema import LemaConfig, LemaModel
@@ -34,6 +34,7 @@ OBJECTIVES = ("sft", "dpo", "ipo", "orpo", "simpo", "kto")
 
 def main() -> None:
     arguments = _arguments()
+    print_machine()
     shape = Shape(arguments.hidden, 11 * arguments.hidden // 4, arguments.layers, arguments.vocabulary, dtype="float32")
     adapter = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
     with ExitStack() as stack:

@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from common import print_machine
 from peft.tuners.lora.layer import ParamWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--experts", type=int, help="of a layer; compares ways to adapt them instead")
     arguments = parser.parse_args()
+    print_machine()
     if arguments.experts:
         with tempfile.TemporaryDirectory() as directory:
             compare_experts(Path(directory), arguments.experts, arguments.rounds)

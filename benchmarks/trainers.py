@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from common import Shape, forget_pages, hush, write_model
+from common import Shape, forget_pages, hush, print_machine, write_model
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -52,6 +52,7 @@ class ByTurns(TrainerCallback):
 
 def main() -> None:
     arguments = _arguments()
+    print_machine()
     shape = Shape(arguments.hidden, 11 * arguments.hidden // 4, arguments.layers, arguments.vocabulary, dtype="float32")
     torch.manual_seed(0)
     ids = torch.randint(3, shape.vocabulary, (arguments.rows, arguments.length))

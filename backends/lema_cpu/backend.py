@@ -33,6 +33,7 @@ from lema.backend.torchrun import join
 from lema.errors import BackendUnavailable
 from lema_cpu import products
 from lema_cpu.heap import Heap
+from lema_cpu.threads import limit_threads
 
 __all__ = ["CpuBackend"]
 
@@ -141,6 +142,7 @@ class CpuBackend:
             )
         (options or BackendOptions()).refuse_parts(self.name)
         self._poison, self._heap = poison, Heap()
+        limit_threads()
         self._parallel = SingleProcess()
         self._replicas, self._leave = joined or join("gloo")
 

@@ -24,6 +24,7 @@ from lema.cli.arguments import (
 from lema.cli.exitcodes import run
 from lema.cli.interrupts import ending_on_interrupt
 from lema.cli.kernels import hide_kernels
+from lema.cli.threads import let_threads_sleep
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
 
@@ -50,6 +51,7 @@ _own.add_typer(config_app, name="config")
 
 def main() -> NoReturn:
     """Run the command line and leave the process with its exit code."""
+    let_threads_sleep()
     hide_kernels()
     hush()  # `peft` and `transformers` import any optional package that is installed
     with ending_on_interrupt():

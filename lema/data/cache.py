@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lema.backend.host.processors import usable_threads
 from lema.config.printing import draws
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import LABELLED, ROW, Columns, Skipped, Table
@@ -248,8 +249,7 @@ def _num_processes() -> int:
         what = f"rows are tokenised in one process, because /dev/shm cannot be used: {error.strerror}"
         warnings.warn(f"{what}; give it a megabyte (docker run --shm-size=1g)", stacklevel=2)
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return min(cores, MOST_PROCESSES)
+    return min(usable_threads(), MOST_PROCESSES)
 
 
 def _each(todo: Pieces, gather: Gather, processes: int) -> Iterator[tuple[Where, Columns]]:

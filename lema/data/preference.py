@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import torch
 
 from lema.data.batches import Batch, collate
 from lema.data.chat.messages import read_messages, read_tools
-from lema.data.chat.template import date_for, open_template
+from lema.data.chat.template import Ahead, date_for, open_template, render_ahead
 from lema.data.chat.tokens import DATED, encoded
 from lema.data.columns import IGNORED, left_out, parse
 from lema.data.dataset import Columns, TokenDataset, held_out
@@ -49,6 +50,8 @@ class Of(IntEnum):
     TOKENS = 5  # how many tokens of completions the chosen rows of the batch have, in all processes
     WHOLE = 6  # in the same way, with their prompts, less the first token of each row
 
+
+BATCH, BATCH_CHARACTERS = 32, 1 << 17  # rows that are rendered at once
 
 Value: TypeAlias = str | list[dict[str, Any]]
 """Text, or messages for the chat template."""
@@ -167,13 +170,13 @@ def prepare_preferences(
 
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
         columns, remarks = Columns(), Remarks()
-        for row in map(forms.renamed, rows):
-            if left_out(row):
+        for row, examples, ahead in _read(map(forms.renamed, rows), tokenizer, date, labelled=labelled):
+            if examples is None:
                 columns.leave_out(row)
                 continue
-            for number, (sides, label) in enumerate(_examples(row, labelled=labelled)):
-                tokens = _tokenized(tokenizer, sides, row, vocab_size, date)
-                if date is not None and not isinstance(sides[0][0], str):
+            for number, (values, label) in enumerate(examples):
+                tokens = _tokenized(values, _Encoding(tokenizer, row, date, ahead), vocab_size)
+                if date is not None and not isinstance(values[0], str):
                     remarks.add(row, DATED.format(date))
                 if not _fits(row, tokens, max_length, overlong):
                     columns.drop(row, max(len(ids) for ids, _ in tokens))
@@ -212,6 +215,9 @@ GOOD, SECOND = 1, 2
 
 Side: TypeAlias = tuple[Value, Value]
 """A prompt and a completion."""
+
+Examples: TypeAlias = list[tuple[list[Value], bool]] | None
+"""Of a row, each with its label: the prompt, and the prompt with each completion. None: the row is left out."""
 
 
 def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
@@ -274,24 +280,58 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
     return str(value)
 
 
-def _tokenized(
-    tokenizer: PreTrainedTokenizerBase, sides: Sequence[Side], row: Row, vocab_size: int | None, date: str | None
-) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of each side, and labels that are -100 in the prompt, which is as long on all sides."""
-    before = _encoded(tokenizer, sides[0][0], row, date, is_prompt=True)
-    wholes = [_encoded(tokenizer, prompt + completion, row, date) for prompt, completion in sides]  # type: ignore[operator]
-    start = min(num_alike(before, ids) for ids in wholes)
-    for ids in wholes:
-        if len(ids) <= max(start, 1):
-            raise row.broken("a completion has no token to train on", how="remove the row, or fill it")
-        check_ids(row, {"input_ids": ids}, vocab_size)
-    return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes]
+def _read(
+    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, date: str | None, *, labelled: bool
+) -> Iterator[tuple[Row, Examples, Ahead]]:
+    """Yield each row with its examples and what templates have written for them, of several rows at once, because that
+    is faster. What is wrong with a row is raised after those before it are yielded."""
+    for batch in _batches(rows, labelled=labelled):
+        asked = []
+        for row, examples in batch:
+            for prompt, *wholes in (values for values, _ in examples or ()):
+                if isinstance(prompt, list):
+                    with suppress(DataError):  # which is raised when it is rendered alone
+                        template = open_template(tokenizer, read_tools(row), row, date)
+                        asked.append((template, prompt, True))
+                        asked += [(template, whole, False) for whole in wholes if isinstance(whole, list)]
+        ahead = render_ahead(asked)
+        yield from ((row, examples, ahead) for row, examples in batch)
 
 
-def _encoded(
-    tokenizer: PreTrainedTokenizerBase, value: Value, row: Row, date: str | None, *, is_prompt: bool = False
-) -> list[int]:
-    if isinstance(value, str):
+def _batches(rows: Iterable[Row], *, labelled: bool) -> Iterator[list[tuple[Row, Examples]]]:
+    batch, size = list[tuple[Row, Examples]](), 0
+    try:
+        for row in rows:
+            batch.append((row, None if left_out(row) else list(_values(row, labelled=labelled))))
+            size += sum(len(str(value)) for value in row.values.values())
+            if len(batch) == BATCH or size > BATCH_CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    except DataError:
+        yield batch
+        raise
+    yield batch
+
+
+def _values(row: Row, *, labelled: bool) -> Iterator[tuple[list[Value], bool]]:
+    for sides, label in _examples(row, labelled=labelled):
+        yield [sides[0][0], *(prompt + completion for prompt, completion in sides)], label  # type: ignore[operator]
+
+
+class _Encoding(NamedTuple):
+    """How the values of a row become tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    row: Row
+    date: str | None
+    ahead: Ahead
+
+    def ids_of(self, value: Value, *, is_prompt: bool = False) -> list[int]:
+        """Return the tokens of a prompt, or of a prompt with a completion, which ends in the token of an end."""
+        tokenizer, row = self.tokenizer, self.row
+        if not isinstance(value, str):
+            template = open_template(tokenizer, read_tools(row), row, self.date, self.ahead)
+            return encoded(tokenizer, template.render(value, row, prompt=is_prompt), row, whole=True)
         end = tokenizer.eos_token
         if end is None:
             what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
@@ -302,8 +342,20 @@ def _encoded(
         while len(ids) > 1 and ids[-2] == ids[-1] == tokenizer.eos_token_id:
             ids.pop()  # because the data, or the tokenizer, may write it too
         return ids
-    rendered = open_template(tokenizer, read_tools(row), row, date).render(value, row, prompt=is_prompt)
-    return encoded(tokenizer, rendered, row, whole=True)
+
+
+def _tokenized(
+    values: Sequence[Value], encoding: _Encoding, vocab_size: int | None
+) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of each side, and labels that are -100 in the prompt, which is as long on all sides."""
+    before = encoding.ids_of(values[0], is_prompt=True)
+    wholes = [encoding.ids_of(value) for value in values[1:]]
+    start = min(num_alike(before, ids) for ids in wholes)
+    for ids in wholes:
+        if len(ids) <= max(start, 1):
+            raise encoding.row.broken("a completion has no token to train on", how="remove the row, or fill it")
+        check_ids(encoding.row, {"input_ids": ids}, vocab_size)
+    return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes]
 
 
 def _start(labels: Sequence[int]) -> int:

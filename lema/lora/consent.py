@@ -19,14 +19,14 @@ from typing import Any
 from lema.config import LemaConfig
 from lema.config.acting import SILENT, acts
 from lema.config.lemaconfig import CONFIG_NAME
-from lema.errors import ConfigError
+from lema.errors import ConfigError, DiskError
 from lema.lora.checks import read_json
-from lema.storage.diskspace import user_cache
+from lema.storage.diskspace import make_private, user_cache
 from lema.storage.regular import read_regular
 
 __all__ = ["check_code_is_named", "save_settings", "without_consent", "written_here"]
 
-_WRITTEN = set[str]()  # digests of what this process wrote: a run without a home reads again what it has written
+_WRITTEN = set[str]()  # digests of what this process wrote: a run without a cache reads again what it has written
 
 MOST_NOTED = 10_000  # files of settings that are remembered; those that were written longest ago are forgotten
 
@@ -61,13 +61,13 @@ def check_code_is_named(file: Path) -> None:
 
 def save_settings(config: LemaConfig, directory: Path) -> None:
     """Write `lema_config.json` into a directory, and remember that it is this user's. `DiskError`: it could not be
-    written. That it cannot be noted in the user's cache, as without a home, costs a line when another process reads it,
-    and not the run."""
+    written. That it cannot be noted in the user's cache, or others may write there, costs a line when another process
+    reads it, and not the run."""
     config.save_pretrained(directory)
     digest = _digest(directory / CONFIG_NAME)
     _WRITTEN.add(digest)
-    with suppress(OSError, RuntimeError):  # RuntimeError: there is no home
-        _note(user_cache("settings") / digest)
+    with suppress(OSError, DiskError):
+        _note(_folder() / digest)
 
 
 def written_here(file: Path) -> bool:
@@ -75,10 +75,17 @@ def written_here(file: Path) -> bool:
     try:
         if (digest := _digest(file)) in _WRITTEN:
             return True
-        note = (user_cache("settings") / digest).lstat()
-    except (OSError, RuntimeError):
+        note = (_folder() / digest).lstat()
+    except (OSError, DiskError):
         return False
-    return stat.S_ISREG(note.st_mode) and note.st_uid == os.geteuid()  # a cache directory may be shared
+    return stat.S_ISREG(note.st_mode) and note.st_uid == os.geteuid()  # root could note for others
+
+
+def _folder() -> Path:
+    """Return the folder of the notes, which nobody else writes to. `DiskError`: there is none."""
+    folder = user_cache("settings")
+    make_private(folder)
+    return folder
 
 
 def _digest(file: Path) -> str:
@@ -87,7 +94,6 @@ def _digest(file: Path) -> str:
 
 def _note(note: Path) -> None:
     """Make the file that stands for some settings; any number of processes may do so at once."""
-    note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_new = not note.exists()
     note.touch(mode=0o600)  # also where it is there: it was written last now
     if not is_new:

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from lema.backend import Finding, Level
+from lema.backend.host.processors import usable_processors, usable_threads
 from lema.backend.hostmemory import memory_left, memory_limit
 from lema_tools.doctor.machine import (
     ENOUGH_FILES,
@@ -20,7 +21,6 @@ from lema_tools.doctor.machine import (
     open_files,
     processors,
     shared_memory,
-    usable_processors,
 )
 
 TOTAL = psutil.virtual_memory().total
@@ -138,6 +138,7 @@ def test_a_limit_below_the_machines_memory_is_warned_of(tmp_path: Path) -> None:
 )
 def test_a_quota_bounds_the_processors(files: dict[str, str], tmp_path: Path) -> None:
     assert usable_processors(root_with(tmp_path, files)) == 0.5
+    assert usable_threads(tmp_path) == 1
     found = processors(tmp_path)
     assert (found.level, found.facts["usable_threads"]) == (Level.NOTE, 0.5)
 
@@ -207,6 +208,13 @@ def test_a_small_dev_shm_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = shared_memory(tmp_path)
     assert found.level is Level.NOTE
     assert isinstance(found.facts["total_bytes"], int)
+
+
+def test_a_dev_shm_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to any that is not mounted to be read
+    found = shared_memory(tmp_path)
+    assert found.level is Level.NOTE and "cannot be written" in found.what
 
 
 def test_of_this_machine_everything_is_told() -> None:

@@ -1,5 +1,8 @@
 """A disk that fails, or gives less than it is asked for, under any command: an error with a way out; no difference."""
 
+import errno
+import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterator
@@ -7,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clirun import assert_refused, assert_same_adapter, config_writer, lema
+from clirun import assert_refused, assert_same_adapter, config_writer, lema, write_rows
 from failingdisk import FailingDisk
+from faults.diskseam import DiskSeam
 from smallrun import write_model
 
+from lema.data import cache, prepare_data
+from lema.data.packed import PackedTokens, write_packed
+from lema.errors import ReadError
 from lema.storage.manifest import check_manifest
 
 WEIGHTS = "adapter_model.safetensors"
@@ -109,6 +116,39 @@ def test_reads_that_return_less_than_they_are_asked_for_change_nothing(
         assert (parts / file.name).read_bytes() == file.read_bytes()
 
 
+def read_only(kind: str, path: Path, done: float) -> None:
+    """What a disk says, to any change, that is mounted to be read."""
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+
+WRITERS = ("train", "merge", "prepare", "shard", "consolidate", "report")
+
+
+@pytest.mark.parametrize("command", [*WRITERS, "generate", "trace", "data_cache"])
+def test_a_disk_that_is_mounted_to_be_read_is_named_and_left_as_it_is(
+    command: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place := tmp_path / "mounted").mkdir()
+    words = trained.words(command if command in WRITERS else "train", place / "out")
+    if command == "generate":
+        words = [*trained.words("generate", place), "--output", place / "texts.jsonl"]
+    elif command not in WRITERS:
+        words = trained.words("train", tmp_path / "out")
+        words += ["--trace", place / "t.json"] if command == "trace" else ["--set", f"data_cache={place / 'kept'}"]
+        patch.setattr(cache, "SMALL", 0)
+    DiskSeam(place, read_only).install(patch.setattr)
+    assert_refused(capfd, 6, ["Read-only file system", str(place), "fix: "], *words)
+    assert not list(place.iterdir())
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "eval", "merge", "shard", "consolidate", "report", "data"])
+def test_what_is_read_may_be_on_a_disk_that_is_mounted_to_be_read(
+    command: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    DiskSeam(trained.place, read_only).install(patch.setattr)
+    assert lema(*trained.words(command, tmp_path / "out")) == 0
+
+
 def test_a_disk_that_fails_in_a_run_leaves_the_checkpoint_before_and_it_goes_on(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,16 +183,25 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_for_the_one_before(
     assert_same_adapter(out, trained.place / "out")
 
 
-def test_rows_of_packed_and_kept_tokens_are_read_and_not_mapped(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from lema.data.packed import PackedTokens, write_packed
-    from lema.errors import ReadError
-
+def test_rows_of_packed_tokens_are_read_and_not_mapped(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = write_packed(range(64), tmp_path, "uint16")
     rows = PackedTokens(file, 16)
+    again = pickle.loads(pickle.dumps(rows))
     expected = [row["input_ids"].tolist() for row in rows]
     disk = FailingDisk("train.bin", short=True).install(patch.setattr)
-    assert [row["input_ids"].tolist() for row in rows] == expected and disk.reads
+    assert [row["input_ids"].tolist() for row in again] == expected and disk.reads
     disk.begin = 64
     assert rows[1]["input_ids"].tolist() == expected[1]
     with pytest.raises(ReadError, match="reading 32 bytes at 64 failed: Input/output error"):
         rows[2]
+
+
+def test_kept_tokens_come_in_as_many_reads_as_the_disk_needs(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    patch.setattr(cache, "SMALL", 0)
+    rows = [{"input_ids": list(range(number, number + 9)), "labels": list(range(9))} for number in range(4)]
+    found = prepare_data(write_rows(tmp_path / "ids.jsonl", rows), max_length=16, cache=tmp_path / "cache")
+    disk = FailingDisk("tokens/", short=True).install(patch.setattr)
+    assert [list(row["input_ids"]) for row in found] == [row["input_ids"] for row in rows] and disk.reads
+    disk.begin = 0
+    with pytest.raises(ReadError, match=r"reading \d+ bytes at 0 failed: Input/output error"):
+        found[0]

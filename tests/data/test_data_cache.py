@@ -23,7 +23,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(cache, "SMALL", 0)
     monkeypatch.setattr(files, "PIECE_BYTES", 2000)
     monkeypatch.setattr(files, "PIECE_ROWS", 16)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(cache, "usable_threads", lambda: 3)
 
 
 @pytest.fixture

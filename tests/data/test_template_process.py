@@ -22,6 +22,7 @@ from lema.data import prepare_data
 from lema.data.chat import process
 from lema.data.chat.template import open_template
 from lema.data.files import Row
+from lema.data.preference import prepare_preferences
 from lema.errors import DataError, printable
 
 ROW = Row({}, "chats.jsonl", 7)
@@ -152,6 +153,37 @@ def test_rows_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sent) == 64 and len(sent) < 15
 
 
+def pair(text: str) -> dict[str, Any]:
+    sides = [[{"role": "assistant", "content": word}] for word in ("b", "a b")]
+    return {"prompt": [{"role": "user", "content": text}], "chosen": sides[0], "rejected": sides[1]}
+
+
+def test_pairs_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    exchange = process._Process.exchange
+    monkeypatch.setattr(
+        process._Process, "exchange", lambda own, rows, how: sent.append(len(rows)) or exchange(own, rows, how)
+    )
+    data = [pair("a " * number) for number in range(1, 41)]
+    read = prepare_preferences(data, word_tokenizer(), labelled=False, max_length=256)
+    assert len(read) == 40 and sent == [3 * 32, 3 * 8]
+
+
+@pytest.mark.parametrize("rows", ["chats", "pairs"])
+def test_the_first_row_that_is_wrong_is_named_whatever_is_wrong_with_it(rows: str) -> None:
+    """The template refuses the third; the fourth is malformed, which is seen before the third is rendered."""
+    refusing = "{% if messages[0].content == 'a b' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    with pytest.raises(DataError, match="the chat template rejects this chat: no") as caught:
+        if rows == "pairs":
+            pairs = [pair("a"), pair("b"), pair("a b"), {"chosen": 1}]
+            prepare_preferences(pairs, word_tokenizer(refusing), labelled=False, max_length=64)
+        else:
+            chats = [[{**CHAT[0], "content": text}, CHAT[1]] for text in ("a", "b", "a b")]
+            given = [{"messages": messages} for messages in [*chats, 1]]
+            prepare_data(given, word_tokenizer(refusing), max_length=64)
+    assert caught.value.where == "rows:3"
+
+
 def test_the_row_that_goes_on_for_ever_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lema.data.chat.template.MAX_SECONDS", 0.2)
     slow = "{% if messages|length > 2 and messages[2].content|length == 40 %}" + LOOP + "{% endif %}"
@@ -175,6 +207,15 @@ def test_a_process_that_was_killed_is_told_and_another_one_started() -> None:
         prepared()
     assert prepared() == expected
     assert current().pid != number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_goes_to_all_processes_is_the_parents(number: signal.Signals) -> None:
+    assert prepared()
+    started = current().pid
+    os.kill(started, number)
+    assert prepared()
+    assert current().pid == started
 
 
 ANSWERS = {

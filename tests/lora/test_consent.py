@@ -189,20 +189,34 @@ def test_a_link_in_the_cache_is_no_note(stranger: Path, model: Path, cache: Path
     assert not written_here(file)
 
 
-@pytest.mark.parametrize("place", ["a file", "no home"])
+@pytest.mark.parametrize("place", ["a file", "open to others"])
 def test_a_run_that_cannot_note_its_settings_goes_on(
-    place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if place == "a file":  # root may write into any directory
         (tmp_path / "cache").write_text("")
     else:
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "expanduser", _no_home)
+        cache.mkdir(parents=True)
+        cache.chmod(0o777)
     save_settings(settings(model, tmp_path / "out", eval_data="mine.txt"), tmp_path / "saved")
     assert not written_here(tmp_path / "saved" / "lema_config.json")
     monkeypatch.setattr(consent, "_WRITTEN", set())
     save_settings(settings(model, tmp_path / "out", eval_data="mine.txt"), tmp_path / "saved")
     assert written_here(tmp_path / "saved" / "lema_config.json")  # by the process that wrote it
+
+
+def test_what_others_may_have_noted_does_not_count(own: Path, cache: Path) -> None:
+    assert written_here(own / "lema_config.json")
+    cache.chmod(0o777)
+    assert not written_here(own / "lema_config.json")
+
+
+def test_a_user_without_a_home_has_notes_too(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", _no_home)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    save_settings(settings(model, tmp_path / "out", eval_data="mine.txt"), tmp_path / "saved")
+    assert written_here(tmp_path / "saved" / "lema_config.json")
 
 
 def _no_home(path: Path) -> Path:

@@ -148,7 +148,7 @@ class _Process:
                     (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
                 ],
                 setsigmask=(),
-                setsigdef=(signal.SIGPROF, signal.SIGPIPE, signal.SIGTERM),
+                setsigdef=(signal.SIGPROF, signal.SIGPIPE),
             )
         finally:
             os.close(theirs)

@@ -105,7 +105,8 @@ def received(requests: BinaryIO) -> Any:
 
 def main() -> None:
     """Render batches of rows until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a terminal or a scheduler sends them to all; the parent ends this one
     requests, out = sys.stdin.buffer, sys.stdout.fileno()
     compiled, render = functions_of(received(requests))
     while (batch := received(requests)) is not None:

@@ -24,7 +24,7 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MAX_SECONDS", "Template", "date_for", "in_forms", "literals_of", "open_template"]
+__all__ = ["MAX_SECONDS", "Ahead", "Template", "date_for", "in_forms", "literals_of", "open_template"]
 __all__ += ["render_ahead"]
 
 MAX_SECONDS = 3.0  # of the processor, for one chat; a long one takes thousandths
@@ -36,6 +36,8 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 CLOCK = "strftime_now"  # the function by which templates ask for the time
 
 Messages = list[dict[str, Any]]
+Ahead = dict[tuple[int, bool], Rendition | Refusal]
+"""Rendered chats, by the identity of the list of messages and whether there is a prompt for generation behind them."""
 T = TypeVar("T")
 
 
@@ -75,14 +77,14 @@ class Template:
         tokenizer: the tokenizer that has it.
         tools: JSON schemas of tools; None: there are none.
         date: that it is told for today, YYYY-MM-DD; None: today's.
-        ahead: what has been rendered already, by the identity of the list of messages (`render_ahead`).
+        ahead: what has been rendered already (`render_ahead`).
     """
 
     text: str
     tokenizer: "PreTrainedTokenizerBase"
     tools: list[Any] | None
     date: str | None = None
-    ahead: dict[int, Rendition | Refusal] = field(default_factory=dict, compare=False)
+    ahead: Ahead = field(default_factory=dict, compare=False)
 
     @property
     def marks_answers(self) -> bool:
@@ -92,16 +94,17 @@ class Template:
     def render(self, messages: Messages, row: Row, *, prompt: bool = False, continued: bool = False) -> str:
         """Render messages, with a generation prompt if asked, or so that the last one can be `continued`. `DataError`:
         the template refuses, or takes too long."""
+        if not continued and (outcome := self.ahead.pop((id(messages), prompt), None)) is not None:
+            return _asked(row, lambda: _taken(outcome), self).text
         return self._rendition(messages, row, add_generation_prompt=prompt, continue_final_message=continued).text
 
     def render_marked(self, messages: Messages, row: Row) -> tuple[str, list[tuple[int, int]]]:
         """Render messages with a template that marks the assistant's words; return also where these are."""
-        rendition = self._rendition(messages, row)
+        outcome = self.ahead.pop((id(messages), False), None)
+        rendition = self._rendition(messages, row) if outcome is None else _asked(row, lambda: _taken(outcome), self)
         return rendition.text, [(start, end) for start, end in rendition.places if start < end]
 
     def _rendition(self, messages: Messages, row: Row, **ends: bool) -> Rendition:
-        if not any(ends.values()) and (outcome := self.ahead.pop(id(messages), None)) is not None:
-            return _asked(row, lambda: _taken(outcome), self)
         written = list[Rendition]()
 
         def write(template: str, values: dict[str, Any]) -> str:
@@ -117,15 +120,15 @@ class Template:
         return self.tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=False, **ends)
 
 
-def render_ahead(asked: Sequence[tuple[Template, Messages]]) -> dict[int, Rendition | Refusal]:
-    """Render chats together, as many as are not too long; return what came of them, by the identity of the list of
-    messages. It is for the `ahead` of the templates that ask for it next. A chat that cannot be asked for, or of which
-    the tokenizer makes something else than the template writes, is left out: rendering it alone says why."""
-    requests, size = dict[int, Request](), 0
-    for template, messages in asked:
-        request = _request_of(template, messages) if size < MOST_AHEAD else None
+def render_ahead(asked: Sequence[tuple[Template, Messages, bool]]) -> Ahead:
+    """Render chats together, as many as are not too long, each with a generation prompt or without; return what came of
+    them, for the `ahead` of the templates that are asked next. A chat that cannot be asked for, or of which the
+    tokenizer makes something else than the template writes, is left out: rendering it alone says why."""
+    requests, size = dict[tuple[int, bool], Request](), 0
+    for template, messages, prompt in asked:
+        request = _request_of(template, messages, prompt) if size < MOST_AHEAD else None
         if request is not None:
-            requests[id(messages)] = request
+            requests[id(messages), prompt] = request
             size += len(request.values)
     if not requests:
         return {}
@@ -135,7 +138,7 @@ def render_ahead(asked: Sequence[tuple[Template, Messages]]) -> dict[int, Rendit
 _WRITTEN = "a rendered chat"
 
 
-def _request_of(template: Template, messages: Messages) -> Request | None:
+def _request_of(template: Template, messages: Messages, prompt: bool) -> Request | None:
     requests = list[Request]()
 
     def write(text: str, values: dict[str, Any]) -> str:
@@ -143,7 +146,7 @@ def _request_of(template: Template, messages: Messages) -> Request | None:
         return _WRITTEN
 
     try:
-        plain = applied(lambda: template.apply(messages), write) is _WRITTEN
+        plain = applied(lambda: template.apply(messages, add_generation_prompt=prompt), write) is _WRITTEN
     except Exception:  # noqa: BLE001 - of any kind, and it is raised again where the chat is rendered alone
         return None
     return requests[0] if plain else None
@@ -222,7 +225,7 @@ def open_template(
     tools: list[Any] | None,
     row: Row,
     date: str | None = None,
-    ahead: dict[int, Rendition | Refusal] | None = None,
+    ahead: Ahead | None = None,
 ) -> Template:
     """Return the tokenizer's template, which is told the `date` for today; None: today's. What it has rendered already
     may be given, `ahead`. `DataError`: it has none, or one that could take all time or memory."""

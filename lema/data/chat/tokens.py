@@ -12,8 +12,7 @@ import numpy as np
 from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt, Pieces
-from lema.data.chat.process import Refusal, Rendition
-from lema.data.chat.template import Template, open_template, render_ahead
+from lema.data.chat.template import Ahead, Template, open_template, render_ahead
 from lema.data.chat.turns import Known, Rendered, Span, keep, render_chat
 from lema.data.files import Row
 from lema.data.forms import Remarks, TrainOn, num_alike
@@ -40,14 +39,14 @@ class Chats:
     remarks: Remarks
     known: Known
     date: str | None = None  # that templates are told for today; None: none of them asks
-    ahead: dict[int, Rendition | Refusal] = field(default_factory=dict)  # what was rendered together (`prepare`)
+    ahead: Ahead = field(default_factory=dict)  # what was rendered together (`prepare`)
 
     def prepare(self, chats: Sequence[tuple[Chat, Row]]) -> None:
         """Render chats together, which is faster than one by one; `render` then tells what came of each."""
         asked = []
         for chat, row in chats:
             with suppress(DataError):  # which `render` raises
-                asked.append((open_template(self.tokenizer, chat.tools, row, self.date), chat.messages))
+                asked.append((open_template(self.tokenizer, chat.tools, row, self.date), chat.messages, False))
         self.ahead.clear()
         self.ahead.update(render_ahead(asked))
 

@@ -164,7 +164,10 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
         if checkpoint is not None and not any(one is not None for one in named):  # a saved adapter has its own targets
             saved = read_lora_config(checkpoint)
             found |= {} if saved is None or saved.target_parameters else {"lora_target_parameters": []}
-        return config.model_copy(update=found)
+        begun = config.model_copy(update=found)
+        # What was measured is nothing that a user set, and is no line of the card, whether the run was resumed or not.
+        begun.model_fields_set.difference_update({"compute_dtype"} - config.model_fields_set)
+        return begun
     return config
 
 

@@ -246,7 +246,11 @@ class StreamedPeftModel(PeftModel):
             config_in_own(self.opened.skeleton, config, tensors, place).save_pretrained(scratch)
             save_file({name: one.clone() for name, one in tensors.items()}, Path(scratch) / WEIGHTS)
             outcome = super().load_adapter(scratch, adapter_name, *args, **kwargs)
-        return fill_adapter(self, tensors, adapter_name) or outcome
+        filled = fill_adapter(self, tensors, adapter_name)
+        if filled is None:
+            return outcome
+        filled.missing_keys[:] = [name for name in filled.missing_keys if f".{adapter_name}." in f"{name}."]
+        return filled
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter as PEFT does."""

@@ -228,7 +228,8 @@ def test_adapters_are_loaded_as_peft_loads_them(checkpoint_of: CheckpointOf, mod
             torch.nn.init.normal_(parameter.data, std=0.1)
     reference.save_pretrained(tmp_path)
     batch = {"input_ids": rows()[0]["input_ids"][None]}
-    model.load_adapter(tmp_path, "other")
+    outcome = model.load_adapter(tmp_path, "other")
+    assert not outcome.missing_keys and not outcome.unexpected_keys
     model.set_adapter("other")
     again = lema.streamed(checkpoint_of("llama").streamed, tmp_path, device="cpu")
     with torch.no_grad():

@@ -22,7 +22,8 @@ from packaging.version import InvalidVersion
 
 from lema.backend import Fact, Finding, Level
 from lema.backend.findings import PAIRS, installed_version, known_bad
-from lema.backend.hostmemory import groups, memory_limit
+from lema.backend.host.processors import usable_processors
+from lema.backend.hostmemory import memory_limit
 from lema.config.units import human_bytes
 
 __all__ = ["LAUNCHED", "environment", "machine", "versions"]
@@ -65,20 +66,6 @@ def processors(root: Path = ROOT) -> Finding:
     what = f"{model or 'unknown processor'}, {total} hardware threads"
     what += f", of which this process may use {usable:g}." if usable < total else "."
     return Finding(SECTION, "processors", Level.NOTE if usable < total else Level.OK, what, facts=facts)
-
-
-def usable_processors(root: Path = ROOT) -> float:
-    """Return how many hardware threads this process may keep busy, by its affinity and its control group."""
-    threads: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in groups(root, "cpu"):
-        with suppress(OSError, ValueError):
-            if (group / "cpu.max").exists():
-                quota, period = (group / "cpu.max").read_text().split()
-            else:
-                quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-            if quota != "max" and int(quota) > 0:
-                threads = min(threads, int(quota) / int(period))
-    return threads
 
 
 def memory(root: Path = ROOT) -> Finding:
@@ -144,6 +131,11 @@ def shared_memory(root: Path = ROOT) -> Finding:
     if not anonymous:
         what = "Processes of this machine cannot share host memory: this system has no memfd_create."
         return Finding(SECTION, "shared memory", Level.WARNING, what, "start one process per machine", facts=facts)
+    if size is not None and not os.access(directory, os.W_OK):
+        what = "/dev/shm cannot be written: data are tokenised in one process."
+        return Finding(
+            SECTION, "shared memory", Level.NOTE, what, "mount a tmpfs there that may be written", facts=facts
+        )
     if size is not None and size < ENOUGH_SHARED:
         what = f"/dev/shm has {human_bytes(size)}; weights are shared without it, but libraries that carry tensors "
         what += "between processes use it."

@@ -1,0 +1,24 @@
+"""The threads that torch computes with: no more than this process may keep busy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from lema.backend.host.processors import usable_threads
+
+__all__ = ["VARIABLES", "limit_threads"]
+
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user says how many there are
+
+
+def limit_threads(given: Mapping[str, str] = os.environ) -> None:
+    """Have torch compute with as many threads as the affinity and the control groups of this process leave it, if that
+    is fewer than it has; what the environment says stays."""
+    if any(given.get(name) for name in VARIABLES):
+        return
+    usable = usable_threads()
+    if usable < torch.get_num_threads():
+        torch.set_num_threads(usable)

@@ -1,0 +1,1 @@
+"""The machine around a process: the processors that it may keep busy."""
