@@ -212,5 +212,5 @@ OWN = {"config", *(verb.__name__ for verb in VERBS)}
 for verb in VERBS:
     _own.command(name=verb.__name__, cls=Verb)(verb)
 config_app.command(cls=Verb)(tellcommands.show)
-config_app.command()(tellcommands.schema)
-config_app.command(name="import")(tellcommands.import_file)
+config_app.command(cls=Verb)(tellcommands.schema)
+config_app.command(name="import", cls=Verb)(tellcommands.import_file)

@@ -49,13 +49,21 @@ Revision = Annotated[str | None, typer.Option(metavar="COMMIT", help="Branch, ta
 LARGEST_NUMBER = 2**32 - 1  # of an option: seeds are as large; counts and measures are smaller
 
 
+USAGE: Any = typer.BadParameter.__base__  # typer's error of wrong use, which it does not export
+MOST_REPEATED = 500  # characters of what was given
+
+
 class Verb(TyperCommand):
     """A command; where it takes settings, `--KEY VALUE` and `--KEY=VALUE` stand for `--set KEY=VALUE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments; options of the command's own go before settings of the same name. `ConfigError`: a number
         is none, or larger than any that means something."""
-        left = super().parse_args(ctx, self._with_settings(ctx, args))
+        try:
+            left = super().parse_args(ctx, self._with_settings(ctx, args))
+        except USAGE as error:  # any wrong use, which repeats what was given
+            error.message = error.message[:MOST_REPEATED]
+            raise
         for name, value in ctx.params.items():
             if type(value) in (int, float) and not abs(value) <= LARGEST_NUMBER:  # NaN, too
                 what = f"{str(value)[:40]} is not a number between {-LARGEST_NUMBER:,} and {LARGEST_NUMBER:,}"

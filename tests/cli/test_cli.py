@@ -280,3 +280,11 @@ def test_a_home_of_nobody_is_a_name_like_any_other(
     assert run(app, words) in (2, 3)
     err = capfd.readouterr().err
     assert "~nosuchuser/x" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("words", [("demo", "a"), ("backends",), ("config", "schema"), ("plan", "a", "--price")])
+def test_a_word_of_a_million_characters_is_not_repeated_whole(
+    words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, [*words, "x" * 10**6]) == 2
+    assert len(capfd.readouterr().err) < 2000

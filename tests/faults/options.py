@@ -127,6 +127,8 @@ NO_DEMO = ["{file}", "{file}/x", "{device}", "{link}", "{pipe}", "/proc/self/sta
 # Options that say how much is done: what is large takes as long as it says.
 AMOUNTS = {"--steps", "--tokens", "--micro-batches", "--rank", "--max-new-tokens", "--limit", "--batch-size", "--rows"}
 WRITTEN = {"--output", "--trace", "--plot"}  # options that name a file to write
+# Directories that may be written into where a user names them: a copy, and one that no link leads to, take their place.
+NAMED = {"{adapter}": "{run}", "{linked}": "{empty}"}
 OUTPUTS = {"output_dir", "offload_dir", "data_cache"}  # settings that name a place to write to, always one of the case
 
 
@@ -212,8 +214,9 @@ def _line(verb: str, made: TinyModel, place: Path, draw: Random) -> list[str]:
         line, arguments = [draw.choice(NO_DEMO)], []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         if arguments and (not options or draw.random() < 0.15):
-            value = _value("", draw)  # a report is written into the directory that it is of
-            line[draw.choice(arguments)] = "{run}" if (verb, value) == ("report", "{adapter}") else value
+            at, value = draw.choice(arguments), _value("", draw)
+            written = at > 0 or verb == "report"  # into a directory that a user names, whatever is there
+            line[at] = NAMED.get(value, value) if written else value
         elif options:
             _change(line, draw.choice(options), draw)
         else:
@@ -241,7 +244,8 @@ def _setting(draw: Random) -> str:
 
     name = draw.choice([one for one in LemaConfig.defaults() if one not in LENGTHS])
     if name in OUTPUTS:
-        return f"{name}={draw.choice(PLACES)}"
+        place = draw.choice(PLACES)
+        return f"{name}={NAMED.get(place, place)}"
     value = draw.choice(VALUES) if draw.random() < 0.7 else _value("", draw)
     return f"{name}={value}"
 
@@ -251,7 +255,9 @@ def _value(name: str, draw: Random) -> str:
     value = draw.choice(EDGES[draw.choice(kinds)])
     # A pipe that a user names is waited for, as `lema train <(...)` needs it; nothing is written onto one.
     # And a file that a command does not read may be what a user wants to have written anew.
-    return "{file}" if value == ("{rows}" if name in WRITTEN else "{pipe}") else value
+    if value == ("{rows}" if name in WRITTEN else "{pipe}"):
+        return "{file}"
+    return NAMED.get(value, value) if name in WRITTEN else value
 
 
 def _filled(word: str, names: Mapping[str, str]) -> str:
