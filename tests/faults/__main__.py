@@ -17,6 +17,8 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Arrow's allocator starts a thread where it is imported, and a process with threads must not be forked.
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     import pickles
 
     from faults import forked
