@@ -95,6 +95,9 @@ def allocated(
         device_limit = parse_memory(wanted, free) if free and not kept else None
     else:
         device_limit, kept = None if wanted is None else parse_memory(wanted, device_total), kept * (wanted is None)
+    # Where nobody limits a device that computes in host memory, what it needs beside the layers comes out of it all the
+    # same: layers that fill the rest would have the system end the process.
+    beside = demand.fixed_bytes - demand.outside_bytes if demand.shared and resident and device_limit is None else 0
     recompute, stay = whether_recomputed(config), bool(kept) or layers_stay(config, demand, free)
     boundaries = None if config.boundary_activations == "auto" else config.boundary_activations
     boundaries = boundaries if recompute is False or tier is None else tier
@@ -103,7 +106,7 @@ def allocated(
         return solve(
             *(demand, speeds, depth + 1),
             device_limit=device_limit if asked else int(kept * free),
-            host_limit=host_available if host_limit is None else host_limit,
+            host_limit=max(0, host_available - demand.processes * beside) if host_limit is None else host_limit,
             host_cache="all" if resident else "none" if host_limit is None else "fill",
             recompute=again,
             boundaries=boundaries if asked else boundaries or "device",

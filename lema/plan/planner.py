@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lema.backend import Backend, SingleProcess
 from lema.backend.torchrun import local_processes
 from lema.config import LemaConfig
+from lema.config.types import MemoryStrategy
 from lema.data.forms import num_positions
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.optim import moments_elsewhere
@@ -317,6 +318,9 @@ def settled(planner: Planner, *, trains: bool) -> Planner:
     limited = config.device_memory not in (None, "auto") or config.host_memory is not None
     unlimited = planner.unlimited()
     if not trains or (config.device_memory is None and not limited and not site.kept):
+        if trains and config.strategy is MemoryStrategy.RESIDENT and site.machine.shared and not ample(planner):
+            with suppress(ModelError):  # then weights and what trains count
+                planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
         return _fitted(unlimited if config.device_memory == "auto" else planner)
     if not limited and not site.kept and ample(planner):
         return _fitted(planner)

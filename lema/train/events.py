@@ -180,7 +180,7 @@ class RunEvents:
         self._window, self._whole = self._opened(), self._opened()
         self._window.go_on(carried.get("window", NO_SUMS))
         self._whole.go_on(carried.get("whole", NO_SUMS))
-        self.signs = Signs(steps.config, steps.model.split.model.config.get_text_config().vocab_size)
+        self.signs = Signs(steps.config, getattr(steps.model.split.model.config.get_text_config(), "vocab_size", None))
         self.signs.go_on(carried.get("signs"))
         if self.signs.odd is not None:
             self._tell_sign(Sign("rate", self.signs.odd))

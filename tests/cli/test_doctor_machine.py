@@ -210,6 +210,13 @@ def test_a_small_dev_shm_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert isinstance(found.facts["total_bytes"], int)
 
 
+def test_a_dev_shm_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to any that is not mounted to be read
+    found = shared_memory(tmp_path)
+    assert found.level is Level.NOTE and "cannot be written" in found.what
+
+
 def test_of_this_machine_everything_is_told() -> None:
     names = [finding.name for finding in machine()]
     assert names == ["system", "processors", "memory", "huge pages", "locked memory", "open files", "shared memory"]

@@ -212,7 +212,8 @@ def _line(verb: str, made: TinyModel, place: Path, draw: Random) -> list[str]:
         line, arguments = [draw.choice(NO_DEMO)], []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         if arguments and (not options or draw.random() < 0.15):
-            line[draw.choice(arguments)] = _value("", draw)
+            value = _value("", draw)  # a report is written into the directory that it is of
+            line[draw.choice(arguments)] = "{run}" if (verb, value) == ("report", "{adapter}") else value
         elif options:
             _change(line, draw.choice(options), draw)
         else:

@@ -63,13 +63,13 @@ def is_sound(carried: Mapping[str, Any]) -> bool:
 class Signs:
     """The signs in the steps that train one thing: in how many in succession there was one, up to the last.
 
-    `vocabulary` is the number of tokens that the model tells apart.
+    `vocabulary` is the number of tokens that the model tells apart; None: its config does not say.
     """
 
-    def __init__(self, config: LemaConfig, vocabulary: int) -> None:
-        self._tokens = config.objective == "sft" and config.loss_type in (None, "nll")
+    def __init__(self, config: LemaConfig, vocabulary: int | None) -> None:
+        self._tokens = config.objective == "sft" and config.loss_type in (None, "nll") and vocabulary is not None
         self._may_end_at_0 = config.objective != "sft"  # a hinge, where all pairs are in order
-        self._guess = math.log(max(vocabulary, 2))
+        self._guess = math.log(max(vocabulary or 2, 2))
         self._first: float | None = None
         self._lasted: dict[str, int] = {}
         self.odd = _odd_rate(config)

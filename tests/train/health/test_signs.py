@@ -13,7 +13,7 @@ from lema.train.steps import StepResult
 GUESS = math.log(32_000)
 
 
-def seen(steps: Iterable[dict[str, Any]], vocabulary: int = 32_000, **settings: Any) -> tuple[list[str], Signs]:
+def seen(steps: Iterable[dict[str, Any]], vocabulary: int | None = 32_000, **settings: Any) -> tuple[list[str], Signs]:
     """Return what is told of steps, with the number of each, and the signs after the last."""
     signs, told = Signs(LemaConfig("m", **settings), vocabulary), []
     for number, step in enumerate(steps, 1):
@@ -50,6 +50,8 @@ def test_a_dead_run_is_told_once_and_is_dead_after_twenty_steps(
     [
         # Preferences begin at ln 2, which is that of two tokens.
         ([{"loss": math.log(2)}] * 40, 2, {"objective": "dpo"}),
+        # A model whose config does not name its vocabulary.
+        ([{"loss": math.log(2)}] * 40, None, {}),
         ([{"loss": 0.5}] * 40, 32_000, {"objective": "kto"}),
         # A hinge is 0 where all pairs are in order.
         ([{"loss": 1.0}, *[{"loss": 0.0, "grad_norm": 0.0}] * 40], 32_000, {"objective": "dpo", "loss_type": "hinge"}),
@@ -71,7 +73,9 @@ def test_a_dead_run_is_told_once_and_is_dead_after_twenty_steps(
         ([{"loss": -step / 10} for step in range(60)], 32_000, {"objective": "simpo"}),
     ],
 )
-def test_a_healthy_run_is_left_alone(steps: list[dict[str, Any]], vocabulary: int, settings: dict[str, Any]) -> None:
+def test_a_healthy_run_is_left_alone(
+    steps: list[dict[str, Any]], vocabulary: int | None, settings: dict[str, Any]
+) -> None:
     found, signs = seen(steps, vocabulary, **settings)
     assert (found, signs.verdict) == ([], None) and signs.steps < 2
 

@@ -131,6 +131,11 @@ def shared_memory(root: Path = ROOT) -> Finding:
     if not anonymous:
         what = "Processes of this machine cannot share host memory: this system has no memfd_create."
         return Finding(SECTION, "shared memory", Level.WARNING, what, "start one process per machine", facts=facts)
+    if size is not None and not os.access(directory, os.W_OK):
+        what = "/dev/shm cannot be written: data are tokenised in one process."
+        return Finding(
+            SECTION, "shared memory", Level.NOTE, what, "mount a tmpfs there that may be written", facts=facts
+        )
     if size is not None and size < ENOUGH_SHARED:
         what = f"/dev/shm has {human_bytes(size)}; weights are shared without it, but libraries that carry tensors "
         what += "between processes use it."
