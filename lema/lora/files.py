@@ -111,6 +111,9 @@ def with_adapter(config: LemaConfig, directory: Path | None = None) -> LemaConfi
 def settings_of(config: LoraConfig, task: str = "CAUSAL_LM") -> dict[str, Any]:
     """Return the settings that say what PEFT's config says, which is of this task; `ConfigError`: it asks for what
     cannot be streamed."""
+    if type(config) is not LoraConfig:
+        what = f"the adapter is of type {type(config).__name__.removesuffix('Config')}"
+        raise ConfigError(what, where="peft_config", how="give a LoraConfig: only LoRA adapters are supported")
     if found := [*refusals(vars(config), task)]:
         what = f"the adapter cannot be used, because it has {'; '.join(found)}"
         raise ConfigError(what, where="LoraConfig", how="leave that out")

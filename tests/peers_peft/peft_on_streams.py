@@ -83,6 +83,7 @@ def attach(model: Any, config: Any, adapter_name: str = "default", **kwargs: Any
     config.base_model_name_or_path = None
     if adapter_name == "default":
         found = streamed(model, config)
+        config.target_modules = found.peft_config[adapter_name].target_modules  # as PEFT fills them in
     else:
         found = streamed(model, replace(config, bias="none"))  # because two adapters with biases are refused
         found.add_adapter(adapter_name, config)
@@ -113,8 +114,9 @@ def pytest_configure() -> None:
 
 def is_of_lora(item: Any) -> bool:
     """Whether a test is of LoRA: by its parameters, or else by its code."""
+    source = inspect.getsource(item.function)
     method = getattr(getattr(item, "callspec", None), "params", {}).get("config_cls")
-    return method is LoraConfig if method is not None else "LoraConfig" in inspect.getsource(item.function)
+    return method is LoraConfig if method is not None else bool(re.search(r"\bLoraConfig\b", source))
 
 
 def limit_of(name: str) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from peft import LoraConfig, PeftModel, PeftModelForSequenceClassification, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, PeftModelForSequenceClassification, get_peft_model
 from tiny import NUM_LAYERS, VOCABULARY, Checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
@@ -365,6 +365,12 @@ def test_what_scores_texts_is_no_language_model(checkpoint_of: CheckpointOf, tmp
         lema.LemaModel.from_pretrained(tmp_path, model_name_or_path=str(checkpoint.streamed), device="cpu")
     with pytest.raises(ConfigError, match="a causal language model has no labels for scores"):
         lema.streamed(checkpoint.streamed, lora(), device="cpu", num_labels=2)
+
+
+def test_an_adapter_of_another_kind_is_refused_by_name(checkpoint_of: CheckpointOf) -> None:
+    adapter = AdaLoraConfig(total_step=1, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="the adapter is of type AdaLora"):
+        lema.streamed(checkpoint_of("llama").streamed, adapter, device="cpu")
 
 
 class RewardTrainer(Kept):
