@@ -16,6 +16,7 @@ from lema.cli.arguments import (
     Settings,
     Trust,
     Verb,
+    Verbs,
     check_written,
     config_of,
     import_libraries,
@@ -33,6 +34,7 @@ __all__ = ["app", "main"]
 app: typer.Typer  # the whole command line, which is put together when it is first asked for
 _own = typer.Typer(
     name="lema",
+    cls=Verbs,
     help="Fine-tune language models larger than the device's memory.",
     epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite or nothing learnt, 6 disk, 7 `lema prove` "
     "found a difference, 75 stopped with a checkpoint, 130 Ctrl-C.",
@@ -42,6 +44,7 @@ _own = typer.Typer(
     rich_markup_mode=None,
 )
 config_app = typer.Typer(
+    cls=Verbs,
     help="Show the settings of a run, list all settings, or translate a file of another trainer.",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from lema.cli.kernels import allow_kernels
 from lema.errors import ConfigError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lema.config import LemaConfig
     from lema.train.phases.file import PhaseFile
 
-__all__ = ["ConfigFile", "PhaseNamed", "Revision", "Settings", "Source", "Trust", "Verb"]
+__all__ = ["ConfigFile", "PhaseNamed", "Revision", "Settings", "Source", "Trust", "Verb", "Verbs"]
 __all__ += ["check_written", "config_of", "import_libraries", "phase_file_of", "phase_of", "settings_of"]
 
 
@@ -51,6 +51,18 @@ LARGEST_NUMBER = 2**32 - 1  # of an option: seeds are as large; counts and measu
 
 USAGE: Any = typer.BadParameter.__base__  # typer's error of wrong use, which it does not export
 MOST_REPEATED = 500  # characters of what was given
+
+
+class Verbs(TyperGroup):
+    """Commands by name; one that is none is not repeated whole."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first word names, and the other words."""
+        try:
+            return super().resolve_command(ctx, args)
+        except USAGE as error:
+            error.message = error.message[:MOST_REPEATED]
+            raise
 
 
 class Verb(TyperCommand):

@@ -282,7 +282,9 @@ def test_a_home_of_nobody_is_a_name_like_any_other(
     assert "~nosuchuser/x" in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize("words", [("demo", "a"), ("backends",), ("config", "schema"), ("plan", "a", "--price")])
+@pytest.mark.parametrize(
+    "words", [(), ("config",), ("demo", "a"), ("backends",), ("config", "schema"), ("plan", "a", "--price")]
+)
 def test_a_word_of_a_million_characters_is_not_repeated_whole(
     words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
