@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lema.model.state.hooks import part_of_model
 from lema_neuron.comm import Comm
 from lema_neuron.mappings import copy_to_group, gather_sequence, scatter_to_group
 
@@ -26,6 +27,7 @@ def enter(hidden: Tensor, comm: Comm, sequence_parallel: bool) -> Tensor:
 def wrap_block(block: nn.Module, comm: Comm, sequence_parallel: bool) -> None:
     """Make a block call `enter` on its input: the argument `hidden_states`, or else the first one."""
 
+    @part_of_model
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (enter(args[0], comm, sequence_parallel), *args[1:]), kwargs
@@ -37,6 +39,7 @@ def wrap_block(block: nn.Module, comm: Comm, sequence_parallel: bool) -> None:
 def scatter_at_start(layer: nn.Module, comm: Comm) -> None:
     """Make the first layer keep only this rank's tokens of its input."""
 
+    @part_of_model
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             return (scatter_to_group(args[0], comm, SEQUENCE), *args[1:]), kwargs
@@ -48,6 +51,7 @@ def scatter_at_start(layer: nn.Module, comm: Comm) -> None:
 def gather_at_end(layer: nn.Module, comm: Comm) -> None:
     """Make the last layer return the hidden state of all tokens; the code after it is the same on every rank."""
 
+    @part_of_model
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ARG001
         if isinstance(output, tuple):
             return (gather_sequence(output[0], comm, SEQUENCE, partial=False), *output[1:])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lema.backend.layout import Layout, fused, places, shard
 from lema.errors import ConfigError, ModelError
+from lema.model.state.hooks import part_of_model
 from lema_neuron.boundary import SEQUENCE, enter
 from lema_neuron.comm import Comm
 from lema_neuron.mappings import reduce_from_group, reduce_scatter_sequence
@@ -54,10 +55,12 @@ def shard_experts(module: nn.Module, styles: Mapping[str, str], path: str, comm:
     found = {name: sharded_part(layout, sizes[name], comm) for name, layout in layouts.items()}
     module.parts = lambda: found  # type: ignore[assignment]
 
+    @part_of_model
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         entered = {name: _enter(value, comm, sequence_parallel) for name, value in kwargs.items()}
         return tuple(_enter(value, comm, sequence_parallel) for value in args), entered
 
+    @part_of_model
     def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
         if sequence_parallel:
             return reduce_scatter_sequence(output, comm, SEQUENCE)

@@ -5,12 +5,15 @@ places, and again for the head. None of these runs is the model's call, so hooks
 decoder layer itself are called around its visit, in the graph that the caller differentiates; the layer's own runs,
 and its recomputation, do not know them. Modules inside a layer run again where it is recomputed, with the hooks that
 they had in the forward.
+
+Hooks that are a part of how the model computes, such as those that divide its work among processes, are no others':
+every run of their module calls them (`part_of_model`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +24,26 @@ from torch.utils.hooks import BackwardHook
 
 from lema.errors import ConfigError
 
-__all__ = ["HeldHooks", "LayerHooks", "ModelHooks", "aside", "held_by"]
+__all__ = ["HeldHooks", "LayerHooks", "ModelHooks", "aside", "held_by", "part_of_model"]
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CAPTURING = "transformers.utils.output_capturing"  # whose hooks stay for good, and do nothing but where they are asked
 NAMES_OF_ROWS = "adapter_names"  # by which hooks of PEFT tell a module the adapter of each row
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def part_of_model(hook: Hook) -> Hook:
+    """Mark a hook as a part of how its module computes, which each run of the module calls."""
+    hook.part_of_model = True  # type: ignore[attr-defined] # functions take attributes
+    return hook
+
+
+def is_part(hook: Any) -> bool:
+    """Whether a hook is marked so."""
+    return getattr(hook, "part_of_model", False)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -38,11 +55,16 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks that somebody registered, and not only those of `transformers`."""
+    """Whether a module has hooks that somebody registered, and not only those of `transformers` and of the model."""
     if not has_hooks(module):
         return False
     hooks = (hook for kind in KINDS for hook in vars(module)[kind].values())
-    return any(getattr(hook, "__module__", None) != CAPTURING for hook in hooks)
+    return any(getattr(hook, "__module__", None) != CAPTURING and not is_part(hook) for hook in hooks)
+
+
+def others(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+    """Return the hooks that are no part of the model, each with its key."""
+    return [(key, hook) for key, hook in hooks.items() if not is_part(hook)]
 
 
 class HookedCall(Protocol):
@@ -65,7 +87,8 @@ Call = TypeVar("Call", bound=HookedCall)
 
 @contextmanager
 def aside(modules: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Have modules call no hooks in a `with` block, or until the function that it yields is called."""
+    """Have modules call no hooks but those of the model in a `with` block, or until the function that it yields is
+    called."""
     kept = [(vars(one), kind, vars(one)[kind]) for one in modules if has_hooks(one) for kind in KINDS]
 
     def put_back() -> None:
@@ -73,8 +96,8 @@ def aside(modules: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
             attributes, kind, hooks = kept.pop()
             attributes[kind] = hooks
 
-    for attributes, kind, _ in kept:
-        attributes[kind] = OrderedDict()
+    for attributes, kind, hooks in kept:
+        attributes[kind] = OrderedDict((key, hook) for key, hook in hooks.items() if is_part(hook))
     try:
         yield put_back
     finally:
@@ -175,7 +198,7 @@ class LayerHooks:
             kwargs = {"hidden_states": state, **kwargs}
         else:
             args = (state, *args)
-        for key, hook in layer._forward_pre_hooks.items():
+        for key, hook in others(layer._forward_pre_hooks):
             if key in layer._forward_pre_hooks_with_kwargs:
                 args, kwargs = hook(layer, args, kwargs) or (args, kwargs)
             elif (other := hook(layer, args)) is not None:
@@ -192,7 +215,7 @@ class LayerHooks:
     def _left(self, index: int, state: Tensor) -> Tensor:
         layer, output = self.layer, state if self.rest is None else (state, *self.rest)
         args, kwargs = self._given[index]
-        for key, hook in layer._forward_hooks.items():
+        for key, hook in others(layer._forward_hooks):
             with_kwargs = key in layer._forward_hooks_with_kwargs
             other = hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
             output = output if other is None else other
