@@ -30,15 +30,20 @@ def test_the_whole_model_has_no_backward(model: Path) -> None:
         refusing(**rows(9)[0])
 
 
-@pytest.mark.parametrize("told", ["settings", "config.json"])
-def test_training_is_refused_in_a_sentence(told: str, model: Path) -> None:
-    settings = {"attn_implementation": COMPILED} if told == "settings" else {}
-    if not settings:
-        edit_config(model, attn_implementation=COMPILED)
-    with opened(model, **settings) as streamed, pytest.raises(ConfigError, match=SAID) as refused:
+def test_training_is_refused_in_a_sentence(model: Path) -> None:
+    with (
+        opened(model, attn_implementation=COMPILED) as streamed,
+        pytest.raises(ConfigError, match=SAID) as refused,
+    ):
         streamed.adapter.loss(rows(9))
     assert "in the forward of layer" in str(refused.value)
     assert "attn_implementation" in str(refused.value)
+
+
+def test_what_a_models_config_says_is_left_to_the_library(model: Path) -> None:
+    edit_config(model, attn_implementation=COMPILED)
+    with pytest.warns(UserWarning, match=rf"attn_implementation: {COMPILED}.* is ignored"), opened(model) as streamed:
+        assert streamed.skeleton.config._attn_implementation == "sdpa"
 
 
 def test_a_plan_is_refused_in_the_same_sentence(model: Path) -> None:

@@ -239,8 +239,10 @@ def settings_then(checkpoint: Path) -> dict[str, Any]:
 
 def computed_then(checkpoint: Path) -> str | None:
     """Return the type that the layers of a checkpoint's run were computed in, if it says one that settings name."""
-    found = read_state(checkpoint).get("compute_dtype")
-    return found if found in COMPUTED else None
+    with suppress(AdapterError, ReadError):  # which the trainer tells
+        found = read_state(checkpoint).get("compute_dtype")
+        return found if found in COMPUTED else None
+    return None
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], *wanted: Change) -> list[Changed]:
