@@ -105,7 +105,7 @@ def _plan(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         "planned_peak": process + sum(parts.values()),
         "process": process,
         "parts": {name: size for name, size in parts.items() if size},
-        "notes": planner.blueprint.head_notes,
+        "notes": planner.blueprint.notes,
     }
 
 

@@ -97,7 +97,8 @@ def allocated(
         device_limit, kept = None if wanted is None else parse_memory(wanted, device_total), kept * (wanted is None)
     # Where nobody limits a device that computes in host memory, what it needs beside the layers comes out of it all the
     # same: layers that fill the rest would have the system end the process.
-    beside = demand.fixed_bytes - demand.outside_bytes if demand.shared and resident and device_limit is None else 0
+    alone = not (demand.shared and resident and device_limit is None)
+    beside = 0 if alone else demand.processes * (demand.fixed_bytes - demand.outside_bytes)
     recompute, stay = whether_recomputed(config), bool(kept) or layers_stay(config, demand, free)
     boundaries = None if config.boundary_activations == "auto" else config.boundary_activations
     boundaries = boundaries if recompute is False or tier is None else tier
@@ -106,7 +107,7 @@ def allocated(
         return solve(
             *(demand, speeds, depth + 1),
             device_limit=device_limit if asked else int(kept * free),
-            host_limit=max(0, host_available - demand.processes * beside) if host_limit is None else host_limit,
+            host_limit=max(0, host_available - beside) if host_limit is None else host_limit,
             host_cache="all" if resident else "none" if host_limit is None else "fill",
             recompute=again,
             boundaries=boundaries if asked else boundaries or "device",
@@ -129,7 +130,9 @@ def allocated(
         return _deepest(DEPTHS if config.prefetch_depth is None else (config.prefetch_depth,), spent)
     except MemoryLimitError as error:
         if error.where == "host_memory" and host_limit is None:
-            error.where = "memory available on this machine"
+            error.where = f"memory available on this machine, {human_bytes(host_available)}"
+            if beside:
+                error.where += f", less {human_bytes(beside)} for what trains and is computed"
         elif error.where == "device_memory" and wanted == "auto":
             error.where = f"free device memory, {human_bytes(free)}"
         raise

@@ -226,7 +226,7 @@ def test_the_head_moves_twice_less_one_piece_and_the_plan_says_so(many_words: Ch
         assert needs.device["slots"] == stream.num_slots * stream.slot_bytes
         assert needs.device["outside"] == planner.blueprint.outside_bytes == model.outside_bytes
         assert needs.traffic(2).read == needs.demand.outside_bytes + read - before.bytes_read + _first(stream, slots)
-    assert any("pass through the slots in" in note for note in planner.blueprint.head_notes)
+    assert any("pass through the slots in" in note for note in planner.blueprint.notes)
 
 
 def _first(stream: Any, slots: int) -> int:
@@ -303,7 +303,7 @@ def test_a_head_that_trains_is_whole(
         assert torch.equal(found.loss, expected.loss)
         assert all(torch.equal(found.gradients[name], one) for name, one in expected.gradients.items())
         config = model.config
-    notes = planner_of(config, site=site_of(config)).blueprint.head_notes
+    notes = planner_of(config, site=site_of(config)).blueprint.notes
     assert any("stays whole on the device" in note for note in notes)
 
 

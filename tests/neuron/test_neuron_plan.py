@@ -86,7 +86,7 @@ def test_what_trains_is_adapted_or_asked_for_is_whole_on_every_core(
     blueprint = draw_up(LemaConfig(str(base), device="neuron", **settings), parallel=Division(StandIn(0, 4)))
     words, pages = 512 * 2, 3 * 4096
     assert 0 <= blueprint.outside_bytes - ((embeddings + head) * words + words) < pages
-    assert why in "".join(blueprint.head_notes) and bool(why) == bool(blueprint.head_notes)
+    assert why in "".join(blueprint.head.notes) and bool(why) == bool(blueprint.head.notes)
     ends = blueprint.model.get_input_embeddings(), blueprint.model.get_output_embeddings()
     assert [words_of(one) is not None for one in ends] == [embeddings == 17, head == 17]
 

@@ -196,7 +196,7 @@ if rank == 0:
         model.get_trainable_parameters()[-1].fill_(float("nan"))
 from lema.errors import NonFiniteError
 
-words = "first non-finite output" if rank == 0 else "it comes from another process"
+words = "which trains, has become NaN or infinite" if rank == 0 else "it comes from another process"
 refused(NonFiniteError, lambda: trainer.accumulate([spoilt]), words)
 assert trainer.global_step == 1
 
