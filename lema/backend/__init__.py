@@ -3,24 +3,29 @@
 docs/internals/processes.md describes the folder.
 """
 
-from lema.backend.findings import Fact, Finding, Level
-from lema.backend.group import Alone, Downloaded, SingleProcess
-from lema.backend.protocols import (
-    Backend,
-    BackendOptions,
-    Carrier,
-    DeviceSlots,
-    Download,
-    Exchange,
-    Gathering,
-    MemoryStats,
-    Parallel,
-    Replicas,
-    SlotLayout,
-    Span,
-    Upload,
-)
-from lema.backend.registry import BackendInfo, available, load
+from typing import TYPE_CHECKING
+
+from lema import lazy_exports
+
+if TYPE_CHECKING:
+    from lema.backend.findings import Fact, Finding, Level
+    from lema.backend.group import Alone, Downloaded, SingleProcess
+    from lema.backend.protocols import (
+        Backend,
+        BackendOptions,
+        Carrier,
+        DeviceSlots,
+        Download,
+        Exchange,
+        Gathering,
+        MemoryStats,
+        Parallel,
+        Replicas,
+        SlotLayout,
+        Span,
+        Upload,
+    )
+    from lema.backend.registry import BackendInfo, available, load
 
 __all__ = [
     "Alone",
@@ -46,3 +51,31 @@ __all__ = [
     "available",
     "load",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "Alone": "group",
+        "Backend": "protocols",
+        "BackendInfo": "registry",
+        "BackendOptions": "protocols",
+        "Carrier": "protocols",
+        "DeviceSlots": "protocols",
+        "Download": "protocols",
+        "Downloaded": "group",
+        "Exchange": "protocols",
+        "Fact": "findings",
+        "Finding": "findings",
+        "Gathering": "protocols",
+        "Level": "findings",
+        "MemoryStats": "protocols",
+        "Parallel": "protocols",
+        "Replicas": "protocols",
+        "SingleProcess": "group",
+        "SlotLayout": "protocols",
+        "Span": "protocols",
+        "Upload": "protocols",
+        "available": "registry",
+        "load": "registry",
+    },
+)

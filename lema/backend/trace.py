@@ -18,7 +18,7 @@ from typing import Any
 
 from lema.errors import DiskError
 
-__all__ = ["NO_TRACE", "NoTrace", "Trace", "tracing"]
+__all__ = ["BEGIN", "NO_TRACE", "NoTrace", "Trace", "tracing"]
 
 
 class NoTrace:
@@ -47,6 +47,9 @@ def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
         yield trace
     finally:
         trace.write(path)
+
+
+BEGIN = '{"displayTimeUnit": "ms", "traceEvents": '  # of each file
 
 
 class Trace(NoTrace):
@@ -90,7 +93,7 @@ class Trace(NoTrace):
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": name}}
             for row, (_, name) in enumerate(self._names)
         ]
-        text = json.dumps({"displayTimeUnit": "ms", "traceEvents": [*rows, *self.events]}) + "\n"
+        text = BEGIN + json.dumps([*rows, *self.events]) + "}\n"
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -115,6 +115,7 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole plan instead of one sentence.")] = False,
 ) -> None:
     """Fine-tune with the settings of a YAML file. If it has `phases`, run them in order."""
+    from lema.backend.trace import BEGIN
     from lema.train.phases.file import has_phases
 
     phased = has_phases(config)
@@ -124,7 +125,7 @@ def train(
     else:
         checked = config_of(config, settings)
     named = file.config if phased else checked
-    check_written("--trace", trace, named, config)
+    check_written("--trace", trace, named, config, begins=BEGIN)
     import_libraries(context, named, trusted=trust_remote_code)
     from rich.console import Console
 

@@ -99,18 +99,21 @@ class Verb(TyperCommand):
         return found
 
 
-def check_written(option: str, target: Path | None, config: "LemaConfig", *reads: Path | None) -> None:
+def check_written(
+    option: str, target: Path | None, config: "LemaConfig", *reads: Path | None, begins: str = ""
+) -> None:
     """Make sure that the file which an option names to be written is no link and no device, and none that the command
-    reads: `reads`, or what the settings name. `ConfigError` says what it is."""
+    reads: `reads`, or what the settings name. `begins`: as in `check_kind`. `ConfigError` says what it is."""
     if target is None:
         return
     from lema.errors import named_in
-    from lema.storage.regular import check_apart, check_target
+    from lema.storage.regular import check_apart, check_kind, check_target
     from lema.train.inputs import inputs_of
 
     with named_in(option):
         check_target(target)
         check_apart(target, [*(place for place in reads if place is not None), *inputs_of(config)])
+        check_kind(target, begins.encode())
 
 
 def settings_of(given: list[str] | None) -> dict[str, Any]:

@@ -29,10 +29,12 @@ def run(commands: typer.Typer, arguments: Sequence[str], *, by: str = "") -> int
     What is printed is text, and a reader who goes away ends the printing alone."""
     with text_streams() as streams:
         code = _run(commands, arguments, by)
-    # Of a run the product is on the disk, of any other command it is what was printed.
-    if code == 0 and any(map(full, streams)) and arguments[:1] != ["train"]:
-        typer.echo("error: what was printed could not be written; the disk may be full", err=True)
-        return DiskError.exit_code
+        for stream in streams:
+            stream.flush()
+        # Of a run the product is on the disk, of any other command it is what was printed.
+        if code == 0 and any(map(full, streams)) and arguments[:1] != ["train"]:
+            typer.echo("error: what was printed could not be written; the disk may be full", err=True)
+            code = DiskError.exit_code
     return code
 
 

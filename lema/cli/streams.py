@@ -88,6 +88,8 @@ def _warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     shown = Warning("\n".join(map(printable, str(message).split("\n"))))
+    if category is UserWarning:  # it is for who uses the command, to whom a line of code says nothing
+        return f"warning: {shown}\n"
     return _formatted(shown, category, printable(filename), lineno, line)
 
 

@@ -109,6 +109,7 @@ class _Step:
     backward: tuple[int, ...]  # the leases of its backward
     trained: tuple[bool, frozenset[int]]
     asked: AskedGradients | None  # takes gradients where a caller asks for them
+    written: int  # how often what trains had been written to
     done: bool = False  # whether that has begun
     task: int = -1  # autograd's number of it
 
@@ -270,6 +271,10 @@ class LayerStack:
         layers = range(split.num_layers)
         return split.model.training, frozenset(id(one) for layer in layers for one in engine.adapters_of(layer))
 
+    def _times_written(self) -> int:
+        """Return how often values of what trains in the layers were changed in place; autograd looks at the same."""
+        return sum(one._version for one in self.streamed.split.layers.parameters() if one.requires_grad)
+
     def run(self, calls: Sequence[StackCall]) -> list[Tensor]:
         """Take the micro-batches of several calls through the layers at once; return the last layer's output of each.
         The calls were made with the same adapters, and all with a graph or all without."""
@@ -301,7 +306,7 @@ class LayerStack:
         step = None
         if lowest <= top:
             down = in_parts(range(top, lowest - 1, -1), streamed.stream.parts, down=True)
-            step = _Step(next(self._numbers), down, calls[0].trained, asked)
+            step = _Step(next(self._numbers), down, calls[0].trained, asked, self._times_written())
         if step is not None:
             self._say_what_accumulation_costs(lowest)
             self._steps.add(step)
@@ -343,6 +348,9 @@ class LayerStack:
             what = "between a forward and its backward, the adapters or the training mode of the model changed"
             how = "run the backward while the same adapter is active, and in the same mode"
             raise ConfigError(what, where="backward", how=how)
+        if self._times_written() != step.written:
+            what = "between a forward and its backward, values of the adapters changed"
+            raise ConfigError(what, where="backward", how="run the backward before the optimizer's step")
         step.done, step.task = True, task
         self._version = self._adapter_version()[1]
         self._announce(step.backward, self._awaited() or self.streamed.stream.forward_order())

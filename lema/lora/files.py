@@ -262,16 +262,28 @@ def save_adapter(
         raise not_written(f"the adapter could not be written: {error}", error, directory) from error
 
 
+def weights_file(directory: Path) -> Path:
+    """Return the file of an adapter's weights: `adapter_model.safetensors`, or `adapter_model.bin` where that is not
+    there."""
+    file = directory / WEIGHTS
+    return file if file.is_file() else directory / OLD_WEIGHTS
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors in either file of PEFT's. `AdapterError`: it is missing or damaged."""
+    return _read_pickled(file) if file.name == OLD_WEIGHTS and file.is_file() else read_safetensors(file)
+
+
 def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: Parallel | None = None) -> None:
     """Fill the adapter's parameters from a directory; every one of them must be in the file, and no other. The file is
     `adapter_model.safetensors`, or else `adapter_model.bin`; `layers_name` is the dotted name of the decoder
     layers in the base model. Where processes hold the adapter together, each takes its part of it (`parallel`).
     `AdapterError`: there is no adapter, it is damaged, or it does not fit the model."""
-    file = directory / WEIGHTS
-    if file.is_file():
-        tensors = read_safetensors(file)
-    elif (file := directory / OLD_WEIGHTS).is_file():
-        tensors = _read_pickled(file) if (directory / CONFIG).is_file() else _read_old(file, layers_name)
+    file = weights_file(directory)
+    if (directory / CONFIG).is_file() and file.is_file():
+        tensors = read_tensors(file)
+    elif file.is_file():
+        tensors = read_safetensors(file) if file.name == WEIGHTS else _read_old(file, layers_name)
     else:
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
         how = "choose a directory that save_pretrained, save_checkpoint or `lema train` wrote"

@@ -8,13 +8,23 @@ or a pipe, nor over a file that the command reads, whatever name either has.
 import os
 import stat
 from collections.abc import Iterable
+from contextlib import suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 
 from lema.errors import ConfigError, DataError, WeightsError
 
-__all__ = ["append", "check_apart", "check_inside", "check_target", "expanded", "open_appending", "open_regular"]
-__all__ += ["read_at_most", "read_regular"]
+__all__ = [
+    "append",
+    "check_apart",
+    "check_inside",
+    "check_kind",
+    "check_target",
+    "expanded",
+    "open_appending",
+    "open_regular",
+]
+__all__ += ["open_regular", "read_at_most", "read_regular"]
 
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 KINDS |= {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link"}
@@ -88,6 +98,16 @@ def check_target(file: Path) -> None:
         return
     if not stat.S_ISREG(mode):
         raise _taken(file, mode)
+
+
+def check_kind(file: Path, begins: bytes) -> None:
+    """Make sure that a file which is to be replaced is of the kind that is written there, each of which begins so, or
+    is empty, or is not there. `ConfigError`: it is something else; other errors are those of `open_regular`."""
+    with suppress(FileNotFoundError, NotADirectoryError), open_regular(file) as opened:
+        there = opened.read(len(begins))
+        if there and there != begins:
+            what = f"{file.name} exists, and is nothing that this option has written"
+            raise ConfigError(what, where=str(file), how="give another name, or delete it first")
 
 
 def open_appending(file: Path) -> FileIO:

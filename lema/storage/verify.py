@@ -4,7 +4,7 @@ The fingerprint of a model tells its files from another's: a hash of all tensors
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lema.errors import DiskError, NonFiniteError, ReadError, WeightsError
+from lema.errors import DataError, DiskError, NonFiniteError, ReadError, WeightsError
 from lema.storage.header import TensorRecord, read_header
 from lema.storage.index import GlobalBinaryIndex, file_stamps
+from lema.storage.regular import read_regular
 from lema.storage.tensorfile import read_into
 
 __all__ = ["DTYPES", "BaseFiles", "base_fingerprint", "check_finite", "check_written", "load_record", "load_tensors"]
@@ -117,10 +118,13 @@ class BaseFiles:
         if file_stamps(index.files) != index.stamps:
             raise self._changed()
         self.fingerprint = base_fingerprint(index)
+        self._config = self._read_config()
 
     def check(self) -> None:
         """Make sure that the files are still those that the run began with: by what the system says of each, and where
-        that has changed, by the fingerprint. `WeightsError`: they are not."""
+        that has changed, by the fingerprint; of the config, by what is in it. `WeightsError`: they are not."""
+        if self._read_config() != self._config:
+            raise self._changed(["config.json"])
         now = file_stamps(self._index.files)
         if now == self._stamps:
             return
@@ -132,9 +136,16 @@ class BaseFiles:
             raise self._changed()
         self._stamps = now
 
-    def _changed(self) -> WeightsError:
+    def _read_config(self) -> bytes:
+        """Return the model's config; nothing where there is none beside the weights, or no longer one."""
+        try:
+            return read_regular(self._index.root / "config.json")
+        except (OSError, DataError):
+            return b""
+
+    def _changed(self, files: Sequence[str] = ()) -> WeightsError:
         now, then = file_stamps(self._index.files), self._stamps
-        changed = [file.name for file in self._index.files if now.get(file) != then.get(file)]
+        changed = [*files] or [file.name for file in self._index.files if now.get(file) != then.get(file)]
         what = f"the model has changed since the run began to read it: {', '.join(changed[:3])}"
         how = "put the model back as it was, and continue with --resume from the last checkpoint, which is of before"
         return WeightsError(what, where=str(self._index.path), how=how)

@@ -185,7 +185,10 @@ class RunLoop:
         before = None if stage.sound is None else stage.position(stage.sound).checkpoint
         kept = "there is no checkpoint of before" if before is None else f"the checkpoint of before is {before}"
         what = f"nothing was learnt in the last {count} steps: {sign.why}"
-        raise DeadRun(what, where=f"{stage.position(stage.done).name}; {kept}", how=TO_DO[sign.kind] + GO_ON)
+        how = TO_DO[sign.kind] + GO_ON
+        if before is not None:
+            how += f". --resume takes the newest checkpoint: delete those after {before.name} first"
+        raise DeadRun(what, where=f"{stage.position(stage.done).name}; {kept}", how=how)
 
     def _leaves(self) -> bool:
         """Whether callbacks have ended a plain run before its last step."""

@@ -223,3 +223,17 @@ def test_a_link_to_what_is_not_there_makes_nothing_there(
     (tmp_path / "elsewhere").mkdir()  # to a directory on another disk, for example
     assert lema(*words) == 0
     assert any((tmp_path / "elsewhere").iterdir())
+
+
+def test_reports_and_traces_replace_nothing_but_their_own_kind(
+    ended: Path, config: Path, tmp_path: Path, capfd: Any
+) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("years of work")
+    assert_refused(capfd, 2, ["notes.md exists"], "report", ended, "--output", notes)
+    assert_refused(capfd, 2, ["--trace", "notes.md exists"], "train", config, "--trace", notes)
+    assert notes.read_text() == "years of work"
+    for again in ([], ["--set", "overwrite_output_dir=true"]):
+        assert lema("train", config, "--trace", tmp_path / "trace.json", *again) == 0
+    assert lema("report", ended, "--output", tmp_path / "page.html") == 0
+    assert lema("report", ended, "--output", tmp_path / "page.html") == 0

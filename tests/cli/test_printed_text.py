@@ -66,6 +66,15 @@ def config(llama: Path, tmp_path: Path) -> Path:
     return config_writer(llama, tmp_path)(max_steps=6, save_steps=2)
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_full_disk_under_what_is_printed_is_said(both: bool) -> None:
+    with Path("/dev/full").open("w") as disk:
+        process = start("config", "schema", stdout=disk, stderr=disk if both else subprocess.PIPE)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 6
+    assert both or b"could not be written" in told
+
+
 def start(*words: Any, **options: Any) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-m", "lema", *map(str, words)], **options)
 

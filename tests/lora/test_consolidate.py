@@ -248,6 +248,18 @@ def test_damaged_shards_are_refused_in_words(
     assert not (tmp_path / "out").exists()
 
 
+@golden
+def test_the_older_file_of_peft_is_cut_up_as_the_newer(tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(GOLDEN / "consolidated", older)
+    tensors = load_file(older / "adapter_model.safetensors")
+    (older / "adapter_model.safetensors").unlink()
+    torch.save(tensors, older / "adapter_model.bin")
+    shard_adapter(older, tmp_path / "shards", 2, model=str(GOLDEN / "base_model"))
+    consolidate_adapter(tmp_path / "shards", tmp_path / "out")
+    assert_same(tmp_path / "out", tensors)
+
+
 def test_what_no_plan_covers_is_refused_by_name(tmp_path: Path) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 8, "num_attention_heads": 4}
     sparse = write_model(

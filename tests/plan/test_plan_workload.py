@@ -234,9 +234,9 @@ def test_what_the_control_group_leaves_is_the_limit_of_plan_and_training(
     assert site_of(config).host_available == 4096
     with closing(LemaModel(config)) as model:
         model.initialize_lora()
-        with pytest.raises(MemoryLimitError, match="bytes of host memory are needed .* 0 are allowed") as training:
+        with pytest.raises(MemoryLimitError, match=r"bytes of host memory are needed .* 0 are allowed") as training:
             allocation_of(model)
-    with pytest.raises(MemoryLimitError, match="bytes of host memory are needed .* 0 are allowed") as plan:
+    with pytest.raises(MemoryLimitError, match=r"bytes of host memory are needed .* 0 are allowed") as plan:
         planner_of(config).needs()
     for caught in (training, plan):
         assert str(caught.value.where).startswith("memory available on this machine, 4.1 kB, less ")

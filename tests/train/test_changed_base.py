@@ -93,6 +93,14 @@ def test_a_changed_model_ends_the_run(step: int, change: Callable[[Path], None],
     assert not (out / "adapter_model.safetensors").exists()
 
 
+def test_a_config_that_changes_ends_the_run_too(config: LemaConfig) -> None:
+    about = Path(config.model_name_or_path) / "config.json"
+    values = json.loads(about.read_text())
+    with pytest.raises(WeightsError, match=r"the model has changed since the run began to read it: config\.json"):
+        train(config, 3, lambda _: about.write_text(json.dumps(values | {"rms_norm_eps": 0.1})))
+    assert (Path(config.output_dir) / "checkpoint-2").is_dir()
+
+
 @pytest.mark.parametrize("change", [touch, copy_over])
 def test_files_with_the_same_weights_are_the_same_model(change: Callable[[Path], None], config: LemaConfig) -> None:
     before = base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))

@@ -6,7 +6,7 @@ from typing import Any
 
 from lema.errors import printable
 
-__all__ = ["escape", "page", "section", "table", "tiles"]
+__all__ = ["BEGIN", "escape", "page", "section", "table", "tiles"]
 
 COLOURS = ("#3b82f6", "#f59e0b", "#ef4444", "#10b981", "#8b5cf6", "#ec4899", "#14b8a6", "#84a30f", "#f97316", "#94a3b8")
 
@@ -98,6 +98,13 @@ def escape(text: str, *, quote: bool = True) -> str:
     return html.escape(printable(text), quote=quote)
 
 
+BEGIN = (
+    '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width,initial-scale=1">'
+)
+"""With which each page begins; no other file does."""
+
+
 def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str) -> str:
     """Return the whole page; each section is its name in links, its title, and what is in it, as HTML."""
     colours = "".join(
@@ -107,9 +114,7 @@ def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: 
     links = "".join(f'<a href="#{name}">{escape(label)}</a>' for name, label, _ in sections)
     inside = "".join(section(name, label, body) for name, label, body in sections)
     return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}{colours}</style></head><body><main>"
+        f"{BEGIN}<title>{escape(title)}</title><style>{STYLE}{colours}</style></head><body><main>"
         f"<header>{head}<nav>{links}</nav></header>{inside}<footer>{foot}</footer></main>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
-from lema.storage.regular import check_apart, check_target, read_regular
-from lema_tools.page import escape, page, table, tiles
+from lema.storage.regular import check_apart, check_kind, check_target, read_regular
+from lema_tools.page import BEGIN, escape, page, table, tiles
 from lema_tools.rundir import TIMES, Run, amount, by_step, read_json, read_run
 from lema_tools.steptrace import find_trace, read_step
 from lema_tools.svg import Bar, Series, bars, chart, columns, timeline
@@ -39,6 +39,7 @@ def report(
     check_target(file)
     reads = [path for path in output_dir.glob("*") if path.suffix != ".html"]
     check_apart(file, reads if trace is None else [*reads, trace])
+    check_kind(file, BEGIN.encode())
     replace_file(file, html(read_run(output_dir), trace).encode("utf-8", "replace"))
     typer.echo(f"report: {file}")
 

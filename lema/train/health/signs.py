@@ -34,6 +34,7 @@ GO_ON = "; stop_when_dead: false goes on"
 TOO_LARGE = "which changes each weight by more than the weights of a model are"
 ROUNDING = 1e-5  # of a loss of equal logits, relative
 ADAPTIVE_RATES = (1e-12, 1.0)  # within which a learning rate has a sense where each weight moves by about as much
+SHORTEST = 1e-9  # a norm below which no optimizer sees a gradient
 OTHER_RATES = (1e-12, 1e4)  # of optimizers whose steps are as long as their gradients
 
 
@@ -43,13 +44,16 @@ class Sign:
 
     kind: str  # a name of `TOLD_AFTER`
     why: str
+    ruins: bool = True  # whether many such steps end a run
 
 
 def _odd_rate(config: LemaConfig) -> str | None:
-    """Say what is odd about the learning rate of the settings; None: it has a sense."""
+    """Say what is odd about the lengths of steps in the settings; None: they have a sense."""
     rate, (least, most) = config.learning_rate, OTHER_RATES if config.optim == "sgd" else ADAPTIVE_RATES
     if rate == 0:
         return "the learning rate is 0, so nothing changes"
+    if config.max_grad_norm and config.max_grad_norm < SHORTEST:
+        return f"max_grad_norm is {config.max_grad_norm:g}, so gradients are cut to nothing"
     if least <= rate < most:
         return None
     return f"the learning rate is {rate:g}, " + ("too small to change a weight" if rate < least else TOO_LARGE)
@@ -100,7 +104,7 @@ class Signs:
             return  # nothing was to be learnt
         found = {sign.kind: sign for sign in self._found(result, rate)}
         self._lasted = {kind: self._lasted.get(kind, 0) + 1 for kind in found}
-        self.steps = self.steps + 1 if found else 0
+        self.steps = self.steps + 1 if any(sign.ruins for sign in found.values()) else 0
         lasting = [found[kind] for kind, count in self._lasted.items() if count >= TOLD_AFTER[kind]]
         self.sign = lasting[0] if lasting else None
         for sign in lasting:
@@ -123,9 +127,9 @@ class Signs:
         if self._tokens and abs(loss - self._guess) <= ROUNDING * self._guess:
             yield Sign("vocabulary", f"the loss is {loss:.4f}, that of a model to which all tokens are equally likely")
         if loss > (most := self._most(self._first)):
-            yield Sign(
-                "rising", f"the loss is {loss:.4g}, which was {self._first:.4g} at first; the bound is {most:.4g}"
-            )
+            why = f"the loss is {loss:.4g}, which was {self._first:.4g} at first; the bound is {most:.4g}"
+            # Rows that are hard may have such a loss, too, but hardly one beyond that of knowing nothing.
+            yield Sign("rising", why, ruins=not self._tokens or loss > self._guess)
         if rate == 0:
             yield Sign("rate", "the learning rate is 0, so nothing changes")
 

@@ -28,7 +28,7 @@ def seen(steps: Iterable[dict[str, Any]], vocabulary: int | None = 32_000, **set
     [
         ({"grad_norm": 0.0}, "gradient at 5", {}),
         ({"loss": GUESS + 1e-6, "grad_norm": 0.1}, "vocabulary at 6", {"max_grad_norm": 1.0}),
-        ({"loss": 7.5}, "rising at 7", {}),  # beyond halfway from 2.0 to that of a guess
+        ({"loss": 10.5}, "rising at 7", {}),  # beyond that of a guess
         ({"rate": 0.0}, "rate at 6", {}),
         ({"loss": 12.0}, "rising at 7", {"objective": "dpo"}),
     ],
@@ -43,6 +43,20 @@ def test_a_dead_run_is_told_once_and_is_dead_after_twenty_steps(
     assert signs.sign is not None and signs.verdict == signs.sign.why
     found, signs = seen([*healthy, *[step] * (DEAD_STEPS - 1), healthy[0], step], **settings)
     assert signs.steps == 1  # it is counted anew
+
+
+def test_a_loss_that_hard_rows_may_have_is_told_and_ends_nothing() -> None:
+    found, signs = seen([*[{"loss": 2.0}] * 4, *[{"loss": 7.5}] * 40])  # beyond halfway from 2.0 to that of a guess
+    assert found == ["rising at 7"]
+    assert signs.steps == 0
+    assert signs.verdict is not None and "7.5" in signs.verdict
+
+
+def test_a_norm_that_cuts_gradients_to_nothing_is_odd() -> None:
+    _, signs = seen([], max_grad_norm=1e-300)
+    assert signs.verdict == "max_grad_norm is 1e-300, so gradients are cut to nothing"
+    _, signs = seen([], max_grad_norm=1e-3)
+    assert signs.verdict is None
 
 
 @pytest.mark.parametrize(

@@ -194,3 +194,17 @@ def test_hooks_of_parameters_see_gradients_only(checkpoint_of: CheckpointOf) -> 
     assert len(seen) == 1 and torch.equal(seen[0], one.grad)
     with pytest.raises(ConfigError, match="hooks on parameters that train"):
         asked(model, loss)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": False}, {"micro_batch_size": 2}], ids=str)
+def test_adapters_that_changed_after_the_forward_are_seen(
+    checkpoint_of: CheckpointOf, settings: dict[str, Any]
+) -> None:
+    model = streamed(checkpoint_of("llama"), **settings)
+    loss = loss_of(model)
+    with torch.no_grad():
+        next(iter(trained(model).values())).mul_(2)
+    with pytest.raises(ConfigError, match="values of the adapters changed"):
+        loss.backward()
+    loss_of(model).backward()
+    model.close()

@@ -24,7 +24,7 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError, named_in
 from lema.lora.checks import BASE_NAME, check_shapes, read_json
 from lema.lora.class_names import compare_classes
-from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, the_lora_config
+from lema.lora.files import CONFIG, WEIGHTS, read_tensors, the_lora_config, weights_file
 from lema.lora.published import ClassForm, publish_files, tensors_in_own
 from lema.model import meta_model, read_config
 from lema.storage import resolve_model
@@ -129,14 +129,14 @@ def rename_adapter(
         how = f"one of {', '.join(get_args(ClassForm))}"
         raise ConfigError(f"there is no form of names called {names!r}", where="names", how=how)
     out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
-    if not (adapter / WEIGHTS).is_file() and _shards_in(adapter):
+    if not weights_file(adapter).is_file() and _shards_in(adapter):
         what = "the adapter is in shards, and names are chosen for adapters in PEFT's format"
         how = "put it together first (lema consolidate without --names), then give --names for the result"
         raise AdapterError(what, where=str(adapter), how=how)
     the_lora_config(adapter)
     settings = _adapter_config(adapter / CONFIG)
     skeleton = _named_base(adapter, settings, model)
-    tensors = tensors_in_own(skeleton, read_safetensors(adapter / WEIGHTS), adapter / WEIGHTS)
+    tensors = tensors_in_own(skeleton, read_tensors(weights_file(adapter)), weights_file(adapter))
     with appearing(out) as partial:
         _write_adapter(tensors, settings, skeleton, adapter, partial, cast(ClassForm, names))
     return out
@@ -169,7 +169,7 @@ def shard_adapter(
     the_lora_config(adapter)
     settings, order = _adapter_config(adapter / CONFIG), _order(kv_layout)
     skeleton = _named_base(adapter, settings, model, trust=trust_remote_code)
-    tensors = tensors_in_own(skeleton, read_safetensors(adapter / WEIGHTS), adapter / WEIGHTS)
+    tensors = tensors_in_own(skeleton, read_tensors(weights_file(adapter)), weights_file(adapter))
     with appearing(out) as partial:
         _write_settings(settings, adapter, partial)
         _write_reference(skeleton, adapter, partial)
@@ -231,7 +231,7 @@ def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
     if found:
         how = f"name one of {', '.join(sorted(path.parent.name for path, _ in found))}"
         raise AdapterError(f"there are {len(found)} adapters here", where=str(given), how=how)
-    if (given / WEIGHTS).is_file():
+    if weights_file(given).is_file():
         how = "use it unchanged, or give --names for those of one class of its model"
         raise AdapterError("this adapter is already whole", where=str(given), how=how)
     how = f"name a directory with {SHARDS}, which holds {' or '.join(one.marks for one in shard_formats().values())}"
@@ -272,9 +272,9 @@ def _write_reference(skeleton: PreTrainedModel | None, source: Path, out: Path, 
     PEFT's files always."""
     if not (directory := source / REFERENCE).is_dir():
         return
-    config, tensors = _adapter_config(directory / CONFIG), read_safetensors(directory / WEIGHTS)
+    config, tensors = _adapter_config(directory / CONFIG), read_tensors(weights_file(directory))
     if skeleton is not None:
-        tensors = tensors_in_own(skeleton, tensors, directory / WEIGHTS)
+        tensors = tensors_in_own(skeleton, tensors, weights_file(directory))
     (out / REFERENCE).mkdir()
     _write_adapter(tensors, config, skeleton, directory, out / REFERENCE, names)
 
