@@ -83,7 +83,7 @@ def test_what_is_packed_brings_what_it_asks_for_once(shelf: Shelf) -> None:
 
 def test_markers_and_extras_are_those_of_the_machine_and_of_what_is_asked_for(shelf: Shelf) -> None:
     shelf.put(
-        "lema",
+        "lema-lora",
         "old; python_version < '3.12'",
         "new; python_version >= '3.12'",
         "windows; sys_platform == 'win32'",
