@@ -23,7 +23,7 @@ import torch
 from gpu_device import Device
 from gpu_lines import Lines
 
-PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "liger-kernel", "pydantic", "lema")
+PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "liger-kernel", "pydantic", "lema-lora")
 QUERY = "name,driver_version,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm"
 COPY = 1 << 29  # bytes
 REPEATS = 5

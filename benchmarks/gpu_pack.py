@@ -82,7 +82,7 @@ def missing_wheels(
         constraints: the versions to fetch, by canonical name; a package that is not listed is fetched by its range.
         fetch: downloads one requirement without its own, and returns the wheel.
     """
-    wheels: dict[str, Path] = {"lema": lema}
+    wheels: dict[str, Path] = {"lema-lora": lema}
     waiting = requirements_of(lema, extras)
     while waiting:
         requirement = waiting.pop(0)
@@ -92,7 +92,7 @@ def missing_wheels(
             continue
         wheels[name] = fetch(pinned(requirement, constraints))
         waiting += requirements_of(wheels[name], requirement.extras)
-    return [wheel for name, wheel in wheels.items() if name != "lema"]
+    return [wheel for name, wheel in wheels.items() if name != "lema-lora"]
 
 
 def requirements_of(wheel: Path, extras: Iterable[str] = ()) -> list[Requirement]:

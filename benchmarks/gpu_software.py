@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["untested_versions", "versions", "what_is_missing"]
 
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "roundpipe", "lema")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "roundpipe", "lema-lora")
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 OFFLINE = "without a network: benchmarks/gpu_pack.py packs wheels elsewhere, and benchmarks/gpu_day.sh installs them"
 
@@ -32,7 +32,7 @@ def what_is_missing(device: str) -> list[str]:
         for name, text in asked.items()
         if _version(name) is None
     ]
-    if find_spec("lema") is None or _version("lema") is None:
+    if find_spec("lema") is None or _version("lema-lora") is None:
         lines.append("lema is not installed: pip install --no-deps . in the project's directory")
     if lines:
         return [*lines, OFFLINE]  # what the backend needs may be absent too

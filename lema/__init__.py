@@ -6,7 +6,9 @@ Names are imported when they are first used, so `import lema` costs nothing. `le
 imports print nothing.
 """
 
+import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
@@ -106,10 +108,22 @@ def __getattr__(name: str) -> Any:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version("lema")
+        return version("lema-lora")
     except PackageNotFoundError:
         return "0+not.installed"
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _warn_of_same_name() -> None:
+    """Warn of another project's package in this folder: each installation overwrites files of the other."""
+    beside = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - pathlib takes longer than all the rest
+    if any(name.startswith("lema-") and name.endswith(".dist-info") for name in os.listdir(beside)):  # noqa: PTH208
+        what = f"another project's package `lema` is installed in {beside}, too, and files of both have the same names"
+        how = "pip uninstall lema, then pip install --force-reinstall --no-deps lema-lora"
+        warnings.warn(f"{what}: {how}", stacklevel=3)
+
+
+_warn_of_same_name()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
+    "DISTRIBUTION",
     "AdapterError",
     "BackendUnavailable",
     "ConfigError",
@@ -24,12 +25,14 @@ __all__ = [
     "ReadError",
     "Stopped",
     "WeightsError",
+    "installing",
     "listed",
     "named_in",
     "printable",
     "unreadable",
 ]
 
+DISTRIBUTION = "lema-lora"  # what an index calls this project; `lema` is another one there
 # What the system says of a disk that fails, or of a server of files that is gone, whatever is in the file.
 FAILING = ("EIO", "ESTALE", "ENXIO", "ENODEV", "EREMOTEIO", "ETIMEDOUT", "EHOSTDOWN", "ENOTCONN", "EUCLEAN", "EBADMSG")
 FAILING_DISK = frozenset(getattr(errno, name) for name in FAILING if hasattr(errno, name))
@@ -38,6 +41,11 @@ WHOLE_DISK = "check the disk (dmesg names it) or the network that leads to it, o
 # Terminals obey these, print them in another order, or print none.
 NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 SAYINGS = ("out of memory", "status_alloc_failed")  # of drivers, and of libraries of kernels that allocate themselves
+
+
+def installing(extra: str = "") -> str:
+    """Return the command that installs LEMA, with one of its extras."""
+    return f'pip install "{DISTRIBUTION}[{extra}]"' if extra else f"pip install {DISTRIBUTION}"
 
 
 def listed(items: list[str], most: int = 14) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from lema.backend import Fact, Finding, Level
 from lema.backend.findings import installed_version
 from lema.config.units import human_bytes
+from lema.errors import installing
 from lema_accelerator.device import starting_error
 from lema_cuda.attention import SOURCE, gives_nan
 from lema_cuda.installeddriver import SECTION, driver, driver_version, system_management
@@ -215,7 +216,7 @@ def fused_kernels(found: str | None) -> Finding:
         return Finding(SECTION, "liger-kernel", Level.OK, what, facts=facts)
     what, how = (
         f"liger-kernel, which fuses {what}, is not installed.",
-        'for arithmetic: fast, pip install "lema[kernels]"',
+        f"for arithmetic: fast, {installing('kernels')}",
     )
     return Finding(SECTION, "liger-kernel", Level.NOTE, what, how, facts=facts)
 

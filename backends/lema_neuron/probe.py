@@ -15,7 +15,7 @@ from typing import Literal
 from packaging.version import Version
 
 from lema.backend.findings import installed_version, stubs
-from lema.errors import BackendUnavailable
+from lema.errors import BackendUnavailable, installing
 from lema_neuron.doctor import SECTION, STUBS
 
 __all__ = ["Found", "Runtime", "choose_runtime", "look"]
@@ -26,8 +26,8 @@ INDEX = "https://pip.repos.neuron.amazonaws.com"  # AWS's own; the public index 
 FIRST_NATIVE = Version("2.10")
 PACKAGES = ("torch", "torch-neuronx", "torch-xla", "neuronx-distributed")
 INSTALL: Mapping[str, str] = {
-    "xla": f'Trn1: pip install "lema[neuron-xla]" "torch-neuronx==2.9.*" neuronx-cc --extra-index-url {INDEX}',
-    "native": f'Trn2, Trn3: pip install "lema[neuron]" "torch-neuronx>=2.13" --extra-index-url {INDEX}',
+    "xla": f'Trn1: {installing("neuron-xla")} "torch-neuronx==2.9.*" neuronx-cc --extra-index-url {INDEX}',
+    "native": f'Trn2, Trn3: {installing("neuron")} "torch-neuronx>=2.13" --extra-index-url {INDEX}',
 }
 ELSE = "without a device: neuron_runtime: emulated"
 

@@ -19,7 +19,10 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
+import lema
+
 __all__ = ["PAIRS", "Fact", "Finding", "Level", "Pair", "Stub", "installed_version", "known_bad", "stubs"]
+__all__ += ["program_versions"]
 
 Fact = str | int | float | bool | None
 
@@ -112,6 +115,11 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def program_versions(*names: str) -> dict[str, str]:
+    """Return versions by name: LEMA's as `lema`, and those of some distributions, which have to be installed."""
+    return {"lema": lema.__version__, **{name: version(name) for name in names}}
 
 
 def known_bad(pairs: Iterable[Pair], section: str) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lema.cli.arguments import ConfigFile, PhaseNamed, Settings, config_of, phase_of
-from lema.errors import BackendUnavailable, printable
+from lema.errors import BackendUnavailable, installing, printable
 
 __all__ = ["backends", "import_file", "schema", "show"]
 
@@ -20,7 +20,7 @@ def backends() -> None:
 
     known = list(available())
     if not known:
-        raise BackendUnavailable("no backend is installed", how="pip install lema brings one for the CPU")
+        raise BackendUnavailable("no backend is installed", how=f"{installing()} brings one for the CPU")
     for backend in known:
         typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
         if backend.proven:

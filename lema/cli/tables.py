@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lema.config.printing import print_table
 from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
-from lema.errors import ConfigError, DiskError
+from lema.errors import ConfigError, DiskError, installing
 from lema.plan import Plan
 from lema.plan.plan import BOTTLENECKS, plan_with, step_curve
 from lema.plan.planner import Planner
@@ -126,7 +126,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib", where="--plot", how="pip install lema[plot]") from error
+        raise ConfigError("a picture needs matplotlib", where="--plot", how=installing("plot")) from error
     points = list(step_curve(planner, plan.allocation, plan.room.crossover or plan.tokens))
     tokens = [count for count, _ in points]
     figure = Figure(figsize=(8, 4.5), layout="constrained")

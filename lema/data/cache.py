@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lema.backend.findings import program_versions
 from lema.backend.host.processors import usable_threads
 from lema.config.printing import draws
 from lema.config.units import human_bytes, human_duration
@@ -59,7 +59,7 @@ BOUND = 50 * 10**9  # bytes of all entries; those that were used longest ago are
 READ_WHOLE = 1 << 16  # bytes of a data file up to which its content is part of the key
 MOST_PROCESSES = 32
 LOCKS = 8  # more than a pool of processes has
-PROGRAMS = ("lema", "transformers", "tokenizers", "jinja2")
+PROGRAMS = ("transformers", "tokenizers", "jinja2")
 
 
 def folder_of(setting: bool | str) -> Path | None:
@@ -72,7 +72,7 @@ def folder_of(setting: bool | str) -> Path | None:
 def key_of(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None", settings: Mapping[str, Any]) -> str:
     """Return a digest of all that decides the tokens. `DataError`: a file cannot be read. `NotImplementedError`: the
     tokenizer cannot be saved, so nothing says which one it is."""
-    programs = {name: version(name) for name in PROGRAMS}
+    programs = program_versions(*PROGRAMS)
     about = {"version": VERSION, "programs": programs, "files": [_identity(file) for file in files], **settings}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     if tokenizer is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from lema.errors import DataError, DiskError, WeightsError
+from lema.errors import DataError, DiskError, WeightsError, installing
 from lema.storage.diskspace import is_full
 from lema.storage.modelfiles import CODE, COMPANIONS, require_commit
 from lema.storage.regular import expanded
@@ -132,7 +132,7 @@ def hub_data(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, s
     try:
         import datasets
     except ImportError as error:
-        what, fix = "a data set of the hub needs the library `datasets`", 'pip install "lema[datasets]"'
+        what, fix = "a data set of the hub needs the library `datasets`", installing("datasets")
         raise DataError(what, where=given, how=fix) from error
     if "[" in how["split"]:
         fix = "give the whole split; max_train_samples takes a part of it"

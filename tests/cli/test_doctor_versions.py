@@ -19,7 +19,7 @@ def found() -> dict[str, Finding]:
 
 def test_every_package_that_lema_requires_is_told_and_fits_here() -> None:
     told = found()
-    for text in requires("lema") or []:
+    for text in requires("lema-lora") or []:
         requirement = Requirement(text)
         if requirement.marker is None:
             finding = told[requirement.name.replace("_", "-").lower()]
@@ -30,7 +30,7 @@ def test_every_package_that_lema_requires_is_told_and_fits_here() -> None:
                 "required": True,
             }
     assert told["torchao"].facts["required"] is False
-    assert told["lema"].facts["installed"] == version("lema")
+    assert told["lema"].facts["installed"] == version("lema-lora")
     assert "pytest" not in told
     assert told["pairs"].level is Level.OK
 
@@ -46,21 +46,21 @@ def test_an_optional_package_out_of_range_is_a_warning(tmp_path: Path, monkeypat
     with installed(tmp_path, monkeypatch, "torchao", {}, {}, version="0.17"):
         finding = found()["torchao"]
     assert finding.level is Level.WARNING
-    assert finding.how == 'pip install "lema[quantize]"'
+    assert finding.how == 'pip install "lema-lora[quantize]"'
 
 
 def test_a_missing_package_is_a_problem_if_it_is_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs = ["no-such-package>=3", "no-such-extra; extra == 'plot'", "no-such-tool; extra == 'dev'", "torch>=2.8"]
     site = tmp_path / "site"
-    metadata = site / "lema-1.0.dist-info" / "METADATA"
-    with installed(site, monkeypatch, "lema", {}, {}, requires=needs):
+    metadata = site / "lema_lora-1.0.dist-info" / "METADATA"
+    with installed(site, monkeypatch, "lema-lora", {}, {}, requires=needs):
         extras = "Requires-Python: >=3.11\nProvides-Extra: plot\nProvides-Extra: dev\n"
         metadata.write_text(metadata.read_text() + extras)
         told = found()
     assert told["no-such-package"].level is Level.PROBLEM
     assert told["no-such-package"].facts["installed"] is None
     assert told["no-such-extra"].level is Level.NOTE
-    assert told["no-such-extra"].how == 'pip install "lema[plot]"'
+    assert told["no-such-extra"].how == 'pip install "lema-lora[plot]"'
     assert "no-such-tool" not in told
 
 

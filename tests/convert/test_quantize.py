@@ -343,7 +343,7 @@ def test_without_the_library_it_is_said_how_to_get_it(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="cannot be imported") as caught:
         prepare(source, tmp_path / "out", quantize=kind)
-    assert caught.value.how == 'pip install "lema[quantize]"'
+    assert caught.value.how == 'pip install "lema-lora[quantize]"'
     with pytest.raises(ConfigError, match="cannot be imported"):
         read_tensor(record, torch.bfloat16)
 

@@ -62,19 +62,19 @@ def shelf(tmp_path: Path) -> Shelf:
 def packed(shelf: Shelf, there: dict[str, str], constraints: dict[str, str], extras: Sequence[str] = ()) -> list[str]:
     import gpu_pack
 
-    gpu_pack.missing_wheels(shelf.wheel("lema"), extras, there, constraints, shelf.fetch)
+    gpu_pack.missing_wheels(shelf.wheel("lema-lora"), extras, there, constraints, shelf.fetch)
     return shelf.fetched
 
 
 def test_what_the_machine_has_in_a_version_that_will_do_stays_out(shelf: Shelf) -> None:
-    shelf.put("lema", "torch>=2.8", "transformers>=5.24,<5.25", "Jinja2>=3")
+    shelf.put("lema-lora", "torch>=2.8", "transformers>=5.24,<5.25", "Jinja2>=3")
     shelf.put("transformers")
     there = {"torch": "2.11.0", "transformers": "5.17.0", "jinja2": ""}
     assert packed(shelf, there, {"transformers": "5.24.0", "torch": "2.13.0"}) == ["transformers==5.24.0"]
 
 
 def test_what_is_packed_brings_what_it_asks_for_once(shelf: Shelf) -> None:
-    shelf.put("lema", "pydantic>=2", "settings")
+    shelf.put("lema-lora", "pydantic>=2", "settings")
     shelf.put("settings", "pydantic-core>=1", "pydantic")
     shelf.put("pydantic", "pydantic_core==1.0", "numpy")
     shelf.put("pydantic_core")
@@ -83,7 +83,7 @@ def test_what_is_packed_brings_what_it_asks_for_once(shelf: Shelf) -> None:
 
 def test_markers_and_extras_are_those_of_the_machine_and_of_what_is_asked_for(shelf: Shelf) -> None:
     shelf.put(
-        "lema",
+        "lema-lora",
         "old; python_version < '3.12'",
         "new; python_version >= '3.12'",
         "windows; sys_platform == 'win32'",

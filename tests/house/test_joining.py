@@ -42,9 +42,14 @@ def test_the_commands_of_contributing_are_those_of_tox(lint: list[str]) -> None:
     assert named <= set(re.findall(r"^\[testenv:(\w+)\]", (ROOT / "tox.ini").read_text(), re.MULTILINE))
 
 
+def newest_release() -> str:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    return next(re.finditer(r"(?m)^## \[(\d[^\]]*)\]", text))[1]
+
+
 def test_the_citation_is_of_this_version() -> None:
     citation = read("CITATION.cff")
-    assert str(citation["version"]) == PROJECT["version"] and citation["license"] == PROJECT["license"]
+    assert str(citation["version"]) == newest_release() and citation["license"] == PROJECT["license"]
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
 
 

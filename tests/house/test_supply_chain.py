@@ -27,7 +27,7 @@ def locked() -> dict[str, str]:
 @pytest.mark.parametrize("asked", [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]])
 def test_every_package_that_is_asked_for_is_locked_within_its_range(asked: str) -> None:
     requirement, versions = Requirement(asked), locked()
-    if requirement.name == "lema":
+    if requirement.name == "lema-lora":
         assert {"torchao", "bitsandbytes", "compressed-tensors"} <= versions.keys()
     else:
         assert versions[canonicalize_name(requirement.name)] in requirement.specifier
@@ -47,7 +47,7 @@ def test_a_wheel_is_the_same_when_it_is_built_again(tmp_path: Path) -> None:
         shutil.copytree(ROOT, tree, ignore=left_out, copy_function=shutil.copyfile)  # with other times
         code = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
         subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, check=True, capture_output=True)
-        (wheel,) = out.glob("lema-*.whl")
+        (wheel,) = out.glob("lema_lora-*.whl")
         digests.append(sha256(wheel.read_bytes()).hexdigest())
     assert digests[0] == digests[1]
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
-from lema.errors import ConfigError, ModelError
+from lema.errors import ConfigError, ModelError, installing
 from lema.model.quantizers import awq, gptq
 from lema.model.quantizers.packed import PackedForm, PackedQuantizer
 
@@ -75,7 +75,7 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
         return _made(method, chosen, where)
     except ImportError as error:
         what = f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}"
-        how = 'pip install "lema[quantize]"'
+        how = installing("quantize")
         raise ConfigError(what, where=where, how=how) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         what = f"transformers cannot read how the checkpoint is quantised: {error}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lema.config.printing import hushed
-from lema.errors import ConfigError, ModelError, WeightsError
+from lema.errors import ConfigError, ModelError, WeightsError, installing
 from lema.storage.header import TensorRecord, are_sizes
 from lema.storage.index import GlobalBinaryIndex
 from lema.storage.slices import AssembledRecord, part_of
@@ -227,7 +227,7 @@ def quiet_import(module: str) -> Any:
     except ImportError as error:
         library = module.partition(".")[0]
         what = f"the weights are quantised in the format of {library}, which cannot be imported: {error}"
-        raise ConfigError(what, where=library, how='pip install "lema[quantize]"') from error
+        raise ConfigError(what, where=library, how=installing("quantize")) from error
 
 
 def pieces(tensor: Tensor, units: int | None = None, elements: int | None = None, block: int = 1) -> Iterator[slice]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
+from lema.backend.findings import program_versions
 from lema.config import LemaConfig, markdown
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
@@ -49,7 +49,7 @@ def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: 
         base_model=None if local else base, library_name="peft", pipeline_tag="text-generation", tags=tags
     )
     given = config.model_dump(mode="json", exclude_unset=True, exclude=OF_THIS_MACHINE)
-    versions = ", ".join(f"{one} {version(one)}" for one in ("lema", "peft", "transformers", "torch"))
+    versions = ", ".join(map(" ".join, program_versions("peft", "transformers", "torch").items()))
     parts = [
         f"---\n{about.to_yaml()}\n---",
         f"# {markdown.text(name.rpartition('/')[2])}",

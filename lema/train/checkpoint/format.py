@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.optim import Optimizer
 from transformers import TrainerState
 
 from lema.backend import Backend, Parallel, Replicas
+from lema.backend.findings import program_versions
 from lema.backend.group import first_alone
 from lema.backend.layout import Layout
 from lema.config import LemaConfig
@@ -125,7 +125,7 @@ def about_run(config: LemaConfig, kind: str, base: str | None, computed: torch.d
     """Return what a state says of its run: its kind, "adapters" or "full"; `base`, the fingerprint of its model; and
     the type that its layers are `computed` in, if it is known."""
     settings = json.dumps(config.to_dict(), sort_keys=True).encode()
-    versions = {name: version(name) for name in ("lema", "torch", "transformers", "peft", "safetensors")}
+    versions = program_versions("torch", "transformers", "peft", "safetensors")
     return {
         "kind": kind,
         "config": hashlib.sha256(settings).hexdigest(),

@@ -31,7 +31,7 @@ from lema.cli.progress import ProgressDisplay, progress_callback
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import TokenDataset, collate
-from lema.errors import LemaError
+from lema.errors import LemaError, installing
 from lema.train import LemaModel
 from lema.train.run import load_data
 
@@ -187,7 +187,7 @@ def _show_outcome(say: Say, outcome: Outcome) -> None:
 
 
 def _show_next(say: Say, files: DemoFiles) -> None:
-    curve = files.curve if files.curve.is_file() else "none: pip install lema[plot] draws it"
+    curve = files.curve if files.curve.is_file() else f"none: {installing('plot')} draws it"
     say("Files", style="bold")
     named = {"model": files.model, "text": files.text, "chats": files.chat, "pairs": files.pairs}
     named |= {"config": files.config, "adapter": files.adapter, "metrics": files.metrics}

@@ -20,6 +20,7 @@ import psutil
 
 from lema.backend import Backend, Fact, Finding, Level
 from lema.config.units import human_bytes
+from lema.errors import DISTRIBUTION
 
 __all__ = ["devices", "disk", "disk_speeds", "links"]
 
@@ -76,7 +77,9 @@ def devices() -> Iterator[Finding]:
             yield Finding(SECTION, one.name, Level.NOTE, what, how, facts=facts)
     if not any(one.ok for one in found):
         what = "No device can compute: " + ("none of the backends runs here." if found else "none is installed.")
-        yield Finding(SECTION, "any", Level.PROBLEM, what, "pip install --force-reinstall lema brings one for the CPU")
+        yield Finding(
+            SECTION, "any", Level.PROBLEM, what, f"pip install --force-reinstall {DISTRIBUTION} brings one for the CPU"
+        )
 
 
 def _slow_types(backend: Backend) -> list[str]:

@@ -25,11 +25,13 @@ from lema.backend.findings import PAIRS, installed_version, known_bad
 from lema.backend.host.processors import usable_processors
 from lema.backend.hostmemory import memory_limit
 from lema.config.units import human_bytes
+from lema.errors import DISTRIBUTION, installing
 
 __all__ = ["LAUNCHED", "environment", "machine", "versions"]
 
 
 SECTION, ENVIRONMENT, VERSIONS = "machine", "environment", "versions"
+OTHER = "lema"  # of the public index: an optimizer, whose import name is this project's, too
 DEVELOPERS = {"dev", "test"}  # extras that no run needs
 BESIDE = ("deepspeed", "flash-attn", "kernels", "triton", "trl")  # that change what torch and others do
 ROOT = Path("/")
@@ -196,10 +198,11 @@ def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
 
 def versions() -> Iterator[Finding]:
     """Tell the version of every package that matters, whether it is the one asked for, and which do not go together."""
-    own = metadata("lema")
+    own = metadata(DISTRIBUTION)
     yield Finding(VERSIONS, "lema", Level.OK, f"lema {own['Version']}.", facts=_facts(own["Version"]))
+    yield from _same_name()
     yield _python(own["Requires-Python"])
-    yield from starmap(_standing, _wanted("lema"))
+    yield from starmap(_standing, _wanted(DISTRIBUTION))
     for name in BESIDE:
         found = installed_version(name)
         text = f"{name} {found}." if found else f"{name} is not installed; LEMA does not need it."
@@ -207,6 +210,14 @@ def versions() -> Iterator[Finding]:
     yield from list(known_bad(PAIRS, VERSIONS)) or [
         Finding(VERSIONS, "pairs", Level.OK, "No installed packages conflict.")
     ]
+
+
+def _same_name() -> Iterator[Finding]:
+    """Tell of another project's package in the same folder, if it is installed."""
+    if (found := installed_version(OTHER)) is not None:
+        what = f"The package {OTHER} {found} is another project's with the same folder: one overwrites the other."
+        how = f"pip uninstall {OTHER}, then pip install --force-reinstall --no-deps {DISTRIBUTION}"
+        yield Finding(VERSIONS, "same name", Level.PROBLEM, what, how, facts=_facts(found))
 
 
 def _python(wanted: str) -> Finding:
@@ -234,7 +245,7 @@ def _standing(requirement: Requirement, extra: str) -> Finding:
     name, wanted = canonicalize_name(requirement.name), str(requirement.specifier)
     found = installed_version(name)
     facts = _facts(found, wanted, not extra)
-    how = f'pip install "lema[{extra}]"' if extra else f'pip install "{name}{wanted}"'
+    how = installing(extra) if extra else f'pip install "{name}{wanted}"'
     if found is None:
         level, what = (Level.NOTE, f"; extra {extra} brings it") if extra else (Level.PROBLEM, "; LEMA needs it")
         return Finding(VERSIONS, name, level, f"{name} is not installed{what}.", how, facts=facts)

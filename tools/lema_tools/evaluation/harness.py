@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lema.data.chat.template import open_template
 from lema.data.files import Row
 from lema.data.forms import num_positions
-from lema.errors import ConfigError
+from lema.errors import ConfigError, installing
 from lema.train.inference.texts import completions, plan_of
 from lema_tools.evaluation.scores import Scored, scores
 
@@ -81,7 +81,7 @@ def _harness() -> Any:
             import lm_eval.tasks
             import lm_eval.utils
     except ImportError as error:
-        how = 'pip install "lema[eval]"'
+        how = installing("eval")
         raise ConfigError(f"tasks need lm-evaluation-harness: {error}", where="--tasks", how=how) from error
     return lm_eval
 

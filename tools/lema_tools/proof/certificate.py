@@ -5,7 +5,6 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from lema.backend.findings import program_versions
 from lema.config.markdown import code
 from lema.config.units import human_bytes, human_count
 from lema.errors import LemaError
@@ -21,7 +21,7 @@ from lema_tools.proof.arms import Case, Outcome
 
 __all__ = ["PromiseBroken", "certify", "markdown", "tolerance", "write"]
 
-PACKAGES = "lema", "torch", "transformers", "peft", "safetensors", "numpy"
+PACKAGES = "torch", "transformers", "peft", "safetensors", "numpy"
 
 
 class PromiseBroken(LemaError):
@@ -109,7 +109,7 @@ def certify(case: Case, streamed: Outcome, whole: Outcome, command: str) -> dict
         "bytes_read_per_step": told["bytes_read_per_step"],
         "case": {key: value for key, value in asdict(case).items() if key != "scratch"},
         "machine": _machine(told["device"]),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **program_versions(*PACKAGES)},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command,
     }

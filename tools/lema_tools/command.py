@@ -1,0 +1,28 @@
+"""The `lema` command, which first makes sure that the package `lema` that Python finds is this project's.
+
+The public index has another project's package of that name. Where both are installed, one overwrites or hides the
+other, and an import would end in an error that says nothing of it.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["main"]
+
+STRANGE = """error: Python finds another project's package `lema`, in {place}
+  fix:   pip uninstall lema, then pip install --force-reinstall --no-deps lema-lora
+"""
+
+
+def main() -> NoReturn:
+    """Run the command line and leave the process with its exit code: 2, if the package is not this project's."""
+    found = find_spec("lema")  # which runs nothing of it
+    places = [Path(place) for place in (found.submodule_search_locations if found else None) or ()]
+    if not any((place / "cli" / "app.py").is_file() for place in places):
+        sys.stderr.write(STRANGE.format(place=places[0] if places else "no place"))
+        sys.exit(2)
+    from lema.cli import main as run
+
+    run()
