@@ -71,9 +71,10 @@ class StopOnSignal:
     def _seen(self, number: int) -> None:
         """Be ready for a second signal, though the main thread may not have come to the handler of the first."""
         if self._timer is None and number in SIGNALS:
-            self._timer = threading.Timer(SAME_SIGNAL, _end_at_once)
-            self._timer.daemon = True
-            self._timer.start()
+            timer = threading.Timer(SAME_SIGNAL, _end_at_once)
+            timer.daemon = True
+            timer.start()
+            self._timer = timer
 
 
 def _end_at_once() -> None:

@@ -28,15 +28,15 @@ class Streaming(StreamingMixin, Trainer):
 
 
 @contextmanager
-def watched(layer: nn.Module) -> Iterator[list[bool]]:
-    """Note, whenever a layer is recomputed in a backward, whether autograd may use threads of its own."""
+def watched(part: nn.Module) -> Iterator[list[bool]]:
+    """Note, whenever a part of a layer is recomputed in a backward, whether autograd may use threads of its own."""
     seen: list[bool] = []
 
     def note(*_: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # a backward is under way
             seen.append(torch._C._is_multithreading_enabled())
 
-    hook = layer.register_forward_hook(note)
+    hook = part.register_forward_hook(note)
     try:
         yield seen
     finally:
@@ -46,7 +46,7 @@ def watched(layer: nn.Module) -> Iterator[list[bool]]:
 def test_autograd_differentiates_adapters_in_the_thread_of_the_run(checkpoint_of: CheckpointOf) -> None:
     model = LemaModel(config_of(checkpoint_of("llama"), gradient_checkpointing=True))
     model.initialize_lora()
-    with watched(model.split.layers[0]) as seen:
+    with watched(model.split.layers[0].mlp) as seen:
         model.get_trainer().train_step(micro_batches(1)[0]["input_ids"])
     model.close()
     assert seen == [False] * len(seen) != []
@@ -58,7 +58,7 @@ def test_autograd_differentiates_weights_in_the_thread_of_the_run(checkpoint_of:
     model = LemaModel(config)
     model.skeleton.train()
     training = FullTraining(model.adapter, config, everything)
-    with watched(model.split.layers[0]) as seen:
+    with watched(model.split.layers[0].mlp) as seen:
         training.accumulate(micro_batches(1))
     training.close()
     model.close()
@@ -76,7 +76,7 @@ def test_autograd_differentiates_a_trainers_batches_in_its_thread(
     quiet: dict[str, Any] = {"disable_tqdm": True, "save_strategy": "no", "gradient_accumulation_steps": accumulated}
     rows: Sequence[dict[str, Tensor]] = [{"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}] * 2
     trainer = Streaming(model, args=TrainingArguments(str(tmp_path), **options, **quiet), train_dataset=rows)
-    with watched(model.opened.split.layers[0]) as seen:
+    with watched(model.opened.split.layers[0].mlp) as seen:
         trainer.train()
     model.close()
     assert seen == [False] * len(seen) != []

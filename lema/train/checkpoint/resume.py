@@ -157,6 +157,7 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
         if (
             checkpoint is not None
             and config.compute_dtype == "auto"
+            and config.dtype == then.get("dtype")  # or else the run is another, which the trainer tells
             and (kept := computed_then(checkpoint)) is not None
         ):
             found["compute_dtype"] = kept
