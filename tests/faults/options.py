@@ -29,6 +29,7 @@ from faults.patience import TooLong
 from faults.tinymodel import TinyModel, tiny_model
 from faults.touched import Touched, orphans
 from lema.cli.app import app
+from lema_tools.doctor.machine import LAUNCHED
 
 __all__ = ["LINES", "run", "verbs"]
 
@@ -168,10 +169,22 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
         shutil.rmtree(place, ignore_errors=True)
         return wrong and f"seed {seed}, {' '.join(word[:60] for word in words)!r}: {wrong}"
 
-    seen = watch.watched(count, case, made.place, report, growth=None)
+    with _alone():
+        seen = watch.watched(count, case, made.place, report, growth=None)
     if (left := orphans()) != []:
         seen = replace(seen, failures=(*seen.failures, *left))
     return watch.outcome("every option of every verb at its edges", REQUIRED, count, seen, started)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let commands find nothing of a launcher in the environment in a `with` block: a group of processes has sockets
+    until the process ends."""
+    told = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(told)
 
 
 def _make_kept(made: TinyModel) -> None:

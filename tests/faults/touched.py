@@ -4,6 +4,7 @@ The hook is told before anything is done, also where it fails then. Libraries in
 files that must stay as they are are compared, too.
 """
 
+import gc
 import os
 import socket
 import stat
@@ -53,6 +54,7 @@ class Touched:
             _hooked.append(1)
             sys.addaudithook(_hook)
         before, sockets = listing(self._kept, self._spared), _sockets()
+        children = {one.pid for one in psutil.Process().children(recursive=True)}
         _at_work.append(self)
         try:
             yield
@@ -61,8 +63,10 @@ class Touched:
         after = listing(self._kept, self._spared)
         changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
         self._found += [f"changed {name}" for name in changed]
-        left = {one.pid: _words(one) for one in psutil.Process().children(recursive=True)}
+        now = psutil.Process().children(recursive=True)
+        left = {one.pid: _words(one) for one in now if one.pid not in children}
         self._found += [f"left process {pid}: {words}" for pid, words in left.items() if str(PROGRAM) not in words]
+        gc.collect()  # because what nobody can reach any more is not left
         self._found += [f"left socket {one}" for one in _sockets() - sockets]
 
     def said(self) -> str:
