@@ -65,8 +65,8 @@ def test_a_checkpoint_is_json_and_safetensors_with_all_that_a_run_goes_on_from(l
     assert state["extra"]["position"] == {"epoch": 3, "batch": 1} and state["extra"]["data"]["rows"] == 6
     assert state["schedule"]["last_epoch"] == 5 and "scaler" in state
     assert state["generators"].keys() == {"python", "numpy", "torch", "device", "kind"}
-    names = ("lema", "torch", "transformers", "peft", "safetensors")
-    assert state["versions"] == {name: version(name) for name in names} | {"python": platform.python_version()}
+    versions = {name: version(name) for name in ("torch", "transformers", "peft", "safetensors")}
+    assert state["versions"] == versions | {"lema": version("lema-lora"), "python": platform.python_version()}
     saved = json.loads((directory / "lema_config.json").read_text())
     assert saved == config.to_dict()
     assert state["config"] == hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
