@@ -120,7 +120,7 @@ def __dir__() -> list[str]:
 def _warn_of_same_name() -> None:
     """Warn of another project's package in this folder: each installation overwrites files of the other."""
     beside = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - pathlib takes longer than all the rest
-    if any(name.startswith("lema-") and name.endswith(".dist-info") for name in os.listdir(beside)):  # noqa: PTH208
+    if any(name.startswith("lema-") and name.endswith(".dist-info") for name in os.listdir(beside)):  # noqa: PTH208 - as above
         what = f"another project's package `lema` is installed in {beside}, too, and files of both have the same names"
         how = "pip uninstall lema, then pip install --force-reinstall --no-deps lema-lora"
         warnings.warn(f"{what}: {how}", stacklevel=3)

@@ -115,7 +115,7 @@ def main() -> None:
         for number, shown, packed in rows:
             signal.setitimer(signal.ITIMER_PROF, seconds)
             Clock.shown = Clock(*shown)
-            answer = answered(lambda: render(compiled(templates[number]), **marshal.loads(packed)))  # noqa: B023
+            answer = answered(lambda: render(compiled(templates[number]), **marshal.loads(packed)))  # noqa: B023 - called at once
             signal.setitimer(signal.ITIMER_PROF, 0)
             view = memoryview(answer)
             while view:
