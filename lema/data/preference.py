@@ -315,7 +315,7 @@ def _batches(rows: Iterable[Row], *, labelled: bool) -> Iterator[list[tuple[Row,
 
 def _values(row: Row, *, labelled: bool) -> Iterator[tuple[list[Value], bool]]:
     for sides, label in _examples(row, labelled=labelled):
-        yield [sides[0][0], *(prompt + completion for prompt, completion in sides)], label  # type: ignore[operator] # both are lists
+        yield [sides[0][0], *(prompt + completion for prompt, completion in sides)], label  # type: ignore[operator] # two texts, or two lists
 
 
 class _Encoding(NamedTuple):
