@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from lema.config.printing import hush
-from lema_cpu.products import has_instructions
 
 hush()  # for the whole process, because a benchmark imports modules of LEMA one by one, and PEFT's own
 
@@ -217,6 +216,9 @@ def _busy_seconds() -> float:
 
 def machine() -> dict[str, Any]:
     """Return the machine in words: processor, cores, memory, versions, how many processes wanted its cores lately."""
+    # Not at the top, because `versions.py` runs this file with an earlier version, which lacks the module.
+    from lema_cpu.products import has_instructions
+
     model = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
