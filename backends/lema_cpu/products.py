@@ -9,13 +9,14 @@ for the type, the products are timed. A layer whose weights are stored in a slow
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
+
+from lema_cpu.threads import one_thread
 
 __all__ = ["MARGIN", "fast_dtype", "has_instructions", "slowness"]
 
@@ -51,22 +52,10 @@ def has_instructions(dtype: torch.dtype) -> bool:
 def slowness(dtype: torch.dtype) -> float:
     """Return how many times longer the products of a layer take in `dtype` than in fp32: those of a linear layer
     forward and for the gradient of its input, and attention. They are timed once in a process, in 10 to 50 ms."""
-    with torch.no_grad(), _one_thread():
+    with torch.no_grad(), one_thread():
         pairs = zip(_products(dtype), _products(torch.float32), strict=True)
         half, single = zip(*(_seconds(pair) for pair in pairs), strict=True)
     return float(sum(half) / sum(single))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread: where other processes take the cores, several would time how they wait for each other,
-    which takes as long for any type."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _products(dtype: torch.dtype) -> list[Callable[[], Tensor]]:

@@ -44,7 +44,7 @@ class ResultSettings(Settings):
     """Whether a larger value is better; None: false for a loss or a perplexity, true for other metrics."""
     stop_when_dead: Silent[bool] = True
     """End a run after 20 steps, one after the other, in which nothing was learnt: with gradients of norm 0, the loss of
-    equal probabilities, a loss far beyond the first, or a learning rate of 0. A warning tells so at once."""
+    equal probabilities or beyond, having been lower, or a learning rate of 0. A warning tells so at once."""
     logging_steps: Silent[Count] = 1
     """Optimizer steps between lines of metrics.jsonl."""
     overwrite_output_dir: Silent[bool] = False

@@ -6,7 +6,6 @@ sentence, touch nothing outside of its own directory, and leave neither processe
 
 import os
 import shutil
-import signal
 import stat
 import sys
 import tempfile
@@ -17,7 +16,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any
 
 import typer
@@ -25,7 +23,7 @@ import typer
 from faults import watch
 from faults.extremes import LENGTHS, VALUES
 from faults.outcome import Outcome
-from faults.patience import TooLong
+from faults.patience import TooLong, patience
 from faults.tinymodel import TinyModel, tiny_model
 from faults.touched import Touched, orphans
 from lema.cli.app import app
@@ -282,7 +280,7 @@ def _filled(word: str, names: Mapping[str, str]) -> str:
 def _run(words: list[str], made: TinyModel, place: Path) -> str:
     """Run a command line; say what is wrong with how it ended, or with what it touched."""
     touched = Touched(place, made.place, made.place / "cases")
-    with _at_home(place), touched.watched(), _waiting(WALL):
+    with _at_home(place), touched.watched(), patience(WALL, waiting=True):
         wrong = watch.command(*words)
     return "; ".join(filter(None, (wrong, touched.said())))
 
@@ -300,19 +298,3 @@ def _at_home(place: Path) -> Iterator[None]:
         tempfile.tempdir = directory
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-@contextmanager
-def _waiting(seconds: float) -> Iterator[None]:
-    """Raise `TooLong` in what is inside once it has waited for this long."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise TooLong(f"{seconds} s of the clock")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

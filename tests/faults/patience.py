@@ -13,16 +13,18 @@ class TooLong(BaseException):
 
 
 @contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Raise `TooLong` in what is inside, in the main thread, once it has computed for this long."""
+def patience(seconds: float, *, waiting: bool = False) -> Iterator[None]:
+    """Raise `TooLong` in what is inside, in the main thread, once it has computed for this long; or, if `waiting`
+    counts, too, once so much time has passed."""
+    number, timer = (signal.SIGALRM, signal.ITIMER_REAL) if waiting else (signal.SIGPROF, signal.ITIMER_PROF)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        raise TooLong(f"{seconds} s")
+        raise TooLong(f"{seconds} s" + " of the clock" * waiting)
 
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    before = signal.signal(number, stop)
+    signal.setitimer(timer, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.setitimer(timer, 0)
+        signal.signal(number, before)

@@ -220,7 +220,6 @@ def test_hooks_below_all_adapters_train_nothing(checkpoint_of: CheckpointOf) -> 
     assert vector.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_layers_that_hand_on_more_than_the_hidden_state_refuse_hooks(tmp_path: Path) -> None:
     directory = write_model(tiny_config("gemma3n_text"), tmp_path / "published")
     model = lema.streamed(directory, lora(), device="cpu")

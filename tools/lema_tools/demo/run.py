@@ -34,6 +34,7 @@ from lema.data import TokenDataset, collate
 from lema.errors import LemaError, installing
 from lema.train import LemaModel
 from lema.train.run import load_data
+from lema_cpu.threads import one_thread
 
 __all__ = ["MOST_DIFFERENCE", "Outcome", "check", "logit_difference", "next_commands", "run", "write_files"]
 
@@ -88,7 +89,7 @@ def run(directory: Path, *, max_steps: int | None = None, console: Console | Non
     say = partial(out.print, soft_wrap=True, markup=False, highlight=False, emoji=False)
     files = write_files(directory)
     config = LemaConfig.from_yaml(files.config, **({} if max_steps is None else {"max_steps": max_steps}))
-    with _one_thread(), closing(LemaModel(config)) as model:
+    with one_thread(), closing(LemaModel(config)) as model:
         train_data, eval_data = load_data(model)
         assert eval_data is not None
         model.initialize_lora()
@@ -139,18 +140,6 @@ def _train(out: Console, say: Say, model: LemaModel, train_data: TokenDataset, e
         f"{human_count(result['train_tokens_per_second'])} tokens/s, {human_bytes(read)} of weights streamed, "
         f"{human_bytes(peak)} of memory at most, {human_bytes(used_before)} of it in use before",
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread, because two spin at the end of every operation of layers this small, and lose nine tenths
-    of their speed where they have no core each."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def check(outcome: Outcome) -> None:
