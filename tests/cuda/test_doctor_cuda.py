@@ -277,7 +277,7 @@ def test_a_driver_that_torch_cannot_use_is_warned_of_with_torchs_reason(monkeypa
 
 def test_kernels_for_fast_arithmetic_are_told_installed_or_not() -> None:
     assert fused_kernels("0.8.5").level is Level.OK and "liger-kernel 0.8.5" in fused_kernels("0.8.5").what
-    assert fused_kernels(None).level is Level.NOTE and "lema[kernels]" in fused_kernels(None).how
+    assert fused_kernels(None).level is Level.NOTE and "lema-lora[kernels]" in fused_kernels(None).how
 
 
 @pytest.mark.cuda

@@ -93,7 +93,7 @@ def test_what_cannot_be_had_of_the_hub_is_named(hub, monkeypatch):
     with pytest.raises(SettingsError, match="has 'subset'"):
         config_of(train_data={"path": "org/rivers", "subset": "long"})
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"lema\[datasets\]"):
+    with pytest.raises(DataError, match=r"lema-lora\[datasets\]"):
         find_files("hub:org/rivers")
 
 
