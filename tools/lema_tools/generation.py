@@ -24,6 +24,7 @@ __all__ = ["generate"]
 
 COLDEST, HOTTEST = 1e-4, 1e4  # divisors of logits, of which none overflows in bfloat16
 MOST_RESULTS = 2**32  # bytes of the results that a command which resumes reads again
+LINE = b'{"'  # how each result begins
 
 
 def generate(
@@ -135,7 +136,7 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
 
     found = {}
     for number, line in enumerate(read_regular(output, MOST_RESULTS).splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n") and LINE.startswith(line[: len(LINE)]):
             continue  # the end of what was being written as the run ended
         try:
             result = json.loads(line)
