@@ -17,6 +17,7 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lema.config.acting import ACTING
 from lema.convert.hubformat import StoredModel, open_stored, write_model
 from lema.convert.tensors import read_tensor
 from lema.errors import AdapterError, ConfigError, named_in
@@ -27,8 +28,8 @@ from lema.lora.files import adapter_config, load_weights, read_settings, setting
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
-from lema.storage.rendering import carry_rendering
 from lema.storage.regular import check_apart
+from lema.storage.rendering import carry_rendering
 
 __all__ = ["merge_adapter", "untied"]
 
@@ -144,7 +145,7 @@ def merge_adapter(
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
     place = {} if base_dir is None else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
-    settings, saved = read_settings(adapter, **place)
+    settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **place)
     with named_in(settings_file(adapter) if base_dir is None else None):
         base = open_stored(
             settings.model_name_or_path,
@@ -153,8 +154,8 @@ def merge_adapter(
             dtype=settings.dtype,
             trust_remote_code=trust_remote_code,
         )
-    lora = configured_lora(base.skeleton, settings) if saved is None else adapter_config(base.skeleton, saved, adapter)
     check_apart(out, [adapter, base.directory])
+    lora = configured_lora(base.skeleton, settings) if saved is None else adapter_config(base.skeleton, saved, adapter)
     form = base.form()
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
     load_weights(model, adapter, find_layers(base.skeleton)[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -143,17 +143,19 @@ class LemaModel:
         *,
         backend: Backend | None = None,
         trust_remote_code: bool = False,
+        unread: Container[str] = (),
         **overrides: Any,
     ) -> Self:
         """Open a saved adapter, whose PEFT files are in `directory`, with its base model.
 
         The settings are those of `lema_config.json`; `overrides` replace them, or supply them if there is no such file.
-        The base model's own code runs only if you trust it. Raises `AdapterError` if there is no adapter, it does not
+        The base model's own code runs only if you trust it. Of a stranger's settings that are ignored a line tells,
+        unless they are named in `unread`. Raises `AdapterError` if there is no adapter, it does not
         fit the model, or the model has changed since the training and no override names it; `ConfigError` if an
         override contradicts the adapter.
         """
         path = Path(directory)
-        config, saved = read_settings(path, **overrides)
+        config, saved = read_settings(path, unread=unread, **overrides)
         gone: dict[str, Any] = {"adapter_name_or_path": None}  # because its first adapter may be missing
         if overrides.get("chat_template") is None and read_templates(path) is not None:
             gone["chat_template"] = None  # the one beside the adapter is what it was trained with
