@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from peft import LoraConfig
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from torch import Tensor, nn
@@ -196,6 +197,8 @@ def _shape(module: nn.Module, leaf: str, rank: int | None) -> Sequence[int] | No
 BASE_NAME = "adapter_base.json"
 KEY = "fingerprint"
 SOURCES = "sources"  # beside it: those of what the model was prepared from
+COMPUTED = "compute_dtype"  # and the type that its layers were computed in
+COMPUTED_TYPES = ("float32", "bfloat16", "float16")  # that settings name
 
 
 class Base(NamedTuple):
@@ -205,23 +208,40 @@ class Base(NamedTuple):
     revision: str | None  # of a hub id
     fingerprint: str  # of the files that the adapter is trained on
     sources: tuple[str, ...] = ()  # fingerprints of the models that these files were prepared from
+    computed: torch.dtype | None = None  # in which its layers are computed, if that is known
 
 
-def base_of(config: LemaConfig, index: GlobalBinaryIndex, fingerprint: str | None = None) -> Base:
-    """Return the model that the settings name, with its `fingerprint` (None: it is computed). In the place of a
-    directory that was prepared it is what that was made of, if this is a hub id, or a directory that is still there."""
+def base_of(
+    config: LemaConfig,
+    index: GlobalBinaryIndex,
+    fingerprint: str | None = None,
+    computed: torch.dtype | None = None,
+) -> Base:
+    """Return the model that the settings name, with its `fingerprint` (None: it is computed) and the type that it is
+    `computed` in, if that is known. In the place of a directory that was prepared it is what that was made of, if this
+    is a hub id, or a directory that is still there."""
     fingerprint = fingerprint or base_fingerprint(index)
     if expanded(config.model_name_or_path).exists() and (origin := index.origin) is not None:
         name, commit = origin
         if not Path(name).is_absolute() or Path(name).is_dir():
-            return Base(name, commit, fingerprint, index.sources)
-    return Base(config.model_name_or_path, config.revision, fingerprint, index.sources)
+            return Base(name, commit, fingerprint, index.sources, computed)
+    return Base(config.model_name_or_path, config.revision, fingerprint, index.sources, computed)
 
 
 def write_base(directory: Path, base: Base) -> None:
-    """Write into an adapter's directory which model it belongs to. `DiskError`: a file could not be written."""
-    about = {KEY: base.fingerprint} | ({SOURCES: list(base.sources)} if base.sources else {})
+    """Write into an adapter's directory which model it belongs to, and in which type that was computed. `DiskError`: a
+    file could not be written."""
+    about: dict[str, Any] = {KEY: base.fingerprint} | ({SOURCES: list(base.sources)} if base.sources else {})
+    about |= {} if base.computed is None else {COMPUTED: str(base.computed).removeprefix("torch.")}
     replace_file(directory / BASE_NAME, (json.dumps(about, indent=2) + "\n").encode())
+
+
+def computed_for(directory: Path) -> str | None:
+    """Return the type that the layers were computed in for the adapter in `directory`, if a file beside it says one
+    that settings name."""
+    file = directory / BASE_NAME
+    found = read_json(file).get(COMPUTED) if file.is_file() else None
+    return found if found in COMPUTED_TYPES else None
 
 
 def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False) -> bool:

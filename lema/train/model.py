@@ -33,12 +33,12 @@ from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
-from lema.lora.checks import base_of, check_base, check_named_base
+from lema.lora.checks import base_of, check_base, check_named_base, computed_for
 from lema.lora.class_names import compare_classes
 from lema.lora.files import adapter_config, load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
-from lema.model.computing import computing_of
+from lema.model.computing import computing_of, dtype_name
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
@@ -166,6 +166,10 @@ class LemaModel:
             model = cls(config, backend=backend, files=files, trust_remote_code=trust_remote_code)
         if own:
             check_base(path, model.gbi)
+        then, now = computed_for(path), dtype_name(model.computing.dtype)
+        if then not in (None, now) and overrides.keys().isdisjoint({"compute_dtype", "dtype"}):
+            what = f"the adapter was trained in {then}, and here the model computes in {now}, which rounds otherwise"
+            warnings.warn(f"{what}; --compute-dtype {then} computes as the training did", stacklevel=2)
         if saved is None:
             saved = configured_lora(model.skeleton, config, model.backend.parallel.size)
         else:
@@ -250,7 +254,7 @@ class LemaModel:
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
         they are not the model's own, or raise `DiskError`. Only the first process writes."""
-        base = base_of(self.config, self.gbi, BaseFiles(self.gbi).fingerprint)
+        base = base_of(self.config, self.gbi, BaseFiles(self.gbi).fingerprint, self.computing.dtype)
         given = self.backend, self._require_adapter(), self.config, base, self.reference
         leave_adapter(Path(directory), *given, [self.files.write_rendering])
 
