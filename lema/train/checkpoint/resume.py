@@ -25,7 +25,7 @@ from lema.backend import Backend
 from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
 from lema.config.settings import Change
 from lema.errors import AdapterError, ConfigError, ReadError, listed
-from lema.lora.checks import COMPUTED_TYPES
+from lema.lora.base import COMPUTED_TYPES
 from lema.lora.files import WEIGHTS, adapter_differences, read_lora_config
 from lema.model.state.model import ModelState
 from lema.model.state.rotary import types_by_length
