@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lema.compat import check_target
 from lema.model.experts import stacked_weights
 from lema.model.skeleton import find_layers
 
@@ -179,7 +179,7 @@ def _peft_adapts(model: PreTrainedModel, target: str) -> bool:
     and adapts the experts' weights in their place."""
     config = LoraConfig(target_modules=[target])
     try:
-        LoraModel._check_target_module_compatiblity(None, config, model, target.rpartition(".")[2])  # type: ignore[arg-type] # self is not used
+        check_target(model, config, target.rpartition(".")[2])
         convert_peft_config_for_transformers(config, model, conversions=None)
     except ValueError:
         return False
