@@ -10,7 +10,7 @@ Everything is imported where it is used: this is the ground floor, and verbs tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
@@ -55,15 +55,16 @@ TESTED: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def untested() -> dict[str, str]:
-    """Return the installed libraries of `TESTED` whose minor release is none of these, with their versions."""
-    known: dict[str, str] = {}
-    for name in TESTED:
-        try:
-            known[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return {name: found for name, found in known.items() if ".".join(found.split(".")[:2]) not in TESTED[name]}
+def untested() -> str:
+    """Return what is installed of the libraries of `TESTED` in minor releases that no tests ran with, in one line;
+    empty where there is nothing to say."""
+    others = list[str]()
+    for name, releases in TESTED.items():
+        with suppress(PackageNotFoundError):
+            installed = version(name)
+            if ".".join(installed.split(".")[:2]) not in releases:
+                others.append(f"{name} {installed} (tests ran with {', '.join(releases)})")
+    return "; ".join(others)
 
 
 def lacking(what: str, library: str, since: str, where: str) -> ModelError:

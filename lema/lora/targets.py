@@ -120,17 +120,19 @@ def _recorded(model: nn.Module) -> set[str]:
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     marks = [part.can_record_outputs.get(f"{ROUTER}_logits") for part in parts]
     specs = [spec for mark in marks for spec in (mark if isinstance(mark, list) else [mark])]
-    kinds: tuple[type[nn.Module], ...] = tuple(
-        {kind for spec in specs if isinstance(kind := getattr(spec, "target_class", spec), type)}
-    )
+    recorded = [(getattr(spec, "target_class", spec), getattr(spec, "layer_name", None)) for spec in specs]
+    kinds = {(kind, f".{part.strip('.')}." if part else "") for kind, part in recorded if isinstance(kind, type)}
+
+    def is_recorded(name: str, module: nn.Module) -> bool:
+        return any(isinstance(module, kind) and part in f"{name}." for kind, part in kinds)
 
     def is_block(module: nn.Module) -> bool:
         inside = [(name, part) for name, part in module.named_modules() if name]
-        return any(isinstance(part, kinds) or _called_router(name, part) for name, part in inside) or any(
+        return any(is_recorded(name, part) or _called_router(name, part) for name, part in inside) or any(
             parameter.ndim == 3 for parameter in module.parameters()
         )
 
-    return {name for name, module in model.named_modules() if isinstance(module, kinds) and not is_block(module)}
+    return {name for name, module in model.named_modules() if is_recorded(name, module) and not is_block(module)}
 
 
 def _beside_experts(model: nn.Module, numbers: set[int]) -> set[str]:
