@@ -49,7 +49,7 @@ __all__ = [
 # The minor releases that all tests have run with (`constraints.txt`), and those that `tox -e oldest` and the like take.
 TESTED: Mapping[str, tuple[str, ...]] = {
     "transformers": ("5.17", "5.20", "5.24"),
-    "peft": ("0.19", "0.20", "0.21"),
+    "peft": ("0.20", "0.21"),
     "accelerate": ("1.10", "1.15"),
     "torch": ("2.9", "2.13"),
 }
@@ -205,7 +205,7 @@ def _weight_conversions(self: Any) -> list[Any]:
     return [WeightConverter(list(names), param, [operation(self)]) for param, names in self.serialized_names.items()]
 
 
-def _updated_conversions(self: Any, conversions: Sequence[Any]) -> list[Any]:
+def _updated_conversions(self: Any, conversions: Sequence[Any], _model: Any = None) -> list[Any]:
     """Return the conversions of a type, of which those of quantised weights collect what is stored of each and expand
     it first, and those of other weights: see `HfQuantizer.update_weight_conversions`."""
     from transformers.core_model_loading import WeightConverter
