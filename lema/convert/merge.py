@@ -22,7 +22,7 @@ from lema.convert.tensors import read_tensor
 from lema.errors import AdapterError, ConfigError, named_in
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
-from lema.lora.checks import check_base
+from lema.lora.base import check_base
 from lema.lora.files import adapter_config, load_weights, read_settings, settings_file
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers

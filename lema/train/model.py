@@ -33,7 +33,7 @@ from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
-from lema.lora.checks import base_of, check_base, check_named_base
+from lema.lora.base import base_of, check_base, check_named_base
 from lema.lora.class_names import compare_classes
 from lema.lora.files import adapter_config, load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
@@ -55,6 +55,7 @@ from lema.storage.hub import own_weights
 from lema.storage.rendering import read_templates
 from lema.storage.verify import BaseFiles
 from lema.stream import LayerStream
+from lema.stream.firstreads import FirstReads
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard
@@ -121,7 +122,8 @@ class LemaModel:
         compare_classes(self.skeleton, hf_config, trust_remote_code=trust_remote_code)
         self.fused = compute_fast(self.skeleton, config, self.backend)
         self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
-        self._reader = LayerReader(trace=trace, guard=BaseGuard(records) if config.check_base_weights else None)
+        guard = BaseGuard(records) if config.check_base_weights else None
+        self._reader = LayerReader(trace=trace, guard=guard, first_reads=FirstReads())
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")
         name = self.split.layers_name
         self._trace, self._divided = trace, False  # whether it is divided among processes
@@ -248,7 +250,7 @@ class LemaModel:
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
         they are not the model's own, or raise `DiskError`. Only the first process writes."""
-        base = base_of(self.config, self.gbi, BaseFiles(self.gbi).fingerprint)
+        base = base_of(self.config, self.gbi, BaseFiles(self.gbi))
         given = self.backend, self._require_adapter(), self.config, base, self.reference
         leave_adapter(Path(directory), *given, [self.files.write_rendering])
 

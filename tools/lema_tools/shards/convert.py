@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from lema.backend.layout import Difference, KvLayout
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError, WeightsError, named_in
-from lema.lora.checks import BASE_NAME, check_shapes, read_json
+from lema.lora.base import BASE_NAME
+from lema.lora.checks import check_shapes, read_json
 from lema.lora.class_names import compare_classes
 from lema.lora.files import CONFIG, WEIGHTS, read_tensors, the_lora_config, weights_file
 from lema.lora.published import ClassForm, publish_files, tensors_in_own
