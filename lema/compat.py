@@ -193,7 +193,7 @@ def loading_by_operations(kind: type[HfQuantizer]) -> type[HfQuantizer]:
     if _has_load_operations():
         return kind
     kind.get_weight_conversions = _weight_conversions  # type: ignore[method-assign]
-    kind.update_weight_conversions = _updated_conversions  # type: ignore[method-assign, assignment]
+    kind.update_weight_conversions = _updated_conversions  # type: ignore[method-assign]
     return kind
 
 
