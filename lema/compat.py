@@ -42,6 +42,7 @@ __all__ = [
     "loading_by_operations",
     "models_of",
     "processes_kind",
+    "releases",
     "template_functions",
     "untested",
 ]
@@ -65,6 +66,11 @@ def untested() -> str:
             if ".".join(installed.split(".")[:2]) not in releases:
                 others.append(f"{name} {installed} (tests ran with {', '.join(releases)})")
     return "; ".join(others)
+
+
+def releases(library: str) -> str:
+    """Return which release of a library is installed, and which one all tests run with, as the end of a sentence."""
+    return f"{version(library)} is installed, and LEMA is tested up to {TESTED[library][-1]}"
 
 
 def lacking(what: str, library: str, since: str, where: str) -> ModelError:

@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.backend import Backend
 from lema.backend.registry import fused, own_attention
-from lema.compat import check_fusions, models_of
+from lema.compat import check_fusions, models_of, releases
 from lema.config import LemaConfig
 from lema.errors import LemaError, ModelError
 from lema.model.capture import past_layers, tensors_in
@@ -102,7 +102,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         raise ModelError(
             f"transformers cannot read this config: {_said(error)}",
             where=str(directory / "config.json"),
-            how="check the file, or upgrade transformers if the model is newer than it",
+            how=f"check the file, or upgrade transformers if the model is newer than it: {releases('transformers')}",
         ) from error
     assert isinstance(config, PreTrainedConfig)
     keep_to_libraries(_parts(config), directory / "config.json")

@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 from lema import compat
 from lema.errors import ModelError
 from lema.lora.targets import router_modules
-from lema.model import meta_model
+from lema.model import meta_model, read_config
 from lema.model.quantizers.gptq import GPTQ
 from lema.model.quantizers.methods import open_quantizer
 from lema.model.quantizers.packed import PackedQuantizer
@@ -103,3 +103,13 @@ def test_what_was_not_tested_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     told = compat.untested()
     assert told.startswith("peft 0.99.1 (tests ran with 0.20") and "torch 2.99.0+cpu" in told and "\n" not in told
     assert "transformers" not in told and "accelerate" not in told
+
+
+def test_a_type_that_the_installed_transformers_lacks_is_refused_with_the_release_that_was_tested(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "type_of_tomorrow"}')
+    with pytest.raises(ModelError) as refused:
+        read_config(tmp_path)
+    assert "type_of_tomorrow" in str(refused.value)
+    assert f"{version('transformers')} is installed, and LEMA is tested up to 5.24" in str(refused.value)
