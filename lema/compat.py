@@ -2,21 +2,19 @@
 
 A difference is asked of what is installed, by a name or an argument that it has, and never of a version, because a
 release may be patched, and one that does not exist yet has no number. Where something is not there and is written out
-in a few lines, it is here; where it is not, the refusal names the release that has it.
+in a few lines, it is here.
 
 Everything is imported where it is used: this is the ground floor, and verbs that need no library load none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from inspect import signature
 from typing import TYPE_CHECKING, Any
-
-from lema.errors import ModelError
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = [
     "TESTED",
     "adapted_module",
-    "check_compressed",
     "check_fusions",
     "check_target",
     "collecting",
@@ -38,7 +35,6 @@ __all__ = [
     "encodes_by_itself",
     "expands",
     "grouped_fallback",
-    "lacking",
     "loading_by_operations",
     "models_of",
     "processes_kind",
@@ -71,19 +67,6 @@ def untested() -> str:
 def releases(library: str) -> str:
     """Return which release of a library is installed, and which one all tests run with, as the end of a sentence."""
     return f"{version(library)} is installed, and LEMA is tested up to {TESTED[library][-1]}"
-
-
-def lacking(what: str, library: str, since: str, where: str) -> ModelError:
-    """Return the refusal of what an installed library lacks.
-
-    Args:
-        what: what cannot be done, as the beginning of a sentence that the library's version ends.
-        library: its distribution.
-        since: the first release that has it.
-        where: the file, key or module concerned.
-    """
-    how = f'pip install "{library}>={since}", or use a model that does not need it'
-    return ModelError(f"{what} with {library} {version(library)}", where=where, how=how)
 
 
 # transformers
@@ -178,21 +161,6 @@ def expands(method: str) -> bool:
     return not _has_load_operations() or "dequantize" in kind.get_load_operations(kind.__new__(kind))
 
 
-def check_compressed(where: str) -> None:
-    """Refuse a checkpoint of compressed-tensors where `transformers` has not the operation that expands its weights.
-
-    Args:
-        where: the checkpoint, for the message.
-
-    Raises:
-        ModelError: it has not.
-    """
-    from transformers.integrations import compressed_tensors
-
-    if not all(hasattr(compressed_tensors, name) for name in ("CompressedTensorsDequantize", "get_dense_scheme")):
-        raise lacking("weights of compressed-tensors are not expanded", "transformers", "5.23", where)
-
-
 def loading_by_operations(kind: type[HfQuantizer]) -> type[HfQuantizer]:
     """Give a class of quantizers with `serialized_names` and `get_load_operations` the conversions that `transformers`
     makes of these since 5.21, where it does not."""
@@ -207,8 +175,13 @@ def _weight_conversions(self: Any) -> list[Any]:
     """Return what loads the parameters of modules: see `HfQuantizer.get_weight_conversions`."""
     from transformers.core_model_loading import WeightConverter
 
-    operation = self.get_load_operations()["dequantize"]
-    return [WeightConverter(list(names), param, [operation(self)]) for param, names in self.serialized_names.items()]
+    operation, stored = self.get_load_operations()["dequantize"], self.serialized_names
+    return [WeightConverter(_longest_first(names), param, [operation(self)]) for param, names in stored.items()]
+
+
+def _longest_first(patterns: Iterable[str]) -> list[str]:
+    """Sort patterns so that none comes before one that it is the start of: the first that matches a name is taken."""
+    return sorted(patterns, key=lambda pattern: -len(pattern))
 
 
 def _updated_conversions(self: Any, conversions: Sequence[Any], _model: Any = None) -> list[Any]:
@@ -226,7 +199,8 @@ def _updated_conversions(self: Any, conversions: Sequence[Any], _model: Any = No
         names = self.serialized_names.get(param)
         if names and all(source.endswith(f".{param}") for source in sources):
             stored = [source.removesuffix(param) + name for source in sources for name in names]
-            expanding = WeightConverter(stored, list(targets), [operation(self), *conversion.operations])
+            operations = [operation(self), *conversion.operations]
+            expanding = WeightConverter(_longest_first(stored), list(targets), operations)
             expanding.scope_prefix = conversion.scope_prefix
             expanding.base_model_prefix = conversion.base_model_prefix
             updated[-1] = expanding

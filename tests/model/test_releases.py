@@ -20,7 +20,6 @@ from lema.errors import ModelError
 from lema.lora.targets import router_modules
 from lema.model import meta_model, read_config
 from lema.model.quantizers.gptq import GPTQ
-from lema.model.quantizers.methods import open_quantizer
 from lema.model.quantizers.packed import PackedQuantizer
 
 
@@ -50,13 +49,13 @@ def test_conversions_of_packed_weights_are_those_that_transformers_makes(monkeyp
     mapping = get_model_conversion_mapping(model)
 
     def patterns(conversions: list[Any]) -> list[Any]:
-        told = [(one.source_patterns, one.target_patterns, one.scope_prefix) for one in conversions]
+        told = [({*one.source_patterns}, one.target_patterns, one.scope_prefix) for one in conversions]
         ops = [[type(op).__name__ for op in getattr(one, "operations", ())] for one in conversions]
         return [(*one, names) for one, names in zip(told, ops, strict=True)]
 
     written = patterns(compat._updated_conversions(quantizer, deepcopy(mapping)))
     assert any("qweight" in str(sources) and "experts" in str(sources) for sources, *_ in written)
-    assert written[-1][:2] == (list(GPTQ.parts), ["weight"])
+    assert written[-1][:2] == ({*GPTQ.parts}, ["weight"])
     assert compat.loading_by_operations(Packed) is Packed
     assert patterns(get_model_conversion_mapping(model, hf_quantizer=quantizer)) == written
     if hasattr(HfQuantizer, "get_load_operations"):
@@ -74,17 +73,6 @@ def test_a_method_is_expanded_where_its_config_can_ask_for_it() -> None:
         "bitnet": False,
         "no-such-method": False,
     }
-
-
-def test_a_form_that_the_installed_transformers_lacks_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.integrations import compressed_tensors
-
-    monkeypatch.delattr(compressed_tensors, "CompressedTensorsDequantize", raising=False)
-    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
-    with pytest.raises(
-        ModelError, match=rf"compressed-tensors are not expanded with transformers {version('transformers')}"
-    ):
-        open_quantizer(settings, Path("model"))
 
 
 def test_only_the_linears_of_the_name_that_is_recorded_are_routers() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
-from lema.compat import check_compressed, expands
+from lema.compat import expands
 from lema.errors import ConfigError, ModelError, installing
 from lema.model.quantizers import awq, gptq
 from lema.model.quantizers.packed import PackedForm, PackedQuantizer
@@ -85,7 +85,6 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
 
 def _made(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
     if method == COMPRESSED:
-        check_compressed(where)
         # Here, because it imports the library.
         from lema.model.quantizers.compressed import CompressedTensorsQuantizer, without_order
 
