@@ -654,8 +654,13 @@ def test_a_message_has_twenty_lines_at_most_and_says_how_many_items_it_leaves_ou
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"learning_rate": 1e300}, "learning_rate must lie between"),
-        ({"gradient_accumulation_steps": 10**5000}, "gradient_accumulation_steps must lie between"),
+        ({"learning_rate": 1e300}, "learning_rate must be at most 1,000,000,000,000,000,000"),
+        ({"gradient_accumulation_steps": 10**5000}, "gradient_accumulation_steps must be at most 1,000,000,000,"),
+        ({"batch_size": 2**64}, "batch_size must be at most 1,000,000,000,000,000,000"),
+        ({"batch_size": -(2**64)}, "batch_size must be at least -1,000,000,000,000,000,000"),
+        ({"adam_epsilon": 1e-300}, "adam_epsilon must be 0 or at least 1.17549e-38 in size"),
+        ({"adam_epsilon": 5e-324}, "adam_epsilon must be 0 or at least 1.17549e-38 in size"),
+        ({"num_train_epochs": 1e-39}, "num_train_epochs must be 0 or at least 1.17549e-38 in size"),
         ({"gradient_accumulation_steps": 10**8}, "gradient_accumulation_steps must be at most 100000"),
         ({"output_dir": "a\0b"}, "output_dir must not contain a NUL character"),
         ({"train_data": {"one": ["a", "b\0"]}}, r"train_data\.one\[1\] must not contain a NUL character"),

@@ -229,7 +229,8 @@ class StreamedPeftModel(PeftModel):
         nothing is written then."""
         self.base_files.check()
         super().save_pretrained(save_directory, *args, **kwargs)
-        base = base_of(self.opened.config, self.opened.gbi, self.base_files)
+        opened = self.opened
+        base = base_of(opened.config, opened.gbi, self.base_files, opened.computing.dtype)
         for name in self.peft_config:
             directory = Path(save_directory) / ("" if name == "default" else name)
             if (directory / WEIGHTS).is_file() and (directory / CONFIG).is_file():
