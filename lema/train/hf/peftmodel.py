@@ -17,13 +17,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, Self, cast
 
 import torch
-from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lema.backend.group import check_alike
 from lema.backend.hostmemory import memory_available
+from lema.compat import processes_kind
 from lema.config import LemaConfig
 from lema.engine.head.routers import coefficient_of
 from lema.engine.stack import LayerStack
@@ -261,7 +261,7 @@ class StreamedPeftModel(PeftModel):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, as every module does; refuse a trainer that is about to divide the model."""
-        kind = AcceleratorState._shared_state.get("distributed_type")
+        kind = processes_kind()
         if kind is not None and any(name in str(kind) for name in WRAPPERS):
             self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but its weights are in files")
         return super().train(mode)
