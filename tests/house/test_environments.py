@@ -1,16 +1,22 @@
 """The page of environments tells what a resolver said, of the requirements that LEMA has now."""
 
 import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from environments import beside
 from environments.beside import Answer, Unresolvable
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
+OWN = {
+    asked.name: asked
+    for asked in map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+}
 LEMA = ["transformers>=5.17,<6", "peft>=0.20,<1", "torch>=2.9"]
 
 
@@ -24,6 +30,17 @@ def rows() -> dict[str, list[str]]:
 def test_the_page_has_every_project_and_enough_fit() -> None:
     assert [*rows()] == [*beside.PROJECTS.values()]
     assert sum("yes" in fits for _, fits, *_ in rows().values()) >= beside.LEAST
+
+
+@pytest.mark.parametrize("title", beside.PROJECTS.values())
+def test_a_row_is_of_the_ranges_that_lema_has_now(title: str) -> None:
+    _, fits, *versions, conflict = rows()[title]
+    if "yes" in fits:
+        assert not conflict
+        assert all(OWN[name].specifier.contains(version) for name, version in zip(beside.SHOWN, versions, strict=True))
+    else:
+        needed = conflict.partition("; LEMA needs ")[2].split(" and ")
+        assert needed == [beside.requirement(OWN[one.split()[0]]) for one in needed]
 
 
 def test_every_project_that_does_not_fit_has_a_hand_over() -> None:
