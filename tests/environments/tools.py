@@ -24,9 +24,7 @@ def call(*command: str | Path, place: Path) -> None:
     sys.stdout.write(f"+ {Path(program).name} {' '.join(arguments)}\n")
     sys.stdout.flush()
     ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
-    tools = {
-        name: str(place / name.lower()) for name in ("UV_TOOL_DIR", "UV_TOOL_BIN_DIR", "PIPX_HOME", "PIPX_BIN_DIR")
-    }
+    tools = {name: str(place / name.lower()) for name in PLACES}
     subprocess.run([program, *arguments], cwd=place, env=ours | tools | {"HF_HUB_OFFLINE": "1"}, check=True)
 
 

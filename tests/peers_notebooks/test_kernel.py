@@ -1,5 +1,6 @@
 """Every notebook runs in a kernel of Jupyter, as a user runs it: `tox -e notebooks`."""
 
+import json
 from pathlib import Path
 
 import nbformat
@@ -11,9 +12,8 @@ from triednotebooks import NOTEBOOKS, tried, write_model
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     write_model(tmp_path)
-    ran = NotebookClient(
-        nbformat.from_dict(tried(notebook)), timeout=240, resources={"metadata": {"path": str(tmp_path)}}
-    ).execute()
+    cells = nbformat.reads(json.dumps(tried(notebook)), as_version=4)
+    ran = NotebookClient(cells, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(
         output.get("text", "") for cell in ran.cells if cell.cell_type == "code" for output in cell.outputs
     )
