@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from lema.backend.timelimit import bounded_memory
+from lema.backend.host.limits import bounded_memory
 from lema.errors import DataError, unreadable
 from lema.storage.hub import HUB, hub_data, is_stream, stream_rows
 from lema.storage.regular import expanded

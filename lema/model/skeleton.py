@@ -10,7 +10,6 @@ are real, and each tensor takes time to make.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
@@ -33,6 +32,7 @@ from transformers.initialization import guard_torch_init_functions, no_init_weig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.backend import Backend
+from lema.backend.hostmemory import private_pages
 from lema.backend.registry import fused, own_attention
 from lema.config import LemaConfig
 from lema.errors import LemaError, ModelError
@@ -237,7 +237,7 @@ class EmptyOnMeta(TorchFunctionMode):
             if like.nbytes < UNTOUCHED_FROM:
                 return func(*args, **given)
             # The system finds memory for these when they are first written; torch would write them at once.
-            pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = private_pages(like.nbytes)
             zeros = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
             return zeros.requires_grad_(like.requires_grad)
         return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))

@@ -12,6 +12,7 @@ from contextlib import suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 
+from lema.backend.host.files import BINARY, NO_FOLLOW, NONBLOCK
 from lema.errors import ConfigError, DataError, WeightsError
 
 __all__ = [
@@ -39,7 +40,7 @@ def open_regular(file: Path, *, inside: bool = False) -> BufferedReader:
     if inside:
         check_inside(file)
     # Without waiting for a pipe's other end. Of a regular file the flag means nothing.
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = os.open(file, os.O_RDONLY | NONBLOCK | BINARY)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -114,7 +115,7 @@ def open_appending(file: Path) -> FileIO:
     """Open a file to read and to append to, unbuffered, and make it where there is none. `OSError`: it cannot be
     opened; `ConfigError`: it is a link, a device, a pipe or the like."""
     check_target(file)
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_FOLLOW | NONBLOCK | BINARY
     descriptor = os.open(file, flags, 0o666)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):  # it was exchanged meanwhile

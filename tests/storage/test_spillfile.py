@@ -105,14 +105,14 @@ def test_the_space_is_asked_for_before_anything_is_written(tmp_path: Path) -> No
 
 
 def test_an_arena_on_a_disk_that_is_too_small_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.fstatvfs
+    real = os.statvfs
 
-    def nearly_full(descriptor: int) -> os.statvfs_result:
-        found = list(real(descriptor))
+    def nearly_full(place: str) -> os.statvfs_result:
+        found = list(real(place))
         found[4] = 1  # f_bavail
         return os.statvfs_result(found)
 
-    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    monkeypatch.setattr(os, "statvfs", nearly_full)
     arena = BoundaryArena(CpuBackend(), "disk", tmp_path)
     with pytest.raises(DiskError) as caught:
         arena.step([torch.zeros(1, 1024, 8)], range(12))

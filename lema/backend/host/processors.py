@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from lema.backend.hostmemory import groups
+from lema.backend.host.groups import groups
 
 __all__ = ["usable_processors", "usable_threads"]
 
