@@ -1,14 +1,14 @@
 """Lets LEMA's own modules meet a system like Windows and macOS: what either lacks is not there, on Linux.
 
 Libraries keep all that they have. Of what LEMA's modules do themselves, by whatever function of the standard library:
-modules that are for Unix alone cannot be imported, and neither `os`, `signal`, `mmap`, `ctypes` nor `multiprocessing` has
+modules for Unix alone cannot be imported, and neither `os`, `signal`, `mmap`, `ctypes` nor `multiprocessing` has
 what is not everywhere; `/proc` and control groups cannot be opened; directories cannot be opened; a file that is open
 keeps its name, and so does the directory it lies in; names take none that exists; links take a privilege; names have no
 characters that Windows refuses; what is open to be read is not flushed. `msvcrt` locks files. The process that renders
 chat templates meets the same system.
 
-`sitecustomize` beside this file calls `hide`, so that a folder in PYTHONPATH hides all this from a process and those
-that it starts. As a program, this runs another one, and hides from that.
+`watching/sitecustomize.py` calls `hide` in every process in whose environment OTHER_SYSTEM is set. As a program, this
+file runs another one, and hides from that.
 """
 
 import builtins
@@ -27,17 +27,24 @@ SYSTEM = ("/proc", "/sys/fs/cgroup")
 REFUSED = set('<>:"|?*\\') | set(map(chr, range(32)))
 DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
 HIDDEN = {
-    "os": """O_CLOEXEC O_DIRECT O_DIRECTORY O_DSYNC O_NOATIME O_NOFOLLOW O_NONBLOCK O_PATH O_SYNC O_TMPFILE POSIX_FADV_DONTNEED
-        SCHED_BATCH WNOHANG chown copy_file_range eventfd fchmod fchown fork forkpty fstatvfs get_blocking getegid geteuid
-        getgid getgroups getloadavg getpgid getpgrp getpriority getsid getuid killpg lockf memfd_create mkfifo mknod nice
-        openpty pidfd_open posix_fadvise posix_fallocate posix_spawn posix_spawnp pread preadv pwrite pwritev readv
-        register_at_fork sched_getaffinity sched_setaffinity sendfile set_blocking setpgid setpriority setsid statvfs sync
-        sysconf tcgetpgrp tcsetpgrp ttyname uname wait wait3 wait4 waitid writev""",
-    "signal": """ITIMER_PROF ITIMER_REAL ITIMER_VIRTUAL SIGALRM SIGCHLD SIGCONT SIGHUP SIGIO SIGKILL SIGPIPE SIGPROF SIGQUIT
-        SIGSTOP SIGTSTP SIGTTIN SIGTTOU SIGUSR1 SIGUSR2 SIGVTALRM SIGWINCH SIG_BLOCK SIG_SETMASK alarm pause pthread_kill
-        pthread_sigmask setitimer siginterrupt sigpending sigwait""",
-    "mmap": """MADV_DONTNEED MADV_HUGEPAGE MADV_WILLNEED MAP_ANON MAP_ANONYMOUS MAP_POPULATE MAP_PRIVATE MAP_SHARED PROT_EXEC
-        PROT_READ PROT_WRITE""",
+    "os": """
+        O_CLOEXEC O_DIRECT O_DIRECTORY O_DSYNC O_NOATIME O_NOFOLLOW O_NONBLOCK O_PATH O_SYNC O_TMPFILE
+        POSIX_FADV_DONTNEED SCHED_BATCH WNOHANG chown copy_file_range eventfd fchmod fchown fork forkpty
+        fstatvfs get_blocking getegid geteuid getgid getgroups getloadavg getpgid getpgrp getpriority getsid
+        getuid killpg lockf memfd_create mkfifo mknod nice openpty pidfd_open posix_fadvise posix_fallocate
+        posix_spawn posix_spawnp pread preadv pwrite pwritev readv register_at_fork sched_getaffinity
+        sched_setaffinity sendfile set_blocking setpgid setpriority setsid statvfs sync sysconf tcgetpgrp
+        tcsetpgrp ttyname uname wait wait3 wait4 waitid writev
+    """,
+    "signal": """
+        ITIMER_PROF ITIMER_REAL ITIMER_VIRTUAL SIGALRM SIGCHLD SIGCONT SIGHUP SIGIO SIGKILL SIGPIPE SIGPROF
+        SIGQUIT SIGSTOP SIGTSTP SIGTTIN SIGTTOU SIGUSR1 SIGUSR2 SIGVTALRM SIGWINCH SIG_BLOCK SIG_SETMASK
+        alarm pause pthread_kill pthread_sigmask setitimer siginterrupt sigpending sigwait
+    """,
+    "mmap": """
+        MADV_DONTNEED MADV_HUGEPAGE MADV_WILLNEED MAP_ANON MAP_ANONYMOUS MAP_POPULATE MAP_PRIVATE MAP_SHARED
+        PROT_EXEC PROT_READ PROT_WRITE
+    """,
     "ctypes": "",
     "multiprocessing": "",
     "subprocess": "",
@@ -105,7 +112,7 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 
 def console() -> ModuleType:
-    """Return `msvcrt` as far as LEMA uses it. A lock keeps all others out of the whole file, as theirs does of a byte."""
+    """Return `msvcrt` as far as LEMA uses it. A lock is of the whole file, where theirs is of a byte."""
     import fcntl
 
     def locking(descriptor: int, mode: int, nbytes: int) -> None:
