@@ -216,8 +216,9 @@ def open_partial(file: Path) -> tuple[int, Path]:
         for left in filter(lambda other: pattern.fullmatch(other.name), sorted(file.parent.iterdir())):
             # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
             with suppress(OSError):
-                if NAMES_HELD:  # no lock is needed to tell: one that is open stays
+                if NAMES_HELD and not left.is_symlink():  # no lock is needed to tell: one that is open stays
                     left.unlink()
+                if NAMES_HELD:
                     continue
                 with _locked(left, _open_file, wait=False) as held:
                     if held:

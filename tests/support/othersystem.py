@@ -56,7 +56,7 @@ class System(ModuleType):
 
     def __init__(self, real: ModuleType, hidden: set[str], changed: Mapping[str, Any]) -> None:
         super().__init__(real.__name__, real.__doc__)
-        vars(self).update(_real=real, _hidden=hidden, _changed=changed)
+        vars(self).update(_real=real, _hidden=hidden, _changed=changed, _before=dict[str, Any]())
 
     def __getattr__(self, name: str) -> Any:
         if name in self._hidden:
@@ -64,10 +64,14 @@ class System(ModuleType):
         return self._changed[name] if name in self._changed else getattr(self._real, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        self._before.setdefault(name, getattr(self._real, name))
         setattr(self._real, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._real, name)
+        if name in self._before:  # a test takes back what it put there
+            setattr(self._real, name, self._before.pop(name))
+        else:
+            delattr(self._real, name)
 
 
 def hide(ours: Callable[[Mapping[str, Any]], bool]) -> None:

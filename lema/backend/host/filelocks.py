@@ -35,34 +35,34 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool | 
     Returns:
         True: it is taken, until the file is closed. False: another has it. None: the file system has no locks.
     """
-    if fcntl is not None:
-        try:
+    try:
+        if fcntl is not None:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            return None
-        return True
-    while msvcrt is not None and not shared:
-        if _lock_byte(descriptor, msvcrt):
             return True
-        if not wait:
-            return False
-        time.sleep(BETWEEN_TRIES)
-    return None if msvcrt is None else True
+        if msvcrt is None:
+            return None
+        if not shared:
+            _lock_byte(descriptor, msvcrt, wait)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return None
+    return True
 
 
-def _lock_byte(descriptor: int, system: ModuleType) -> bool:
+def _lock_byte(descriptor: int, system: ModuleType, wait: bool) -> None:
     place = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
         os.lseek(descriptor, BEYOND, os.SEEK_SET)
-        system.locking(descriptor, system.LK_NBLCK, 1)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EDEADLK):
-            raise
-        return False
+        while True:
+            try:
+                system.locking(descriptor, system.LK_NBLCK, 1)
+                return
+            except PermissionError:
+                if not wait:
+                    raise
+            time.sleep(BETWEEN_TRIES)
     finally:
         os.lseek(descriptor, place, os.SEEK_SET)
-    return True
