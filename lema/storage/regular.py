@@ -39,14 +39,22 @@ def open_regular(file: Path, *, inside: bool = False) -> BufferedReader:
     cannot be opened; `DataError`: it is a device, a pipe or the like; `WeightsError`: it is such a link."""
     if inside:
         check_inside(file)
+    if not NONBLOCK:
+        _check_regular(file, file.stat().st_mode)
     # Without waiting for a pipe's other end. Of a regular file the flag means nothing.
     descriptor = os.open(file, os.O_RDONLY | NONBLOCK | BINARY)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    try:
+        _check_regular(file, os.fstat(descriptor).st_mode)
+    except DataError:
         os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def _check_regular(file: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
         what = f"{file.name} is {_kind(mode)}, not a regular file"
         raise DataError(what, where=str(file), how="give a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def read_regular(file: Path, limit: int = LARGEST_TEXT, *, inside: bool = False) -> bytes:

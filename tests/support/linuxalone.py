@@ -1,0 +1,34 @@
+"""Tests of what Linux alone does: `tox -e portable` leaves them out (`tests/support/othersystem.py`)."""
+
+from pathlib import Path
+
+__all__ = ["TESTS", "holds"]
+
+TESTS: dict[str, tuple[str, ...]] = {
+    # Directories are opened, to be locked and flushed.
+    "storage/test_commit.py": (
+        "test_every_file_and_directory_is_flushed_before_the_name_is_given",
+        "test_what_another_process_is_writing_is_not_swept_until_it_is_gone",
+        "test_a_sweep_touches_only_what_it_is_about",
+        "test_one_save_sweeps_what_another_of_the_same_name_has_left",
+    ),
+    # A file that is not open is swept: one that is keeps its name.
+    "storage/test_partial.py": ("test_where_nothing_can_be_locked_nothing_is_swept",),
+    # A file loses its name while it is open, and the calls that are watched, or made to fail, are those of Linux.
+    "storage/test_spillfile.py": (
+        "test_what_is_read_is_what_was_written_and_no_name_is_ever_seen",
+        "test_what_must_go_through_the_page_cache_does_not_stay_in_it",
+        "test_a_write_that_fails_is_raised_in_the_training_thread",
+        "test_a_read_that_fails_is_raised_in_the_training_thread",
+    ),
+    "storage/test_tensorfile.py": ("test_a_full_disk_is_said_so_and_leaves_the_old_file",),
+    # Calls of the system that are watched, or made to fail, are those of Linux.
+    "storage/test_directio.py": ("*",),
+}
+"""The names of tests by the file, with `*` for all of it."""
+
+
+def holds(file: Path, name: str) -> bool:
+    """Say whether a test, by its file below `tests` and its name without parameters, is one of them."""
+    names = TESTS.get(file.as_posix(), ())
+    return name in names or "*" in names
