@@ -90,7 +90,7 @@ def _forget_error(runtime: Any, result: int) -> None:
 def _library() -> ctypes.CDLL | None:
     """Return the runtime library that torch has loaded; None: it is part of another one."""
     try:
-        mapped = [line.split(maxsplit=5)[-1] for line in MAPS.read_text().splitlines()]
+        mapped = [line.split(maxsplit=5)[-1] for line in MAPS.read_text(encoding="utf-8").splitlines()]
     except OSError:  # not Linux
         mapped = [one.path for one in psutil.Process().memory_maps()] if hasattr(psutil.Process, "memory_maps") else []
     loaded = next((path for path in mapped if LIBRARY.fullmatch(Path(path).name)), None)

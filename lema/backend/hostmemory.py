@@ -122,7 +122,7 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
     for group in groups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # not there, or "max"
-                if (limit := int((group / name).read_text())) < UNLIMITED:
+                if (limit := int((group / name).read_text(encoding="utf-8"))) < UNLIMITED:
                     yield group, limit
 
 
@@ -130,9 +130,9 @@ def _used(group: Path) -> int:
     used = 0
     for name in ("memory.current", "memory.usage_in_bytes"):
         with suppress(OSError, ValueError):
-            used = int((group / name).read_text())
+            used = int((group / name).read_text(encoding="utf-8"))
     with suppress(OSError, ValueError):
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
         files = int(stat.get("total_cache", stat.get("file", 0)))
         # Memory that processes share is counted among files, and is not dropped.
         used -= files - int(stat.get("total_shmem", stat.get("shmem", 0)))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import linuxalone
 import othersystem
 import pytest
 
@@ -58,7 +59,7 @@ def unasked(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             known = NAMES.get(node.value.id, set())
-            if node.attr in known and WITH.get(node.attr, node.attr) not in asked:
+            if node.attr in known and not {node.attr, WITH.get(node.attr)} & asked:
                 yield f"{node.value.id}.{node.attr}"
         if isinstance(node, ast.ImportFrom) and node.module in NAMES:
             yield from (f"{node.module}.{one.name}" for one in node.names if one.name in NAMES[node.module])
@@ -89,3 +90,38 @@ def test_every_module_can_be_imported_where_all_this_is_hidden() -> None:
     environment = {**os.environ, "OTHER_SYSTEM": "1", "PYTHONPATH": found}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
+
+
+def test_the_tests_of_what_linux_alone_does_exist() -> None:
+    for file, names in linuxalone.TESTS.items():
+        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+        known = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert set(names) - {"*"} <= known, file
+
+
+def translated(tree: ast.Module) -> Iterator[str]:
+    """Yield what reads or writes text in the system's own encoding, or writes the system's own ends of lines."""
+    for node in ast.walk(tree):
+        name = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) == "os.open":
+            continue
+        name = name or getattr(node.func, "id", "")
+        keywords = {keyword.arg for keyword in node.keywords}
+        words = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        modes = [word for word in words if set(word) <= set("rwabx+t")]
+        asks = {"write_text": {"encoding", "newline"}, "read_text": {"encoding"}}.get(name, set())
+        if name in ("open", "fdopen") and not any("b" in mode for mode in modes) and (name == "fdopen" or modes):
+            asks = {"encoding"} if "r" in modes[-1] else {"encoding", "newline"}
+        if asks - keywords:
+            yield f"{node.lineno}: {ast.unparse(node)[:80]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_texts_are_the_same_bytes_on_every_system(path: Path) -> None:
+    assert not list(translated(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def test_what_is_translated_is_found() -> None:
+    code = "p.write_text(a, encoding='utf-8')\np.read_text()\np.open('w')\nopen(p, 'rb')\n"
+    code += "p.open('w', encoding=e, newline='')"
+    assert [one.partition(":")[0] for one in translated(ast.parse(code))] == ["1", "2", "3"]

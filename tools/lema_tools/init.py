@@ -48,7 +48,7 @@ def init(
         raise found
     command = shlex.join(["lema", *sys.argv[1:]])
     lines = yaml_lines(found, name, str(data), f"output/{output.stem}", command, needs)
-    with output.open("x", encoding="utf-8") as file:
+    with output.open("x", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{line}\n" for line in lines)
     typer.echo(f"{output}: {found.device_bytes / 1e9:.1f} GB of {device_memory}, {found.residents} layers stay there;")
     typer.echo(f"{found.tokens_per_second:,.0f} tokens/s predicted with the profile {found.profile}")

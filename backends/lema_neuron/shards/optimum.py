@@ -71,10 +71,10 @@ class _Optimum:
             pieces = {name: shard(whole, rules[name].layout, rank) for name, whole in wholes.items()}
             torch.save(pieces, directory / "model" / rank_file(rank))
             flush(directory / "model" / rank_file(rank))
-        file.write_text(json.dumps(content, indent=4), encoding="utf-8")
+        file.write_text(json.dumps(content, indent=4), encoding="utf-8", newline="\n")
         flush(file)
         for marker in ("checkpoint", "done"):
-            (directory / marker).write_text("1", encoding="utf-8")
+            (directory / marker).write_text("1", encoding="utf-8", newline="\n")
 
 
 OPTIMUM = _Optimum()

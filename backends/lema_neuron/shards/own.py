@@ -92,7 +92,7 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], layouts: Mapping[str,
         flush(file)
     described = {name: {"shape": list(tensor.shape), **layouts[name].to_dict()} for name, tensor in tensors.items()}
     content = {"version": VERSION, "tp": tp, "files": hashes, "tensors": described}
-    (directory / LAYOUTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (directory / LAYOUTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", newline="\n")
     flush(directory / LAYOUTS)
 
 

@@ -10,7 +10,7 @@ __all__ = ["groups"]
 def groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the directories of the control groups that this process is in, from its own up to the root."""
     with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue

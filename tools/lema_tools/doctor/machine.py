@@ -88,7 +88,7 @@ def huge_pages(root: Path = ROOT) -> Finding:
     """Tell whether memory for layers can be in huge pages."""
     setting = ""  # the one in brackets: `always [madvise] never`; empty: there is no such setting
     with suppress(OSError):
-        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
         setting = text.partition("[")[2].partition("]")[0]
     facts: dict[str, Fact] = {"setting": setting}
     if setting in ("always", "madvise"):
@@ -149,7 +149,7 @@ def shared_memory(root: Path = ROOT) -> Finding:
 def _field(file: Path, *names: str) -> str:
     """Return what a file of `/proc` says first under one of some names; empty: nothing."""
     with suppress(OSError):
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             if name.strip() in names:
                 return value.strip()

@@ -205,14 +205,14 @@ def _begin_peak() -> int:
     clear_refs), and return the bytes that are resident now. Elsewhere the peak is that since the process began."""
     gc.collect()
     with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii", newline="\n")
     return int(psutil.Process().memory_info().rss)
 
 
 def _peak() -> int:
     """Return the most bytes that have been resident since `_begin_peak`."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return peak_memory()
     (line,) = (one for one in lines if one.startswith("VmHWM:"))
