@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lema.config import LemaConfig
 from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
 from lema.errors import ConfigError, DataError
+from lema.storage.modelfiles import MAX_TEMPLATE_BYTES
 from lema.storage.regular import expanded, read_regular
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Forms:
             changed.chat_template = own[given]
         else:
             try:
-                changed.chat_template = read_regular(expanded(given)).decode("utf-8")
+                changed.chat_template = read_regular(expanded(given), MAX_TEMPLATE_BYTES).decode("utf-8")
             except (OSError, ValueError, RuntimeError) as error:  # that of a home that is not here
                 how = "give a .jinja file, or the template itself"
                 raise DataError(f"the chat template cannot be read: {error}", where="chat_template", how=how) from error

@@ -1,42 +1,32 @@
-"""Checks of an adapter's files, which come from anywhere, before PEFT loads them, and of the model they are put on.
+"""Checks of an adapter's files, which come from anywhere, before PEFT loads them.
 
 A rank of a billion would be allocated before it is compared with the weights, and text instead of a number would
 fail elsewhere with a message that does not help. PEFT matches an adapter's regular expressions with the names of all
 modules, and some take years for a name of thirty letters
 (https://owasp.org/www-community/attacks/Regular_expression_Denial_of_Service_-_ReDoS), so each is matched once
-beforehand under a time limit. An adapter is a change to weights; on other weights it is noise. A path or a hub id may
-lead to other files by now, so beside an adapter is the fingerprint of its base model's files (`lema.storage.verify`).
+beforehand under a time limit.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from peft import LoraConfig
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from lema.backend.timelimit import limited
-from lema.config import LemaConfig
 from lema.errors import AdapterError, ModelError, WeightsError
 from lema.lora.shards import module_of
-from lema.storage import GlobalBinaryIndex, header, resolve_model
-from lema.storage.atomic import replace_file
+from lema.storage import header
 from lema.storage.header import TensorRecord, read_header
-from lema.storage.hub import own_weights
 from lema.storage.index import MAX_CONFIG_BYTES
-from lema.storage.regular import check_inside, expanded
-from lema.storage.verify import base_fingerprint
+from lema.storage.regular import check_inside
 
-__all__ = [
-    *("BASE_NAME", "Base", "base_of", "check_base", "check_named_base", "check_patterns", "check_shapes", "read_json"),
-    "write_base",
-]
+__all__ = ["check_patterns", "check_shapes", "read_json"]
 
 FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 Names = list[str] | set[str] | tuple[str, ...]
@@ -191,85 +181,3 @@ def _shape(module: nn.Module, leaf: str, rank: int | None) -> Sequence[int] | No
     if rank is None or leaf.startswith("lora_magnitude"):
         return None
     return (rank, inputs) if "_A" in leaf else (outputs, rank)
-
-
-BASE_NAME = "adapter_base.json"
-KEY = "fingerprint"
-SOURCES = "sources"  # beside it: those of what the model was prepared from
-
-
-class Base(NamedTuple):
-    """The model that an adapter belongs to."""
-
-    name: str  # by which others find it: a hub id, or a path
-    revision: str | None  # of a hub id
-    fingerprint: str  # of the files that the adapter is trained on
-    sources: tuple[str, ...] = ()  # fingerprints of the models that these files were prepared from
-
-
-def base_of(config: LemaConfig, index: GlobalBinaryIndex, fingerprint: str | None = None) -> Base:
-    """Return the model that the settings name, with its `fingerprint` (None: it is computed). In the place of a
-    directory that was prepared it is what that was made of, if this is a hub id, or a directory that is still there."""
-    fingerprint = fingerprint or base_fingerprint(index)
-    if expanded(config.model_name_or_path).exists() and (origin := index.origin) is not None:
-        name, commit = origin
-        if not Path(name).is_absolute() or Path(name).is_dir():
-            return Base(name, commit, fingerprint, index.sources)
-    return Base(config.model_name_or_path, config.revision, fingerprint, index.sources)
-
-
-def write_base(directory: Path, base: Base) -> None:
-    """Write into an adapter's directory which model it belongs to. `DiskError`: a file could not be written."""
-    about = {KEY: base.fingerprint} | ({SOURCES: list(base.sources)} if base.sources else {})
-    replace_file(directory / BASE_NAME, (json.dumps(about, indent=2) + "\n").encode())
-
-
-def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False) -> bool:
-    """Make sure that a model's files are those of the model that the adapter in `directory` was trained on, or that one
-    of the two was prepared from the other, unless they must be the same (`exact`). Return whether a file beside the
-    adapter says which model that is; adapters that PEFT alone has written have none. `AdapterError`: it is another
-    model, or what is written is damaged."""
-    file = directory / BASE_NAME
-    if not file.is_file():
-        return False
-    if KEY not in (about := read_json(file)):
-        raise AdapterError("the adapter does not name its base model", where=str(file))
-    found, expected, sources = base_fingerprint(index), about[KEY], about.get(SOURCES, [])
-    if not isinstance(sources, list):
-        raise AdapterError(f"{SOURCES} is no list of fingerprints", where=str(file))
-    # Not also where both were prepared from one model: that would take a prepared file that was changed for itself.
-    prepared = not exact and (expected in index.sources or found in sources)
-    if found != expected and not prepared:
-        raise AdapterError(
-            f"the model has changed since the adapter was trained: its fingerprint is {found}, and it was {expected}",
-            where=f"{directory}, on {index.path}",
-            how="give the model as it was; to use the adapter on this one all the same, name it by an explicit "
-            f"model_name_or_path, or delete {BASE_NAME}",
-        )
-    return True
-
-
-def check_named_base(directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex) -> None:
-    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it. It is
-    compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the same
-    name as the user's for this `model`, or as what that was prepared from, the same directory, or the same files
-    elsewhere. `AdapterError`: it is not."""
-    if check_base(directory, index):
-        return
-    named = config.base_model_name_or_path
-    if not named:
-        what = f"{directory} does not name the adapter's base model; LEMA assumes {model}"
-        warnings.warn(what, stacklevel=3)
-    if not named or named in (model, *(index.origin or ())[:1]):
-        return
-    try:
-        place = resolve_model(named, revision=config.revision, download=False)
-        other = GlobalBinaryIndex(own_weights(named, place))
-    except WeightsError as error:
-        why = f"and that is not here to be compared ({error.what})"
-    else:
-        if other.root.resolve() == index.root.resolve() or base_fingerprint(other) == base_fingerprint(index):
-            return
-        why = "whose files are others"
-    how = f"use that model; if it is this one, set base_model_name_or_path to {model} in adapter_config.json"
-    raise AdapterError(f"the adapter belongs to the model {named}, {why}", where=f"{directory}, on {model}", how=how)

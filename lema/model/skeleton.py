@@ -27,13 +27,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.fusion_mapping import _iter_enabled_fusions
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.backend import Backend
 from lema.backend.hostmemory import private_pages
 from lema.backend.registry import fused, own_attention
+from lema.compat import check_fusions, models_of, releases
 from lema.config import LemaConfig
 from lema.errors import LemaError, ModelError
 from lema.model.capture import past_layers, tensors_in
@@ -102,7 +102,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         raise ModelError(
             f"transformers cannot read this config: {_said(error)}",
             where=str(directory / "config.json"),
-            how="check the file, or upgrade transformers if the model is newer than it",
+            how=f"check the file, or upgrade transformers if the model is newer than it: {releases('transformers')}",
         ) from error
     assert isinstance(config, PreTrainedConfig)
     keep_to_libraries(_parts(config), directory / "config.json")
@@ -126,15 +126,15 @@ def _check_adapter(directory: Path) -> None:
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of `transformers` that makes the model of a config: the one of image-text models where there is
     no causal one, since these train on text alone as well."""
-    if type(config) in AutoModelForCausalLM._model_mapping:
+    if type(config) in models_of(AutoModelForCausalLM):
         return AutoModelForCausalLM
-    known = type(config) in AutoModelForImageTextToText._model_mapping
+    known = type(config) in models_of(AutoModelForImageTextToText)
     return AutoModelForImageTextToText if known else AutoModelForCausalLM
 
 
 def scores_texts(model: PreTrainedModel) -> bool:
     """Whether a model has the head of `AutoModelForSequenceClassification`: one output for a text, and no logits."""
-    known: Any = AutoModelForSequenceClassification._model_mapping
+    known = models_of(AutoModelForSequenceClassification)
     return type(model.config) in known and isinstance(model, known[type(model.config)])
 
 
@@ -168,7 +168,7 @@ def meta_model(
     try:
         # What they fuse is not fused here: it is in towers, through which no text goes. Nor is anything registered, as
         # `from_pretrained` does for the whole process.
-        _iter_enabled_fusions(getattr(config, "fusion_config", None) or {})
+        check_fusions(config)
         model = _build(builder, config, options, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
             model = _build(builder, config, options, nullcontext())

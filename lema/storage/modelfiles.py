@@ -33,6 +33,7 @@ COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenize
 CODE = ("*.py",)
 TEMPLATES = "additional_chat_templates"
 MAX_BYTES = 500_000_000  # ten times the largest tokenizers
+MAX_TEMPLATE_BYTES = 1 << 20  # thirty times the longest published; what is longer takes Jinja seconds to compile
 
 
 def check_companions(directory: Path) -> None:
@@ -44,8 +45,9 @@ def check_companions(directory: Path) -> None:
     for place in (directory, folder):
         for file in sorted({file for pattern in COMPANIONS + CODE for file in place.glob(pattern)}):
             check_inside(file)
-            if not file.is_dir() and regular_size(file) > MAX_BYTES:
-                what = f"{file.name} is larger than the {MAX_BYTES:,} bytes that such a file may have"
+            most = MAX_TEMPLATE_BYTES if file.suffix == ".jinja" else MAX_BYTES
+            if not file.is_dir() and regular_size(file) > most:
+                what = f"{file.name} is larger than the {most:,} bytes that such a file may have"
                 raise DataError(what, where=str(file))
 
 
@@ -62,6 +64,11 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> "PreTrainedTo
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         what = f"the model has no tokenizer that can be loaded: {type(tokenizer).__name__} is none"
         raise DataError(what, where=str(directory), how=how)
+    templates = tokenizer.chat_template
+    for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
+        if len(text) > MAX_TEMPLATE_BYTES:
+            what = f"the chat template has {len(text):,} characters, more than the {MAX_TEMPLATE_BYTES:,} it may have"
+            raise DataError(what, where=str(directory), how=how)
     return tokenizer
 
 

@@ -4,7 +4,7 @@ The fingerprint of a model tells its files from another's: a hash of all tensors
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from lema.storage.regular import read_regular
 from lema.storage.tensorfile import read_into
 
 __all__ = ["DTYPES", "BaseFiles", "base_fingerprint", "check_finite", "check_written", "load_record", "load_tensors"]
-__all__ += ["same_bits"]
+__all__ += ["model_config", "same_bits"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -105,43 +105,44 @@ class BaseFiles:
 
     Args:
         index: what the headers of the files say.
+        unchanged: says whether files have all that has been read of them; it may raise `ReadError`.
 
     Attributes:
         fingerprint: of the tensors, as `base_fingerprint` describes.
+        config: the bytes of the model's `config.json`; none where there is none beside the weights.
 
     Raises:
         WeightsError: a file has changed since its header was read.
     """
 
-    def __init__(self, index: GlobalBinaryIndex) -> None:
-        self._index, self._stamps = index, index.stamps
+    def __init__(
+        self, index: GlobalBinaryIndex, unchanged: Callable[[Collection[Path]], bool] = lambda _: True
+    ) -> None:
+        self._index = index
+        self._unchanged = unchanged
+        self._stamps = index.stamps
         if file_stamps(index.files) != index.stamps:
             raise self._changed()
         self.fingerprint = base_fingerprint(index)
-        self._config = self._read_config()
+        self.config = model_config(index)
 
     def check(self) -> None:
         """Make sure that the files are still those that the run began with: by what the system says of each, and where
-        that has changed, by the fingerprint; of the config, by what is in it. `WeightsError`: they are not."""
-        if self._read_config() != self._config:
+        that has changed, by the fingerprint and by all that was read of them; of the config, by what is in it.
+        `WeightsError`: they are not."""
+        if model_config(self._index) != self.config:
             raise self._changed(["config.json"])
         now = file_stamps(self._index.files)
         if now == self._stamps:
             return
         try:
             same = now.keys() == self._stamps.keys() and base_fingerprint(self._index) == self.fingerprint
+            same = same and self._unchanged([file for file in now if now[file] != self._stamps[file]])
         except (ReadError, WeightsError):  # it is shorter now
             same = False
         if not same:
             raise self._changed()
         self._stamps = now
-
-    def _read_config(self) -> bytes:
-        """Return the model's config; nothing where there is none beside the weights, or no longer one."""
-        try:
-            return read_regular(self._index.root / "config.json")
-        except (OSError, DataError):
-            return b""
 
     def _changed(self, files: Sequence[str] = ()) -> WeightsError:
         now, then = file_stamps(self._index.files), self._stamps
@@ -149,6 +150,14 @@ class BaseFiles:
         what = f"the model has changed since the run began to read it: {', '.join(changed[:3])}"
         how = "put the model back as it was, and continue with --resume from the last checkpoint, which is of before"
         return WeightsError(what, where=str(self._index.path), how=how)
+
+
+def model_config(index: GlobalBinaryIndex) -> bytes:
+    """Return a model's `config.json`; nothing where there is none beside the weights, or it cannot be read."""
+    try:
+        return read_regular(index.root / "config.json")
+    except (OSError, DataError):
+        return b""
 
 
 SAMPLE_BYTES = 1024

@@ -25,6 +25,7 @@ from lema.storage.directio import open_direct, read_all, read_errors
 from lema.storage.quantized.formats import move_elements
 from lema.storage.slices import RowRange
 from lema.storage.spillfile import as_bytes
+from lema.stream.firstreads import FirstReads
 from lema.stream.placement import DTYPES, PAGE, ByteRun, Cast, LayerBytes, grouped
 from lema.stream.weightcheck import BaseGuard, first_non_finite, refusal
 from lema.stream.workers import Ticket, Workers
@@ -94,14 +95,22 @@ class _File:
 
 class LayerReader:
     """A pool of threads that read layers, `threads` at once, past the page cache if `direct` and the file system allows
-    it. `guard` checks the weights that are read for the first time; None: they are not checked."""
+    it. `guard` checks the weights that are read for the first time; None: they are not checked. `first_reads` remembers
+    checksums of them; None: nothing is remembered."""
 
     THREADS = 8  # most of them wait for the disk: that it always has the next read costs no processor time
 
     def __init__(
-        self, threads: int = THREADS, direct: bool = True, trace: NoTrace = NO_TRACE, guard: BaseGuard | None = None
+        self,
+        threads: int = THREADS,
+        direct: bool = True,
+        trace: NoTrace = NO_TRACE,
+        guard: BaseGuard | None = None,
+        first_reads: FirstReads | None = None,
     ) -> None:
-        self._trace, self.guard = trace, guard
+        self._trace = trace
+        self.guard = guard
+        self.first_reads = first_reads
         self._workers = Workers(threads, "lema-read")
         # Others, because layers that are read ahead may wait at their gate for what is computed with these rows.
         self._row_workers = Workers(threads, "lema-rows")
@@ -146,9 +155,12 @@ class LayerReader:
         nbytes = sum(run.nbytes for run in runs)
         with self._reading(name, nbytes), read_errors(runs[0].file, runs[0].offset, nbytes):
             self._file(runs[0].file).read(as_bytes(buffer), runs)
-        if self.guard is not None:  # in the thread that read, because it mostly waits for the disk and training goes on
-            for run in runs:
-                self.guard.look(buffer[run.slot_offset : run.slot_offset + run.nbytes], run.file, run.offset)
+        for run in runs:  # in the thread that read, because it mostly waits for the disk and training goes on
+            memory = buffer[run.slot_offset : run.slot_offset + run.nbytes]
+            if self.first_reads is not None:
+                self.first_reads.take(run.file, [(run.offset, run.nbytes)], as_bytes(memory))
+            if self.guard is not None:
+                self.guard.look(memory, run.file, run.offset)
 
     def _cast(self, name: str, cast: Cast, buffer: Tensor) -> None:
         placed, (ranges, move) = cast.placed, cast.ranges()
@@ -164,6 +176,8 @@ class LayerReader:
                 with read_errors(path, offset, nbytes):
                     read_all(self._file(path).descriptor, [memory[done : done + size]], offset, size)
                 done += size
+        if self.first_reads is not None:
+            self.first_reads.take(path, ranges, memory)
         if in_order:
             target = aside.view(stored)
         elif move is None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
@@ -153,6 +154,11 @@ class LayerStream:
             return tuple(share for share, _ in pairs), [layout for _, layout in pairs]
         shares = tuple(rank_share(layer, rank, size) for layer in self.layers)
         return shares, [whole(0, share.nbytes) for share in shares]
+
+    def unchanged(self, files: Collection[Path]) -> bool:
+        """Whether these files have what was read of them, where their reader remembers it. `ReadError`: one cannot be
+        read."""
+        return self._reader.first_reads is None or self._reader.first_reads.still_in(files)
 
     @property
     def counters(self) -> StreamCounters:

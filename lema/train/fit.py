@@ -15,7 +15,7 @@ from lema.config import LemaConfig
 from lema.data.dataset import first_rows
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError, ReadError
-from lema.lora.checks import Base
+from lema.lora.base import Base
 from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
 from lema.train.batch import packed

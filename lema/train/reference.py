@@ -19,7 +19,8 @@ from lema.config.objective import WITH_REFERENCE, reference_of
 from lema.engine.beside import StartingAdapter
 from lema.errors import AdapterError, ConfigError
 from lema.lora import save_adapter
-from lema.lora.checks import Base, read_json
+from lema.lora.base import Base
+from lema.lora.checks import read_json
 from lema.lora.files import load_weights
 from lema.model.partition import whole_adapter
 

@@ -23,7 +23,7 @@ from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, ow
 from lema.engine.padding import side_by_side
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.lora import save_adapter
-from lema.lora.checks import Base, base_of, check_base, write_base
+from lema.lora.base import Base, base_of, check_base, write_base
 from lema.lora.class_names import class_names
 from lema.lora.consent import save_settings
 from lema.lora.files import check_same_adapter, load_weights
@@ -357,11 +357,11 @@ class LemaTrainer:
 
     @cached_property
     def _base(self) -> Base:
-        return base_of(self.config, self.gbi, self._base_files.fingerprint)
+        return base_of(self.config, self.gbi, self._base_files, self.model.split.dtype)
 
     @cached_property
     def _base_files(self) -> BaseFiles:
-        return BaseFiles(self.gbi)
+        return BaseFiles(self.gbi, self.model.stream.unchanged)
 
     def _adapters(self) -> PeftModel:
         if self.peft_model is None:

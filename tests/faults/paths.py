@@ -27,7 +27,7 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert.tensors import copy_companions
 from lema.data import prepare_data
 from lema.errors import LemaError
-from lema.lora.checks import BASE_NAME, check_base
+from lema.lora.base import BASE_NAME, check_base
 from lema.lora.files import CONFIG, WEIGHTS, read_safetensors, read_settings
 from lema.model import meta_model, read_config
 from lema.model.weight_names import match_names

@@ -18,7 +18,7 @@ from lema import LemaConfig, LemaModel
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.errors import AdapterError, ConfigError, WeightsError
-from lema.lora.checks import BASE_NAME
+from lema.lora.base import BASE_NAME
 from lema.lora.files import CONFIG, WEIGHTS
 from lema.storage.verify import base_fingerprint
 
@@ -65,7 +65,10 @@ def test_it_is_written_beside_every_adapter_and_checkpoint_and_holds_on_the_same
         trainer.save_checkpoint(tmp_path / "checkpoint")
         expected = base_fingerprint(model.gbi)
     for place in (tmp_path / "adapter", tmp_path / "checkpoint"):
-        assert json.loads((place / BASE_NAME).read_text()) == {"fingerprint": expected}
+        about = json.loads((place / BASE_NAME).read_text())
+        assert about["fingerprint"] == expected and about["config"]["rms_norm_eps"] == 1e-6
+        assert not {"_name_or_path", "transformers_version", "dtype"} & about["config"].keys()
+        assert about["compute_dtype"] == "float32"
         LemaModel.from_pretrained(place).close()
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), place)
 

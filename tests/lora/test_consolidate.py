@@ -40,7 +40,7 @@ from transformers import GPT2Config, LlamaConfig, MixtralConfig
 from lema.backend.layout import consolidate, shard
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.errors import AdapterError, ConfigError, ModelError
-from lema.lora.checks import BASE_NAME
+from lema.lora.base import BASE_NAME
 from lema.lora.shards import layout_of_tensor, module_of
 from lema.model import meta_model
 from lema.model.partition import layout_at, layouts_of

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from lema import LemaModel
 from lema.convert.prepare import prepare
 from lema.errors import AdapterError
-from lema.lora.checks import base_of, check_base
+from lema.lora.base import base_of, check_base
 from lema.storage import GlobalBinaryIndex
 from lema.storage.verify import base_fingerprint
 

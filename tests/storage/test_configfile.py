@@ -8,11 +8,13 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers
 from transformers import LlamaConfig
 
+from lema.data.forms import Forms
 from lema.errors import DataError, ModelError, WeightsError
 from lema.model import meta_model, read_config
 from lema.storage.modelfiles import (
     MAX_CONFIG_BYTES,
     MAX_LAYERS,
+    MAX_TEMPLATE_BYTES,
     check_companions,
     load_generation_config,
     load_tokenizer,
@@ -137,6 +139,28 @@ def test_a_tokenizer_that_makes_text_without_end_is_refused_before_it_is_loaded(
     with pytest.raises(DataError, match="1,000 times as much text") as caught:
         load_tokenizer(tmp_path, trusted=False, how="-")
     assert caught.value.where == str(file)
+
+
+def test_a_template_of_a_million_characters_is_refused_wherever_it_lies(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    about, template = {"tokenizer_class": "PreTrainedTokenizerFast"}, "{{ messages }}" + "x" * MAX_TEMPLATE_BYTES
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": template}))
+    with pytest.raises(DataError, match="the chat template has 1,048,590 characters"):
+        load_tokenizer(tmp_path, trusted=False, how="-")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    for place in (tmp_path, tmp_path / "additional_chat_templates"):
+        place.mkdir(exist_ok=True)
+        (place / "chat_template.jinja").write_text(template)
+        with pytest.raises(DataError, match=r"chat_template\.jinja is larger than the 1,048,576 bytes"):
+            load_tokenizer(tmp_path, trusted=False, how="-")
+        (place / "chat_template.jinja").unlink()
+    (tmp_path / "elsewhere.jinja").write_text(template)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "elsewhere.jinja").rename(elsewhere := tmp_path.parent / "elsewhere.jinja")
+    own = load_tokenizer(tmp_path, trusted=False, how="-")
+    with pytest.raises(DataError, match="larger than"):
+        Forms(chat_template=str(elsewhere)).with_template(own)
 
 
 def test_a_config_of_millions_of_labels_is_refused_before_they_are_named(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from transformers import TrainerCallback
 import lema
 from lema import LemaConfig, LemaModel
 from lema.errors import WeightsError
-from lema.lora.checks import BASE_NAME
+from lema.lora.base import BASE_NAME
 from lema.storage import GlobalBinaryIndex
-from lema.storage.verify import base_fingerprint
+from lema.storage.header import read_header
+from lema.storage.verify import SAMPLE_BYTES, base_fingerprint
 from lema.train.hf.peftmodel import StreamedPeftModel
 
 
@@ -40,6 +41,20 @@ def shorten(file: Path) -> None:
 
 def touch(file: Path) -> None:
     os.utime(file, ns=(1, 1))
+
+
+def change_a_little(file: Path) -> None:
+    """Change one number in place where the fingerprint takes no sample: of the tensor with most bytes, at a third."""
+    record = max(read_header(file)[1].values(), key=lambda record: record.nbytes)
+    third = record.nbytes // 3 // 4 * 4
+    assert SAMPLE_BYTES < third < record.nbytes // 2 - SAMPLE_BYTES
+    before = base_fingerprint(GlobalBinaryIndex(file))
+    with file.open("r+b") as stream:
+        stream.seek(record.offset + third)
+        old = stream.read(4)
+        stream.seek(record.offset + third)
+        stream.write(bytes(byte ^ 1 for byte in old))
+    assert base_fingerprint(GlobalBinaryIndex(file)) == before
 
 
 def copy_over(file: Path) -> None:
@@ -81,7 +96,7 @@ def written(directory: Path) -> str:
     return str(json.loads((directory / BASE_NAME).read_text())["fingerprint"])
 
 
-@pytest.mark.parametrize("change", [rewrite, exchange, shorten])
+@pytest.mark.parametrize("change", [rewrite, exchange, shorten, change_a_little])
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_changed_model_ends_the_run(step: int, change: Callable[[Path], None], config: LemaConfig) -> None:
     out, before = Path(config.output_dir), base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))

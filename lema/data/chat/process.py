@@ -18,7 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import jinja2
 import markupsafe
 import packaging
 
+from lema.compat import template_functions
 from lema.data.chat.budget import MEMORY, TIME, Budget, bounds_itself
 
 __all__ = ["Limits", "Refusal", "Rendition", "Request", "rendered"]
@@ -143,8 +144,6 @@ class _Process:
     def __init__(self) -> None:
         self._code: int | None = None
         self._ended = False
-        from transformers.utils import chat_template_utils
-
         folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)}
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         pipe = subprocess.PIPE
@@ -156,11 +155,7 @@ class _Process:
         assert self._started.stdin is not None and self._started.stdout is not None
         self.requests = self._started.stdin
         self.answers = self._started.stdout
-        functions: tuple[Callable[..., Any], ...] = (
-            chat_template_utils._cached_compile_jinja_template,
-            chat_template_utils._render_with_assistant_indices,
-        )
-        self._send([inspect.getsource(function) for function in functions])
+        self._send([inspect.getsource(function) for function in template_functions()])
 
     def exchange(self, requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
         """Send a batch and return the outcomes, as `rendered` does."""

@@ -32,7 +32,7 @@ from lema.config import LemaConfig
 from lema.engine.beside import StartingAdapter
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError, WeightsError
 from lema.lora import save_adapter
-from lema.lora.checks import Base, write_base
+from lema.lora.base import Base, write_base
 from lema.lora.consent import save_settings
 from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_tensor
 from lema.storage.atomic import commit, discard

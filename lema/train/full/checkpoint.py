@@ -25,12 +25,13 @@ from lema.convert.hubformat import open_stored, write_model, write_shards
 from lema.convert.published import visit_order
 from lema.convert.tensors import bytes_of, stored_name
 from lema.errors import AdapterError, WeightsError
+from lema.lora.baseconfig import differences, of_numbers
 from lema.lora.consent import save_settings
 from lema.model.state.model import ModelState
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import appearing, free_directory, replace_file
 from lema.storage.header import TensorRecord, read_header
-from lema.storage.verify import base_fingerprint, check_finite, load_record
+from lema.storage.verify import BaseFiles, base_fingerprint, check_finite, load_record
 from lema.train.checkpoint.format import (
     Writer,
     about_run,
@@ -48,6 +49,7 @@ __all__ = ["carry_moments", "check_full", "read_full", "save_delta", "save_train
 
 KIND = "full"  # of training, as a checkpoint says it
 MASTER, STEP = "master", "step"
+BASE_CONFIG = "base_config"  # what the model's config said that changes numbers
 
 
 def write_full(
@@ -58,10 +60,10 @@ def write_full(
     kept: ModelState,
     about: Mapping[str, Any],
     config: LemaConfig,
-    base: str | None = None,
+    base: BaseFiles | None = None,
     writers: Iterable[Writer] = (),
 ) -> None:
-    """Write a checkpoint of what trains, its AdamW, and what modules keep; `base` is the fingerprint of the model. All
+    """Write a checkpoint of what trains, its AdamW, and what modules keep, and which model it began with. All
     processes call this, the first writes. Errors are as `write_checkpoint`'s, in every process."""
 
     def write_weights(part: Path) -> None:  # with the memory of one more layer
@@ -76,18 +78,26 @@ def write_full(
             save_file(tensors, part / file)
 
     states = states_of_all(backend, kept)
-    state = {**about_run(config, KIND, base), "schedule": None, "scaler": {}, **states, **about}
+    fingerprint = None if base is None else base.fingerprint
+    state = {**about_run(config, KIND, fingerprint), "schedule": None, "scaler": {}, **states, **about}
+    if base is not None:
+        state[BASE_CONFIG] = of_numbers(base.config)
     nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
     every: list[Writer] = [write_weights, partial(save_settings, config), *writers]
     settings = optimizer_state(settings_of(optimizer))
     first_alone(backend.replicas, partial(write_checkpoint, directory, settings, state, every, nbytes))
 
 
-def check_full(directory: Path, base: str | None, gbi: GlobalBinaryIndex | None) -> None:
-    """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is this one's fingerprint."""
-    then = read_state(directory).get("base")
-    if gbi is not None and then not in (None, base):
-        what = f"the model has changed since the training: its fingerprint is {base}, and it was {then}"
+def check_full(directory: Path, base: BaseFiles, gbi: GlobalBinaryIndex) -> None:
+    """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is what it is now."""
+    state = read_state(directory)
+    then, config, now = state.get("base"), state.get(BASE_CONFIG), of_numbers(base.config)
+    what = ""
+    if then not in (None, base.fingerprint):
+        what = f"the model has changed since the training: its fingerprint is {base.fingerprint}, and it was {then}"
+    elif isinstance(config, dict) and now is not None and (said := differences(config, now)):
+        what = f"the model's config has changed since the training: {'; '.join(said)}"
+    if what:
         how = "use the unchanged model, or begin a new run in another output_dir"
         raise AdapterError(what, where=f"{directory}, on {gbi.path}", how=how)
 

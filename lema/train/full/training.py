@@ -55,7 +55,7 @@ class FullTraining:
         gbi: GlobalBinaryIndex | None = None,
     ) -> None:
         self.model, self.config, self._gbi = model, config, gbi
-        self._base_files = None if gbi is None else BaseFiles(gbi)
+        self._base_files = None if gbi is None else BaseFiles(gbi, model.stream.unchanged)
         self.places = Masters(model, config, chosen)
         self.masters = self.places.by_name
         if config.optim != "adamw_torch":
@@ -136,12 +136,13 @@ class FullTraining:
         backend, places = self.model.backend, self.places
         kept = self.model.split.state
         every: list[Writer] = [lambda _: self._check_base(), *writers]
-        write_full(Path(directory), backend, places, self.optimizer, kept, about, self.config, self._base, every)
+        write_full(Path(directory), backend, places, self.optimizer, kept, about, self.config, self._base_files, every)
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
         """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError` of what does not fit."""
         path = Path(directory)
-        check_full(path, self._base, self._gbi)
+        if self._base_files is not None and self._gbi is not None:
+            check_full(path, self._base_files, self._gbi)
         for layer in self.places.by_layer:
             self.model.stream.rewrite(layer, lambda: None)
         try:
@@ -159,10 +160,6 @@ class FullTraining:
     def _check_base(self) -> None:
         if self._base_files is not None:
             self._base_files.check()
-
-    @property
-    def _base(self) -> str | None:
-        return None if self._base_files is None else self._base_files.fingerprint
 
     def close(self) -> None:
         """End the optimizer's thread and let the file go; the model trains its own weights no more."""

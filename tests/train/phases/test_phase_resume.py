@@ -151,11 +151,16 @@ def test_where_nothing_is_sound_or_the_run_is_another_it_is_refused(
         run_phases(config.model_copy(update={"dtype": "bfloat16"}), two(), SOURCES, **quiet)
     shutil.rmtree(straight / "adapters")
     other = shutil.copytree(config.model_name_or_path, tmp_path / "other")
+    about = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(about | {"rms_norm_eps": 0.1}))
+    elsewhere = config.model_copy(update={"model_name_or_path": str(other)})
+    (straight / "whole" / "checkpoint-2" / MANIFEST).unlink()
+    with pytest.raises(AdapterError, match=r"config has changed since the training: rms_norm_eps is 0\.1"):
+        run_phases(elsewhere, two(), SOURCES, **quiet)
     for file in sorted(other.glob("*.safetensors")):
         flip(file)
-    (straight / "whole" / "checkpoint-2" / MANIFEST).unlink()
     with pytest.raises(AdapterError, match="the model has changed since the training"):
-        run_phases(config.model_copy(update={"model_name_or_path": str(other)}), two(), SOURCES, **quiet)
+        run_phases(elsewhere, two(), SOURCES, **quiet)
     (straight / "whole" / "checkpoint-1" / MANIFEST).unlink()
     shutil.rmtree(straight / "whole" / "model")
     with pytest.raises(AdapterError, match="no checkpoint of the run is valid") as raised:
