@@ -12,6 +12,16 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_a_sweep_touches_only_what_it_is_about",
         "test_one_save_sweeps_what_another_of_the_same_name_has_left",
     ),
+    # A test has tokens open that are made anew meanwhile, and a directory keeps its name while a file in it is open.
+    "data/test_data_cache.py": (
+        "test_a_missing_file_is_made_anew",
+        "test_damaged_tokens_are_made_anew_and_it_is_said",
+        "test_kept_tokens_are_those_made_in_memory",
+    ),
+    # Directories are locked, and processes forked, so that one start goes on where another was killed.
+    "data/test_data_parts.py": ("*",),
+    # The program that renders has no signals of Unix that it could be deaf to.
+    "data/test_template_process.py": ("test_a_signal_that_goes_to_all_processes_is_the_parents",),
     # A file that is not open is swept: one that is keeps its name.
     "storage/test_partial.py": ("test_where_nothing_can_be_locked_nothing_is_swept",),
     # A file loses its name while it is open, and the calls that are watched, or made to fail, are those of Linux.

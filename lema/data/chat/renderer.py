@@ -20,11 +20,14 @@ import os
 import signal
 import struct
 import sys
+import threading
+import time
 import typing
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
 MOST_TEXT = 64 << 20  # characters that a template may write
+GRACE = 1.0  # seconds that the parent has to end this process in
 MOST_SAID = 10_000  # characters of an error
 
 
@@ -105,27 +108,45 @@ def received(requests: BinaryIO) -> Any:
     return marshal.loads(content) if len(content) == size else None
 
 
+class Deadline:
+    """The time of the processor at which this process ends, where no timer ends it and its parent, which would, is
+    gone; a thread looks at it."""
+
+    def __init__(self) -> None:
+        self.at = float("inf")
+
+    def watch(self) -> None:
+        """End the process when the time has come."""
+        while time.process_time() < self.at:
+            time.sleep(0.1)
+        os._exit(1)
+
+
 def main() -> None:
     """Render batches of rows until the parent closes the pipe."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGBREAK"):
         if hasattr(signal, name):  # a terminal or a scheduler sends them to all; the parent ends this one
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    timed = hasattr(signal, "setitimer")  # on Windows the parent looks at the time
+    timed, deadline = hasattr(signal, "setitimer"), Deadline()  # on Windows the parent looks at the time
     if timed:  # and what the parent does with the timer's signal, or with all, is not for this process
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    else:
+        threading.Thread(target=deadline.watch, daemon=True).start()
     requests, out = sys.stdin.buffer, sys.stdout.fileno()
     compiled, render = functions_of(received(requests))
     while (batch := received(requests)) is not None:
         seconds, nbytes, templates, rows = batch
         bound_memory(nbytes)
         for number, shown, packed in rows:
+            deadline.at = time.process_time() + seconds + GRACE
             if timed:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
             Clock.shown = Clock(*shown)
             answer = answered(lambda: render(compiled(templates[number]), **marshal.loads(packed)))  # noqa: B023 - called at once
             if timed:
                 signal.setitimer(signal.ITIMER_PROF, 0)
+            deadline.at = float("inf")
             view = memoryview(answer)
             while view:
                 view = view[os.write(out, view) :]
