@@ -12,6 +12,20 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_a_sweep_touches_only_what_it_is_about",
         "test_one_save_sweeps_what_another_of_the_same_name_has_left",
     ),
+    # Huge pages, glibc's malloc, limits, and what the C library is asked for.
+    "backend/test_backend_cpu.py": ("test_a_host_buffer_begins_where_a_huge_page_could_and_ends_where_it_should",),
+    "backend/test_cpu_heap.py": (
+        "test_free_memory_goes_back_when_memory_is_scarce_and_no_value_changes",
+        "test_it_looks_only_after_the_process_has_grown",
+    ),
+    "backend/test_host_files.py": (
+        "test_a_directory_that_cannot_be_opened_is_neither_opened_nor_flushed",
+        "test_a_function_that_the_library_lacks_is_none",
+        "test_the_peak_is_told_in_bytes_by_macos",
+        "test_where_nothing_can_be_locked_that_is_said",
+    ),
+    "backend/test_locked_memory.py": ("test_what_cannot_be_locked_is_an_error_where_it_must_be",),
+    "stream/test_stream_reader.py": ("test_a_failing_device_is_named",),
     # A test has tokens open that are made anew meanwhile, and a directory keeps its name while a file in it is open.
     "data/test_data_cache.py": (
         "test_a_missing_file_is_made_anew",
