@@ -99,7 +99,7 @@ PAIRS = (
         "https://github.com/pytorch/ao/releases/tag/v0.18.0",
     ),
     Pair(
-        "peft>=0.21",
+        "peft>=0.20",
         "torchao<0.16",
         Level.PROBLEM,
         "peft refuses to adapt any layer",

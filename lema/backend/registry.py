@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "own_attention",
     "planned",
+    "runs_anywhere",
     "taken_beside",
 ]
 
@@ -101,6 +102,13 @@ def fused(backend: Backend, model: PreTrainedModel, layers: nn.ModuleList) -> st
     that; None: it fuses nothing. A backend that does has a function `fuse` that takes both."""
     found: Callable[[PreTrainedModel, nn.ModuleList], str] | None = getattr(backend, "fuse", None)
     return None if found is None else found(model, layers)
+
+
+def runs_anywhere(device: str) -> bool:
+    """Return whether a device needs nothing that a machine may lack: its backend is the last resort of `load`."""
+    with suppress(BackendUnavailable):
+        return device != AUTO and bool(getattr(_factory(_point(device)), "last_resort", False))
+    return False
 
 
 def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:

@@ -125,7 +125,7 @@ def train(
     else:
         checked = config_of(config, settings)
     named = file.config if phased else checked
-    check_written("--trace", trace, named, config, begins=BEGIN)
+    check_written("--trace", trace, named, config, begins=[BEGIN.encode()])
     import_libraries(context, named, trusted=trust_remote_code)
     from rich.console import Console
 
@@ -182,7 +182,7 @@ def plan(
         file = phase_file_of(config, settings)
     else:
         checked = config_of(config, settings)
-        check_written("--plot", plot, checked, config)
+        check_written("--plot", plot, checked, config, begins=PICTURES)
     import_libraries(context, file.config if phased else checked, trusted=trust_remote_code)
     from lema.plan.machine import profile as find_profile
 
@@ -211,6 +211,7 @@ def plan(
         raise typer.Exit(MemoryLimitError.exit_code)
 
 
+PICTURES = b"\x89PNG", b"%PDF", b"<?xml"  # as matplotlib writes them, and a plan replaces them
 VERBS = train, plan, tellcommands.backends
 OWN = {"config", *(verb.__name__ for verb in VERBS)}
 for verb in VERBS:

@@ -1,6 +1,7 @@
 """The arguments that several commands share, and how they become settings and models."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,10 +99,11 @@ class Verb(TyperCommand):
 
 
 def check_written(
-    option: str, target: Path | None, config: "LemaConfig", *reads: Path | None, begins: str = ""
+    option: str, target: Path | None, config: "LemaConfig", *reads: Path | None, begins: Iterable[bytes] = (b"",)
 ) -> None:
-    """Make sure that the file which an option names to be written is no link and no device, and none that the command
-    reads: `reads`, or what the settings name. `begins`: as in `check_kind`. `ConfigError` says what it is."""
+    """Make sure that the file which an option names to be written is no link and no device, and neither is nor lies in
+    anything that the command reads: `reads`, or what the settings name. `begins`: how a file begins that it may
+    replace; any may be, unless given. `ConfigError` says what it is."""
     if target is None:
         return
     from lema.errors import named_in
@@ -111,7 +113,7 @@ def check_written(
     with named_in(option):
         check_target(target)
         check_apart(target, [*(place for place in reads if place is not None), *inputs_of(config)])
-        check_kind(target, begins.encode())
+        check_kind(target, *begins)
 
 
 def settings_of(given: list[str] | None) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Python raises `KeyboardInterrupt` in the main thread, between two of its instructions, and what is being written is then
 put away. Within a library, or where an import swallows the exception, that may take long or never come. A command that
-has not ended when the grace is over is ended as a kill would end it, which loses nothing that was saved.
+has not ended when the grace is over is ended as a kill would end it, which loses nothing that was saved. What comes
+again within the grace raises nothing in what is being put away.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from lema.backend.signalwatch import SignalWatch
 
@@ -28,19 +30,31 @@ def ending_on_interrupt() -> Iterator[None]:
     end = threading.Timer(GRACE, _end)
     end.daemon = True
     came = threading.Event()
+    before, raised = signal.getsignal(signal.SIGINT), list[int]()
+
+    def raise_once(number: int, _: FrameType | None) -> None:
+        raised.append(number)
+        if len(raised) == 1:
+            raise KeyboardInterrupt
 
     def seen(number: int) -> None:
         if number == signal.SIGINT and not came.is_set():
             came.set()
             end.start()
 
-    with SignalWatch(seen):
-        try:
+    if before != signal.SIG_IGN:  # as in the background of a shell's script
+        signal.signal(signal.SIGINT, raise_once)
+    try:
+        with SignalWatch(seen):
             yield
-        except SystemExit as ended:
-            if came.is_set():  # what was printed has been flushed, and what was imported takes seconds to be put away
-                os._exit(ended.code if isinstance(ended.code, int) else INTERRUPTED)
-            raise
+    except KeyboardInterrupt:  # no command has begun
+        os._exit(INTERRUPTED)
+    except SystemExit as ended:
+        if came.is_set():  # what was printed has been flushed, and what was imported takes seconds to be put away
+            os._exit(ended.code if isinstance(ended.code, int) else INTERRUPTED)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end() -> None:

@@ -93,6 +93,7 @@ class Settings(BaseModel):
 
 
 LARGEST = 10**18  # a number that 64 bits hold, and 32 bits of floating point with room to compute
+SMALLEST = 2.0**-126  # that 32 bits of floating point hold in full
 
 
 def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple[str, str]]:
@@ -102,7 +103,9 @@ def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple
     elif isinstance(value, str) and ("\0" in value or value.encode(errors="ignore").decode() != value):
         yield path, "must not contain a NUL character or half of a character"
     elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
-        yield path, "must lie between -1e18 and 1e18"
+        yield path, f"must be at most {LARGEST:,}" if value > 0 else f"must be at least {-LARGEST:,}"
+    elif isinstance(value, float) and 0 < abs(value) < SMALLEST:
+        yield path, f"must be 0 or at least {SMALLEST:g} in size: numbers are computed in float32, in which this is 0"
     elif isinstance(value, Mapping | list | tuple):
         for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
             inner = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".removeprefix(".")

@@ -21,6 +21,7 @@ from lema.errors import WeightsError, named_in
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import free_directory
 from lema.storage.header import damaged, read_json
+from lema.storage.regular import check_apart
 from lema.storage.rendering import carry_rendering
 from lema.storage.verify import base_fingerprint
 
@@ -73,11 +74,11 @@ def apply_delta(
     trust_remote_code: bool = False,
 ) -> Path:
     """Write the model that a delta makes of its base, in the hub's format. `ConfigError`: `out_dir` is not empty, or
-    `max_shard_size` is not positive; `WeightsError`: the delta is damaged, the base is missing, or it is not the one
-    that was trained; `DiskError`: a file could not be written; nothing is left behind. `delta_dir`: a directory that
-    `save_delta` wrote. `base`: where the base is now; None: where it was. `max_shard_size`: bytes of the tensors of one
-    file, at most; a larger tensor has a file to itself. `trust_remote_code`: run code that comes with the base model,
-    and copy it."""
+    lies in what is read, or `max_shard_size` is not positive; `WeightsError`: the delta is damaged, the base is
+    missing, or it is not the one that was trained; `DiskError`: a file could not be written; nothing is left behind.
+    `delta_dir`: a directory that `save_delta` wrote. `base`: where the base is now; None: where it was.
+    `max_shard_size`: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
+    `trust_remote_code`: run code that comes with the base model, and copy it."""
     out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
     about = DeltaFile.read(delta)
     if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
@@ -90,6 +91,7 @@ def apply_delta(
             dtype=about.dtype,
             trust_remote_code=trust_remote_code,
         )
+    check_apart(out, [delta, stored.directory])
     if (found := base_fingerprint(stored.index)) != about.fingerprint:
         what = f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}"
         how = f"name the directory of the unchanged base model ({about.base})"

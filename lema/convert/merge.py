@@ -17,6 +17,7 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lema.config.acting import ACTING
 from lema.convert.hubformat import StoredModel, open_stored, write_model
 from lema.convert.tensors import read_tensor
 from lema.errors import AdapterError, ConfigError, named_in
@@ -27,6 +28,7 @@ from lema.lora.files import adapter_config, load_weights, read_settings, setting
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
+from lema.storage.regular import check_apart
 from lema.storage.rendering import carry_rendering
 
 __all__ = ["merge_adapter", "untied"]
@@ -126,10 +128,10 @@ def merge_adapter(
     The weights have the dtype the adapter was trained with: the one its config names, else the checkpoint's. It is
     of the class that its config names, with every tensor and the names of the base's files. Of a quantised base the
     weights are expanded, and stay so.
-    `ConfigError`: `out_dir` is not empty, `max_shard_size` is not positive, or there is no such `rounding`;
-    `AdapterError`: there is no adapter, it does not fit the model, or the model has changed since it was trained;
-    `WeightsError`: the base model is damaged, does not fit its config, or must be prepared first; `DiskError`: a file
-    could not be written; nothing is left behind.
+    `ConfigError`: `out_dir` is not empty, or lies in the adapter or the base, `max_shard_size` is not positive, or
+    there is no such `rounding`; `AdapterError`: there is no adapter, it does not fit the model, or the model has
+    changed since it was trained; `WeightsError`: the base model is damaged, does not fit its config, or must be
+    prepared first; `DiskError`: a file could not be written; nothing is left behind.
 
     `adapter_dir`: a saved adapter; it names its base model. `base_dir`: where that is by now, if it is elsewhere.
     `max_shard_size`: bytes of the tensors of one file, at most; a larger tensor has a file to itself. `rounding`: of
@@ -143,7 +145,7 @@ def merge_adapter(
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
     place = {} if base_dir is None else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
-    settings, saved = read_settings(adapter, **place)
+    settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **place)
     with named_in(settings_file(adapter) if base_dir is None else None):
         base = open_stored(
             settings.model_name_or_path,
@@ -152,6 +154,7 @@ def merge_adapter(
             dtype=settings.dtype,
             trust_remote_code=trust_remote_code,
         )
+    check_apart(out, [adapter, base.directory])
     lora = configured_lora(base.skeleton, settings) if saved is None else adapter_config(base.skeleton, saved, adapter)
     form = base.form()
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)

@@ -33,7 +33,7 @@ from lema.storage.atomic import appearing, directories_for
 from lema.storage.header import DTYPE_BITS
 from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, SOURCES_MARK, origin_of
-from lema.storage.regular import check_apart
+from lema.storage.regular import check_apart, expanded
 from lema.storage.tensorfile import TensorSpec, ends_apart, tensor_file
 from lema.storage.verify import base_fingerprint
 
@@ -219,10 +219,10 @@ def prepare(
     the file names what it was made of, for adapters that are trained on it. Tensors on disk that no class reads are
     left out, and named in what is returned; a tensor of the model that is not on disk is an error, though
     `from_pretrained` would draw it at random.
-    `ConfigError`: `out` is the model's own directory, or a file where it must be a directory; what `quantize` needs is
-    not installed; `WeightsError`: the checkpoint is damaged or does not fit its config; `ModelError`: `transformers`
-    cannot build the model, or it has no single stack of layers, or it is quantised already, or has nothing to quantise;
-    `DiskError`: the disk is full or failing; nothing is left behind.
+    `ConfigError`: `out` is the model's own directory, or one in it, or a file where it must be a directory; what
+    `quantize` needs is not installed; `WeightsError`: the checkpoint is damaged or does not fit its config;
+    `ModelError`: `transformers` cannot build the model, or it has no single stack of layers, or it is quantised
+    already, or has nothing to quantise; `DiskError`: the disk is full or failing; nothing is left behind.
 
     `model_or_dir`: a model directory, a `.safetensors` file next to its `config.json`, a hub id, or a model in memory.
     `out`: a `.safetensors` file, or a directory; directories are made where they are missing. `dtype`: what the weights
@@ -233,7 +233,9 @@ def prepare(
     check_kind(quantize)
     place, wanted = Path(out), _parse_dtype(dtype)
     if not isinstance(model_or_dir, PreTrainedModel):
-        check_apart(place, [resolve_model(model_or_dir)])
+        # A new file of weights belongs beside a `config.json`, and beside one that is read there may be anything.
+        alone = ".safetensors" in (place.suffix, expanded(model_or_dir).suffix)
+        check_apart(place, [resolve_model(model_or_dir)], below=not alone)
     if place.suffix == ".safetensors" and not place.is_dir():
         if quantize is not None:
             what = "a single file cannot hold a quantised model, because config.json describes the quantisation"

@@ -286,7 +286,7 @@ def _reverted(
     state: dict[str, Tensor] = model.state_dict()
     reverse = [one.reverse_transform() for one in get_model_conversion_mapping(model, add_legacy=False)[::-1]]
     converters = [one for one in reverse if isinstance(one, loading.WeightConverter)]
-    targets = {name: loading.apply_converters(name, converters) for name in state}
+    targets = {name: loading.rename_source_key(name, [], converters) for name in state}
     # All at once, because some renamings depend on which names came before.
     renamed = {
         name: torch.empty_like(state[name], dtype=dtypes[name], device="meta")

@@ -33,6 +33,7 @@ from lema.model.partition import planned_ends
 from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
 
 __all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
+__all__ += ["unmatched_names"]
 
 BASE_LAYER = ".base_layer"  # where PEFT keeps the module it wraps
 
@@ -149,7 +150,7 @@ def inject_lora_params(
     config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
     check_saved_modules(model, config, layers_name)
     _check_token_indices(model, config)
-    asked = copy(config)  # because PEFT adds names of heads that the model may not have
+    asked = copy(config)
     with torch.random.fork_rng(devices=()):
         peft_model = _attach(model, config)
         try:
@@ -158,7 +159,8 @@ def inject_lora_params(
             take_off(model)  # for another attempt
             raise
         if seed is not None:
-            _warn_of_unmatched(model, asked)
+            for told in unmatched_names(model, asked):
+                warnings.warn(told, stacklevel=3)
             torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)
         make_real(model, config, device, layers_name, draw=seed is not None, read=read)
     return peft_model
@@ -197,8 +199,9 @@ def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     return peft_model
 
 
-def _warn_of_unmatched(model: nn.Module, config: LoraConfig) -> None:
-    """Warn of every name in the settings that no module bears, most likely a slip."""
+def unmatched_names(model: nn.Module, config: LoraConfig) -> list[str]:
+    """Return a sentence for each setting of an adapter that has names which no module bears, most likely slips. The
+    adapter is attached; `config` is as it was before, because PEFT adds names of heads that the model may not have."""
     parts = [(name.replace(BASE_LAYER, ""), part) for name, part in model.named_modules()]
     modules = {name for name, _ in parts}
     parameters = {f"{name}.{part.parameter_name}" for name, part in parts if isinstance(part, ParamWrapper)}
@@ -214,12 +217,13 @@ def _warn_of_unmatched(model: nn.Module, config: LoraConfig) -> None:
         "lora_rank_pattern": [key for key in config.rank_pattern or () if not _matches(key, adapted)],
         "lora_alpha_pattern": [key for key in config.alpha_pattern or () if not _matches(key, adapted)],
     }
+    found = []
     for setting, names in unmatched.items():
         if names:
             what, there = ("parameter", parameters) if setting == "lora_target_parameters" else ("module", modules)
             near = meant(names[0].rpartition(".")[2], {name.rpartition(".")[2] for name in there})
-            told = f"{setting}: no {what} is named {', '.join(names)}" + (f"; {near}" if near else "")
-            warnings.warn(told, stacklevel=4)
+            found.append(f"{setting}: no {what} is named {', '.join(names)}" + (f"; {near}" if near else ""))
+    return found
 
 
 def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> list[str]:

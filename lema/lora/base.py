@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from peft import LoraConfig
 
 from lema.config import LemaConfig
@@ -25,12 +26,15 @@ from lema.storage.hub import own_weights
 from lema.storage.regular import expanded
 from lema.storage.verify import BaseFiles, base_fingerprint, model_config
 
-__all__ = ["BASE_NAME", "Base", "base_of", "check_base", "check_named_base", "write_base"]
+__all__ = ["BASE_NAME", "COMPUTED_TYPES", "Base", "base_of", "check_base", "check_named_base", "computed_for"]
+__all__ += ["write_base"]
 
 BASE_NAME = "adapter_base.json"
 KEY = "fingerprint"
 CONFIG = "config"  # beside it: what the model's config says that changes numbers
 SOURCES = "sources"  # and the fingerprints of what the model was prepared from
+COMPUTED = "compute_dtype"  # and the type that its layers were computed in
+COMPUTED_TYPES = ("float32", "bfloat16", "float16")  # that settings name
 
 
 AS_IT_WAS = (
@@ -47,13 +51,17 @@ class Base(NamedTuple):
     fingerprint: str  # of the files that the adapter is trained on
     config: Mapping[str, Any] | None = None  # what changes numbers in its `config.json`; None: it has none
     sources: tuple[str, ...] = ()  # fingerprints of the models that these files were prepared from
+    computed: torch.dtype | None = None  # in which its layers are computed, if that is known
 
 
-def base_of(config: LemaConfig, index: GlobalBinaryIndex, files: BaseFiles | None = None) -> Base:
-    """Return the model that the settings name, with what its `files` were (None: as they are now). In the place of a
-    directory that was prepared it is what that was made of, if this is a hub id, or a directory that is still there."""
+def base_of(
+    config: LemaConfig, index: GlobalBinaryIndex, files: BaseFiles | None = None, computed: torch.dtype | None = None
+) -> Base:
+    """Return the model that the settings name, with what its `files` were (None: as they are now) and the type that it
+    is `computed` in, if that is known. In the place of a directory that was prepared it is what that was made of, if
+    this is a hub id, or a directory that is still there."""
     files = files or BaseFiles(index)
-    about = files.fingerprint, of_numbers(files.config), index.sources
+    about = files.fingerprint, of_numbers(files.config), index.sources, computed
     if expanded(config.model_name_or_path).exists() and (origin := index.origin) is not None:
         name, commit = origin
         if not Path(name).is_absolute() or Path(name).is_dir():
@@ -62,13 +70,24 @@ def base_of(config: LemaConfig, index: GlobalBinaryIndex, files: BaseFiles | Non
 
 
 def write_base(directory: Path, base: Base) -> None:
-    """Write into an adapter's directory which model it belongs to. `DiskError`: a file could not be written."""
+    """Write into an adapter's directory which model it belongs to, and in which type that was computed. `DiskError`: a
+    file could not be written."""
     about: dict[str, Any] = {KEY: base.fingerprint}
     if base.config is not None:
         about[CONFIG] = base.config
     if base.sources:
         about[SOURCES] = list(base.sources)
+    if base.computed is not None:
+        about[COMPUTED] = str(base.computed).removeprefix("torch.")
     replace_file(directory / BASE_NAME, (json.dumps(about, indent=2) + "\n").encode())
+
+
+def computed_for(directory: Path) -> str | None:
+    """Return the type that the layers were computed in for the adapter in `directory`, if a file beside it says one
+    that settings name."""
+    file = directory / BASE_NAME
+    found = read_json(file).get(COMPUTED) if file.is_file() else None
+    return found if found in COMPUTED_TYPES else None
 
 
 def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False) -> bool:

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from lema.compat import models_of
 from lema.model import meta_model
 from lema.model.skeleton import auto_class, scores_texts
 
@@ -90,7 +91,7 @@ def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     kind: Any = getattr(transformers, named, None) if isinstance(named, str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
-    trains = auto_class(config)._model_mapping.get(type(config), None)
+    trains = models_of(auto_class(config)).get(type(config), None)
     return None if kind is trains or kind.config_class is not type(config) else kind
 
 

@@ -11,11 +11,12 @@ import hashlib
 import os
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lema.backend.registry import runs_anywhere
 from lema.config import LemaConfig
 from lema.config.acting import SILENT, acts
 from lema.config.lemaconfig import CONFIG_NAME
@@ -31,15 +32,18 @@ _WRITTEN = set[str]()  # digests of what this process wrote: a run without a cac
 MOST_NOTED = 10_000  # files of settings that are remembered; those that were written longest ago are forgotten
 
 
-def without_consent(file: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def without_consent(file: Path, overrides: Mapping[str, Any], unread: Container[str] = ()) -> dict[str, Any]:
     """Return the settings of an adapter's `lema_config.json` that must not act, each with its default to replace it,
-    and warn of them in one line. There are none if LEMA wrote the file for this user. `overrides` are the user's own.
-    `AdapterError`: the file cannot be read."""
+    and warn of them in one line. There are none if LEMA wrote the file for this user. `overrides` are the user's own;
+    of those that are `unread`, because the command needs none of them, the line says nothing. `AdapterError`: the file
+    cannot be read."""
     values = read_json(file)
     names = [name for name, value in values.items() if name not in overrides and acts(name, value)]
+    if "device" in names and isinstance(device := values["device"], str) and runs_anywhere(device):
+        names.remove("device")
     if not names or written_here(file):
         return {}
-    if told := [name for name in names if name not in SILENT]:
+    if told := [name for name in names if name not in SILENT and name not in unread]:
         first = told[0]
         warnings.warn(
             f"{file} was not written by a run of yours on this machine, or was changed since; ignored are its settings "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -51,14 +51,17 @@ ORDERED = frozenset({"lora_trainable_token_indices"})
 PATTERNS = frozenset({"rank_pattern", "alpha_pattern"})
 
 
-def read_settings(directory: Path, **overrides: Any) -> tuple[LemaConfig, LoraConfig | None]:
+def read_settings(
+    directory: Path, *, unread: Container[str] = (), **overrides: Any
+) -> tuple[LemaConfig, LoraConfig | None]:
     """Read the settings an adapter was trained with, and PEFT's config of it (None: the older format). `overrides`
     replace settings of `lema_config.json`, or stand for it where PEFT's files lie alone. Of a file that this user's
-    runs have not written, settings that act are ignored (`lema.lora.consent`). `AdapterError`: there is no adapter, or
-    one of its files is not what it should be; `ConfigError`: a setting is wrong, or contradicts it."""
+    runs have not written, settings that act are ignored (`lema.lora.consent`), with a line, unless they are `unread`.
+    `AdapterError`: there is no adapter, or one of its files is not what it should be; `ConfigError`: a setting is
+    wrong, or contradicts it."""
     saved = read_lora_config(directory)
     if (directory / CONFIG_NAME).is_file():
-        ignored = without_consent(directory / CONFIG_NAME, overrides)
+        ignored = without_consent(directory / CONFIG_NAME, overrides, unread)
         config = LemaConfig.from_pretrained(directory, **{**ignored, **overrides})
     elif saved is not None:
         named = {"model_name_or_path": saved.base_model_name_or_path}

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lema.compat import check_target
 from lema.model.experts import stacked_weights
 from lema.model.skeleton import find_layers
 
@@ -120,17 +120,19 @@ def _recorded(model: nn.Module) -> set[str]:
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     marks = [part.can_record_outputs.get(f"{ROUTER}_logits") for part in parts]
     specs = [spec for mark in marks for spec in (mark if isinstance(mark, list) else [mark])]
-    kinds: tuple[type[nn.Module], ...] = tuple(
-        {kind for spec in specs if isinstance(kind := getattr(spec, "target_class", spec), type)}
-    )
+    recorded = [(getattr(spec, "target_class", spec), getattr(spec, "layer_name", None)) for spec in specs]
+    kinds = {(kind, f".{part.strip('.')}." if part else "") for kind, part in recorded if isinstance(kind, type)}
+
+    def is_recorded(name: str, module: nn.Module) -> bool:
+        return any(isinstance(module, kind) and part in f"{name}." for kind, part in kinds)
 
     def is_block(module: nn.Module) -> bool:
         inside = [(name, part) for name, part in module.named_modules() if name]
-        return any(isinstance(part, kinds) or _called_router(name, part) for name, part in inside) or any(
+        return any(is_recorded(name, part) or _called_router(name, part) for name, part in inside) or any(
             parameter.ndim == 3 for parameter in module.parameters()
         )
 
-    return {name for name, module in model.named_modules() if isinstance(module, kinds) and not is_block(module)}
+    return {name for name, module in model.named_modules() if is_recorded(name, module) and not is_block(module)}
 
 
 def _beside_experts(model: nn.Module, numbers: set[int]) -> set[str]:
@@ -179,7 +181,7 @@ def _peft_adapts(model: PreTrainedModel, target: str) -> bool:
     and adapts the experts' weights in their place."""
     config = LoraConfig(target_modules=[target])
     try:
-        LoraModel._check_target_module_compatiblity(None, config, model, target.rpartition(".")[2])  # type: ignore[arg-type] # self is not used
+        check_target(model, config, target.rpartition(".")[2])
         convert_peft_config_for_transformers(config, model, conversions=None)
     except ValueError:
         return False

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import masking_utils
-from transformers.utils.output_capturing import _active_collector
 
+from lema.compat import collecting
 from lema.model.state.attention import attention_without_values
 from lema.model.state.rotary import tables_as_they_are
 from lema.model.state.snapshot import rehearsed
@@ -334,11 +334,8 @@ def routed(found: list[Tensor] | None) -> Iterator[None]:
         yield
         return
     recorded: dict[str, list[Tensor]] = {"router_logits": []}
-    token = _active_collector.set(recorded)
-    try:
+    with collecting(recorded):
         yield
-    finally:
-        _active_collector.reset(token)
     found[:] = recorded["router_logits"]  # not added, because what failed may be attempted again
 
 

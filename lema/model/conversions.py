@@ -352,8 +352,9 @@ def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
     those of the blocks that the config names."""
     settings = getattr(getattr(operation, "hf_quantizer", None), "quantization_config", None)
     block, padding = getattr(settings, "weight_block_size", None), {}
+    named = {pattern.removesuffix("$"): group for pattern, group in groups.items()}  # some releases end patterns so
     for pattern, group in groups.items():
-        weight, scales = group[0], groups.get(f"{pattern}_scale_inv", [])
+        weight, scales = group[0], named.get(f"{pattern.removesuffix('$')}_scale_inv", [])
         if block is None or not scales or not weight.dtype.startswith("F8") or prod(scales[0].shape) == 1:
             continue
         for one, scale in zip(group, scales, strict=True):

@@ -17,7 +17,8 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
-from transformers.integrations import moe
+
+from lema.compat import delta_factors, grouped_fallback
 
 __all__ = [
     "ExpertGroup",
@@ -208,8 +209,7 @@ class Apart(ParamWrapper):
             if (group := vars(base).get(FACTORS)) is not None:
                 left, right = group[name, adapter].leaves
             else:
-                left, right, _ = self.get_delta_factors(adapter)  # type: ignore[no-untyped-call] # PEFT's
-                left, right = aligned(left, right)
+                left, right = aligned(*delta_factors(self, adapter))
             found = LowRankSum(found, left, right, self.scaling[adapter])
         vars(base)[name] = found  # an attribute, which is found before the parameter of that name
         try:
@@ -291,11 +291,11 @@ def form_no_frozen_gradients() -> None:
     """Have `transformers`' fallback for grouped products, where torch has none (older devices, and the CPU before torch
     2.9), form no gradient of a frozen weight: its own backward forms that of all experts."""
 
+    usual, setup_context = grouped_fallback()
+
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.needs_input_grad[1]:
-            return moe._grouped_mm_fallback_backward(ctx, gradient)
+            return usual(ctx, gradient)
         return torch.ops.transformers.grouped_mm_fallback(gradient, ctx.saved_tensors[1].mT, ctx.offs), None, None
 
-    torch.library.register_autograd(
-        "transformers::grouped_mm_fallback", backward, setup_context=moe._grouped_mm_fallback_setup_context
-    )
+    torch.library.register_autograd("transformers::grouped_mm_fallback", backward, setup_context=setup_context)

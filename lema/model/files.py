@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from lema.compat import releases
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, num_positions, prepare_data
 from lema.data.cache import folder_of
@@ -166,7 +167,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         raise ModelError(
             f"transformers cannot read this config: {message_of(error)}",
             where=str(directory / "config.json"),
-            how="check the file, or upgrade transformers if the model is newer than it",
+            how=f"check the file, or upgrade transformers if the model is newer than it: {releases('transformers')}",
         ) from error
     assert isinstance(config, PreTrainedConfig)
     keep_to_libraries(config, directory / "config.json")

@@ -27,12 +27,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.fusion_mapping import _iter_enabled_fusions
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.backend import Backend
 from lema.backend.registry import fused, own_attention
+from lema.compat import check_fusions, models_of
 from lema.config import LemaConfig
 from lema.errors import LemaError, ModelError, message_of
 from lema.model.capture import past_layers, tensors_in
@@ -87,15 +87,15 @@ OUTPUTS: Mapping[str, bool] = {"return_dict": True, "output_hidden_states": Fals
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of `transformers` that makes the model of a config: the one of image-text models where there is
     no causal one, since these train on text alone as well."""
-    if type(config) in AutoModelForCausalLM._model_mapping:
+    if type(config) in models_of(AutoModelForCausalLM):
         return AutoModelForCausalLM
-    known = type(config) in AutoModelForImageTextToText._model_mapping
+    known = type(config) in models_of(AutoModelForImageTextToText)
     return AutoModelForImageTextToText if known else AutoModelForCausalLM
 
 
 def scores_texts(model: PreTrainedModel) -> bool:
     """Whether a model has the head of `AutoModelForSequenceClassification`: one output for a text, and no logits."""
-    known: Any = AutoModelForSequenceClassification._model_mapping
+    known = models_of(AutoModelForSequenceClassification)
     return type(model.config) in known and isinstance(model, known[type(model.config)])
 
 
@@ -129,7 +129,7 @@ def meta_model(
     try:
         # What they fuse is not fused here: it is in towers, through which no text goes. Nor is anything registered, as
         # `from_pretrained` does for the whole process.
-        _iter_enabled_fusions(getattr(config, "fusion_config", None) or {})
+        check_fusions(config)
         model = _build(builder, config, options, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
             model = _build(builder, config, options, nullcontext())

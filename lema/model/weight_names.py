@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.modeling_utils import _get_dtype
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from lema.compat import dtype_of_files
 from lema.errors import ModelError, WeightsError, listed
 from lema.model.conversions import Conversion, Misfit
 from lema.model.outer_weights import put, read_stored
@@ -138,11 +138,10 @@ def checkpoint_dtype(config: Any, index: GlobalBinaryIndex, asked: str | torch.d
     quantizer = _quantizer(config, index, fold(index)) if quantization_settings(config) else None
     try:
         # It writes the dtype to the config, and to those of its parts.
-        _, dtype = _get_dtype(asked or "auto", files, copy.deepcopy(config), index.described, None, True, quantizer)
+        return dtype_of_files(asked or "auto", files, copy.deepcopy(config), index.described, quantizer)
     except (AttributeError, TypeError, ValueError) as error:
         what = f"transformers finds no dtype for the model, because its config names none: {error}"
         raise WeightsError(what, where=str(index.path), how="name a dtype in config.json, or set dtype") from error
-    return dtype
 
 
 def _quantizer(config: Any, index: GlobalBinaryIndex, stored: Mapping[str, Stored]) -> HfQuantizer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from lema.config.objective import reference_of
 from lema.engine.head.cut import HeadCut, open_ends
 from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
-from lema.lora.attach import configured_lora
+from lema.lora.attach import configured_lora, unmatched_names
 from lema.lora.class_names import class_names, compare_classes
 from lema.model import meta_model, read_config
 from lema.model.computing import Computing, computing_of
@@ -62,6 +63,7 @@ class Blueprint:
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
     computing: Computing | None = None  # the types of weights and of computing; None: they are one
+    unmatched: Sequence[str] = ()  # sentences on names in the adapter's settings that no module bears
     splits: list[Split] = field(default_factory=list)  # `split`, after the first request
 
     @property
@@ -98,10 +100,11 @@ class Blueprint:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a plan tells of the type that is computed in, of the embeddings and of the head."""
+        """What a plan tells of the adapter's settings, of the type that is computed in, of the embeddings and of the
+        head."""
         computing = () if self.computing is None else self.computing.notes
         head = (self.head.told(self.pieces),) if self.pieces else self.head.notes
-        return (*computing, *self.tables.notes, *head)
+        return (*self.unmatched, *computing, *self.tables.notes, *head)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -152,7 +155,8 @@ def draw_up(
     outside, trained = place_outside(model, stored, name, tables.names | head.names)[1], None
     outside_bytes = outside.nbytes + outside.expanded_bytes
     if chosen is None:
-        outside_bytes += _attach(model, config, device, tables, head, parallel.size)
+        kept, unmatched = _attach(model, config, device, tables, head, parallel.size)
+        outside_bytes += kept
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             words = head.handed_over() | tables.handed_over()
@@ -163,7 +167,7 @@ def draw_up(
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
         adapter = training_bytes(model, name)
     else:
-        wanted = chosen(model)
+        wanted, unmatched = chosen(model), ()
         outside_bytes += head.keep_whole(tables, "weights of the model train")
         outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
@@ -183,6 +187,7 @@ def draw_up(
         cut_experts=partial(expert_parts, records, dtypes, name, stack, tables.names, narrow=computing.narrow),
         parallel=parallel,
         computing=computing,
+        unmatched=unmatched,
     )
 
 
@@ -213,14 +218,17 @@ def _opened(
 
 def _attach(
     model: PreTrainedModel, config: LemaConfig, device: Backend, tables: RowTables, head: HeadCut, parts: int
-) -> int:
+) -> tuple[int, Sequence[str]]:
     """Attach the adapter of the settings, of a model that `parts` processes hold together; return the bytes of tables
-    and of a head that have to be whole for it."""
+    and of a head that have to be whole for it, and what is said of names that no module bears."""
     with tables.taken_out():
-        inject_lora_params(model, configured_lora(model, config, parts), device.device, seed=None)
+        lora = configured_lora(model, config, parts)
+        asked = copy(lora)
+        inject_lora_params(model, lora, device.device, seed=None)
         touched = tables.touched()
+    unmatched = () if config.adapter_name_or_path is not None else unmatched_names(model, asked)
     if not config.torch_compile:  # as `Split.adapters_changed` has it
         multiply_apart(model)
     why = head.touched()
     of_head = 0 if why is None else head.keep_whole(tables, why)
-    return of_head + tables.keep_whole(tables.names.intersection(touched))
+    return of_head + tables.keep_whole(tables.names.intersection(touched)), unmatched

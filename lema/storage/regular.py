@@ -2,7 +2,7 @@
 
 What is read may have come from a stranger: it is a regular file, of bounded size where it is read whole, and, where its
 directory was handed over, no link out of it. What is written is never written through a link, nor in place of a device
-or a pipe, nor over a file that the command reads, whatever name either has.
+or a pipe, nor over a file or into a directory that the command reads, whatever name either has.
 """
 
 import os
@@ -100,12 +100,13 @@ def check_target(file: Path) -> None:
         raise _taken(file, mode)
 
 
-def check_kind(file: Path, begins: bytes) -> None:
-    """Make sure that a file which is to be replaced is of the kind that is written there, each of which begins so, or
-    is empty, or is not there. `ConfigError`: it is something else; other errors are those of `open_regular`."""
+def check_kind(file: Path, *begins: bytes) -> None:
+    """Make sure that a file which is to be replaced is of the kind that is written there, which begins in one of these
+    ways, or is empty, or is not there. `ConfigError`: it is something else; other errors are those of `open_regular`.
+    """
     with suppress(FileNotFoundError, NotADirectoryError), open_regular(file) as opened:
-        there = opened.read(len(begins))
-        if there and there != begins:
+        there = opened.read(max(map(len, begins), default=1))
+        if there and not there.startswith(begins):
             what = f"{file.name} exists, and is nothing that this option has written"
             raise ConfigError(what, where=str(file), how="give another name, or delete it first")
 
@@ -130,19 +131,22 @@ def append(file: Path, content: bytes) -> None:
             content = content[opened.write(content) :]
 
 
-def check_apart(target: Path, reads: Iterable[Path]) -> None:
-    """Make sure that nothing is written over what is read: the target is none of the files, nor one of the directories,
-    nor one of the files in these, under whatever name. `ConfigError` names the two."""
+def check_apart(target: Path, reads: Iterable[Path], *, below: bool = True) -> None:
+    """Make sure that nothing is written over or into what is read: the target is none of the files, nor one of the
+    directories, nor one of the files in these, under whatever name; and, unless told not to look `below`, it lies at no
+    depth in one of the directories. `ConfigError` names the two."""
     identity = _identity(target)
-    if identity is None:
-        return
+    around = {_identity(folder) for folder in target.resolve().parents} - {None} if below else set()
     for read in reads:
-        inner = read.iterdir() if read.is_dir() and not target.is_dir() else ()
+        inner = read.iterdir() if identity and read.is_dir() and not target.is_dir() else ()
         for entry in (read, *inner):
-            if _identity(entry) == identity:
+            if identity and _identity(entry) == identity:
                 named = str(target) if str(target) == str(entry) else f"{target}, which is {entry}"
                 what = "the command would write over what it reads"
                 raise ConfigError(what, where=named, how="choose another place for what is written")
+        if around and read.is_dir() and _identity(read) in around:
+            what = f"the command would write into a directory that it reads, {read}"
+            raise ConfigError(what, where=str(target), how="choose a place outside that directory")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -14,21 +14,25 @@ __all__ = ["check_output_dir", "inputs_of"]
 def inputs_of(config: LemaConfig) -> list[Path]:
     """Return the files and directories of this machine that the settings name: of the model, of the adapter that the
     run begins with, and of the data. Some may not be there, because a hub id is no path."""
-    named = (config.model_name_or_path, config.gbi_path, config.adapter_name_or_path)
-    places = [expanded(name) for name in named if name is not None]
-    return [*places, *_data_of(config)]
+    return [*_models_of(config), *_data_of(config)]
 
 
 def check_output_dir(config: LemaConfig) -> None:
-    """Make sure that `output_dir` is no directory that the run reads: that of its model, of the adapter it begins with
-    or of its data, nor the place of a file that is read and would be written. `ConfigError`: it is."""
-    output = Path(config.output_dir)
+    """Make sure that `output_dir` neither is nor lies in a directory that the run reads: that of its model, of the
+    adapter it begins with or of its data; and that no file of the data is one that the run writes there. `ConfigError`:
+    it is."""
+    output, data = Path(config.output_dir), _data_of(config)
+    beside = [place.parent for place in _models_of(config) if place.is_file()]
     with named_in("output_dir"):
-        data = _data_of(config)
-        others = [place for place in inputs_of(config) if place not in data]
-        check_apart(output, [*(place.parent if place.is_file() else place for place in others), *data])
+        check_apart(output, inputs_of(config))
+        check_apart(output, beside, below=False)  # a file of weights may well lie above the places of its runs
         for name in (METRICS_NAME, SAMPLES, PLAN_NAME):
             check_apart(output / name, data)
+
+
+def _models_of(config: LemaConfig) -> list[Path]:
+    named = (config.model_name_or_path, config.gbi_path, config.adapter_name_or_path)
+    return [expanded(name) for name in named if name is not None]
 
 
 def _data_of(config: LemaConfig) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -33,12 +33,12 @@ from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
-from lema.lora.base import base_of, check_base, check_named_base
+from lema.lora.base import base_of, check_base, check_named_base, computed_for
 from lema.lora.class_names import compare_classes
 from lema.lora.files import adapter_config, load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
-from lema.model.computing import computing_of
+from lema.model.computing import computing_of, dtype_name
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
@@ -145,17 +145,19 @@ class LemaModel:
         *,
         backend: Backend | None = None,
         trust_remote_code: bool = False,
+        unread: Container[str] = (),
         **overrides: Any,
     ) -> Self:
         """Open a saved adapter, whose PEFT files are in `directory`, with its base model.
 
         The settings are those of `lema_config.json`; `overrides` replace them, or supply them if there is no such file.
-        The base model's own code runs only if you trust it. Raises `AdapterError` if there is no adapter, it does not
+        The base model's own code runs only if you trust it. Of a stranger's settings that are ignored a line tells,
+        unless they are named in `unread`. Raises `AdapterError` if there is no adapter, it does not
         fit the model, or the model has changed since the training and no override names it; `ConfigError` if an
         override contradicts the adapter.
         """
         path = Path(directory)
-        config, saved = read_settings(path, **overrides)
+        config, saved = read_settings(path, unread=unread, **overrides)
         gone: dict[str, Any] = {"adapter_name_or_path": None}  # because its first adapter may be missing
         if overrides.get("chat_template") is None and read_templates(path) is not None:
             gone["chat_template"] = None  # the one beside the adapter is what it was trained with
@@ -166,6 +168,10 @@ class LemaModel:
             model = cls(config, backend=backend, files=files, trust_remote_code=trust_remote_code)
         if own:
             check_base(path, model.gbi)
+        then, now = computed_for(path), dtype_name(model.computing.dtype)
+        if then not in (None, now) and overrides.keys().isdisjoint({"compute_dtype", "dtype"}):
+            what = f"the adapter was trained in {then}, and here the model computes in {now}, which rounds otherwise"
+            warnings.warn(f"{what}; --compute-dtype {then} computes as the training did", stacklevel=2)
         if saved is None:
             saved = configured_lora(model.skeleton, config, model.backend.parallel.size)
         else:
@@ -250,7 +256,7 @@ class LemaModel:
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
         they are not the model's own, or raise `DiskError`. Only the first process writes."""
-        base = base_of(self.config, self.gbi, BaseFiles(self.gbi))
+        base = base_of(self.config, self.gbi, BaseFiles(self.gbi), self.computing.dtype)
         given = self.backend, self._require_adapter(), self.config, base, self.reference
         leave_adapter(Path(directory), *given, [self.files.write_rendering])
 

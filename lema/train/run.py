@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from lema.backend.trace import NO_TRACE, NoTrace
+from lema.compat import untested
 from lema.config import LemaConfig
 from lema.config.objective import WITH_REFERENCE
 from lema.config.printing import line_printer
@@ -103,6 +104,8 @@ def _about(model: LemaModel) -> Iterator[str]:
     adapters = f"{model.num_adapter_parameters:,} adapter parameters; device {model.backend.device}"
     weights = f"{model.split.num_layers} layers ({model.allocation.summary()}), {human_bytes(model.gbi.nbytes)}"
     yield f"{weights} of weights; {adapters}"
+    if others := untested():
+        yield f"not tested with {others}"
     if model.config.objective in WITH_REFERENCE:
         yield "reference: " + ("the base model" if model.reference is None else "the adapter that the run began with")
     if model.fused is not None:

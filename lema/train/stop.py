@@ -57,7 +57,8 @@ class StopOnSignal:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._watch.__exit__()
         if self._timer is not None:
-            self._timer.cancel()
+            # Not cancelled, because what comes again until then would end the process before it has told of its
+            # checkpoint: a run that is small has stopped by now.
             self._timer.join()
         for number, handler in self._before.items():
             signal.signal(number, handler)

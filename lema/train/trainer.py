@@ -357,7 +357,7 @@ class LemaTrainer:
 
     @cached_property
     def _base(self) -> Base:
-        return base_of(self.config, self.gbi, self._base_files)
+        return base_of(self.config, self.gbi, self._base_files, self.model.split.dtype)
 
     @cached_property
     def _base_files(self) -> BaseFiles:

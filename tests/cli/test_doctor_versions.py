@@ -124,3 +124,14 @@ def test_a_stub_is_recognised_and_not_imported(
 
 def test_a_stub_that_is_not_installed_is_not_told() -> None:
     assert not list(stubs([STUB], "s"))
+
+
+# Releases that tests ran with
+
+
+def test_a_release_that_no_tests_ran_with_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found()["tested"].facts["transformers"] == "5.17, 5.20, 5.24"
+    with installed(tmp_path, monkeypatch, "peft", {}, {}, version="0.22.9"):
+        told = found()
+    assert (told["tested"].level, told["peft"].level) == (Level.NOTE, Level.OK)
+    assert "not tested with peft 0.22.9 (tests ran with 0.20, 0.21)" in told["tested"].what

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clirun import CHATS, config_writer, write_rows
@@ -115,28 +116,53 @@ def test_a_run_that_is_trained_stops_with_a_whole_checkpoint(
     assert run(app, ["train", str(place / "config.yaml"), "--resume", "--set", f"output_dir={tmp_path / 'run'}"]) == 0
 
 
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("again", ["0.02", "0.3"])
+def test_a_run_that_is_told_twice_within_a_second_stops_as_if_told_once(
+    again: str, number: str, interrupted: Interrupted, tmp_path: Path
+) -> None:
+    """The run is so small that it has stopped when the second one comes."""
+    code, said = interrupted(
+        ["train", "CONFIG", "--set", "output_dir=RUN"], "lema.engine.streamed:visit", number, AGAIN=again
+    )
+    assert code == 75, said
+    assert "--resume" in said and "Traceback" not in said
+    assert checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize("stage", ["tokenising", "merging"])
+@pytest.mark.parametrize("again", ["0.02", "0.3"])
+def test_a_second_ctrl_c_ends_a_command_as_the_first(again: str, stage: str, interrupted: Interrupted) -> None:
+    code, said = interrupted(*STAGES[stage], AGAIN=again)
+    assert code == 130
+    assert "Traceback" not in said and "Exception" not in said
+
+
 IMPORTING = """
 import sys
 
 class Finder:
     def find_spec(self, name, *_):
-        if name == "torch" and self in sys.meta_path:
+        if name == {module!r} and self in sys.meta_path:
             sys.meta_path.remove(self)
             print("importing", flush=True)
 
 sys.meta_path.insert(0, Finder())
 sys.argv = ["lema", "plan", {config!r}]
-from lema.cli import main
+from lema_tools.command import main
 main()
 """
 
 
-def test_ctrl_c_ends_a_command_that_imports(place: Path) -> None:
-    code = IMPORTING.format(config=str(place / "config.yaml"))
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
+@pytest.mark.parametrize("module", ["lema.cli", "typer", "torch"])
+def test_ctrl_c_ends_a_command_that_imports(module: str, place: Path) -> None:
+    code = IMPORTING.format(module=module, config=str(place / "config.yaml"))
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **streams) as child:
+        assert child.stdout is not None and child.stderr is not None
         assert child.stdout.readline() == "importing\n"
         began = time.time()
         child.send_signal(signal.SIGINT)
         assert child.wait(timeout=60) == 130
+        assert child.stderr.read() == ""
         sys.stdout.write(f"importing: ended after {time.time() - began:.2f} s\n")

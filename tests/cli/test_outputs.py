@@ -237,3 +237,131 @@ def test_reports_and_traces_replace_nothing_but_their_own_kind(
         assert lema("train", config, "--trace", tmp_path / "trace.json", *again) == 0
     assert lema("report", ended, "--output", tmp_path / "page.html") == 0
     assert lema("report", ended, "--output", tmp_path / "page.html") == 0
+
+
+Link = Callable[[Path, Path], Path]
+
+
+def below(place: Path, other: Path) -> Path:
+    return place / "sub"
+
+
+def below_what_is_missing(place: Path, other: Path) -> Path:
+    return place / "new" / "sub"
+
+
+def below_a_link(place: Path, other: Path) -> Path:
+    other.symlink_to(place, target_is_directory=True)
+    return other / "sub"
+
+
+def below_a_relative_name(place: Path, other: Path) -> Path:
+    return Path(os.path.relpath(place, Path.cwd())) / "sub"
+
+
+def below_a_roundabout_name(place: Path, other: Path) -> Path:
+    return roundabout(place, other) / "sub"
+
+
+BELOW: list[Link] = [below, below_what_is_missing, below_a_link, below_a_relative_name, below_a_roundabout_name]
+INTO = "would write into a directory that it reads"
+
+
+@pytest.fixture(scope="module")
+def place(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, rows, an adapter, and its shards."""
+    place = tmp_path_factory.mktemp("place")
+    shutil.copytree(llama, place / "model")
+    (place / "rows").mkdir()
+    write_rows(place / "rows" / "data.jsonl", TEXTS)
+    assert lema("train", config_writer(place / "model", place)(output_dir=str(place / "adapter"))) == 0
+    assert lema("shard", place / "adapter", place / "shards", "--tp", 2) == 0
+    return place
+
+
+@pytest.mark.parametrize("named", BELOW)
+@pytest.mark.parametrize("which", ["model", "rows", "adapter"])
+def test_output_dir_lies_in_no_directory_that_the_run_reads(
+    which: str, named: Link, place: Path, tmp_path: Path, capfd: Any
+) -> None:
+    output, before = named(place / which, tmp_path / "out"), contents(place)
+    more = {"adapter_name_or_path": str(place / "adapter")} if which == "adapter" else {}
+    write = config_writer(place / "model", tmp_path)
+    config = write(output_dir=str(output), train_data=str(place / "rows"), **more)
+    for options in ([], ["--resume"], ["--set", "overwrite_output_dir=true"]):
+        assert_refused(capfd, 2, ["output_dir", INTO], "train", config, *options)
+    assert contents(place) == before and not output.exists()
+
+
+@pytest.mark.parametrize("named", BELOW)
+@pytest.mark.parametrize("which", ["model", "adapter"])
+@pytest.mark.parametrize("verb", ["merge", "shard", "consolidate", "names", "eval", "generate"])
+def test_nothing_is_written_into_a_model_or_an_adapter_that_is_read(
+    verb: str, which: str, named: Link, place: Path, tmp_path: Path, capfd: Any
+) -> None:
+    if verb == "consolidate" and which == "adapter":
+        which = "shards"
+    adapter, target, before = place / "adapter", named(place / which, tmp_path / "out"), contents(place)
+    words: dict[str, list[Any]] = {
+        "merge": ["merge", adapter, target],
+        "shard": ["shard", adapter, target, "--tp", 2],
+        "consolidate": ["consolidate", place / "shards", target],
+        "names": ["consolidate", adapter, target, "--names", "text"],
+        "eval": ["eval", adapter, "--tasks", "any", "--output", target],
+        "generate": ["generate", adapter, "--prompt", "a", "--output", target],
+    }
+    assert_refused(capfd, 2, [INTO], *words[verb])
+    assert contents(place) == before and not target.exists()
+
+
+@pytest.mark.parametrize("named", BELOW)
+@pytest.mark.parametrize("verb", ["prepare", "prove", "init", "plan", "train"])
+def test_nothing_is_written_into_a_model_that_is_read(
+    verb: str, named: Link, config: Path, model: Path, tmp_path: Path, capfd: Any
+) -> None:
+    target, before = named(model, tmp_path / "other"), contents(model)
+    words: dict[str, list[Any]] = {
+        "prepare": ["prepare", model, target],
+        "prove": ["prove", model, "--output", target],
+        "init": ["init", model, "--device-memory", "8GB", "--data", tmp_path / "data.jsonl", "--output", target],
+        "plan": ["plan", config, "--plot", target.with_suffix(".png")],
+        "train": ["train", config, "--trace", target],
+    }
+    assert_refused(capfd, 2, [INTO], *words[verb])
+    assert contents(model) == before and not target.exists() and not (tmp_path / "out").exists()
+
+
+def test_outputs_lie_beside_and_around_what_is_read(ended: Path, model: Path, tmp_path: Path) -> None:
+    """The layouts that people use: a run beside its model, or around the adapter that it begins with; one file of
+    weights above its runs, or beside its config; results of a run in its directory."""
+    assert lema("prepare", model, model / "one.safetensors") == 0
+    assert lema("prepare", model / "one.safetensors", tmp_path / "model.safetensors") == 0
+    new = ["--max-new-tokens", 2]
+    place = tmp_path / "model-runs"  # the name begins as the model's does
+    write = config_writer(model, tmp_path)
+    weights = str(tmp_path / "model.safetensors")
+    config = write(output_dir=str(place / "first"), gbi_path=weights)
+    assert lema("train", config, "--trace", place / "first" / "trace.json") == 0
+    assert lema("generate", config, "-p", "a", *new, "--output", place / "first" / "results.jsonl") == 0
+    assert lema("merge", place / "first", place / "merged") == 0
+    assert lema("report", place / "first") == 0
+    around = write(output_dir=str(place), adapter_name_or_path=str(place / "first"))
+    assert lema("train", around) == 0
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "picture.png"])
+def test_plots_results_and_certificates_replace_nothing_but_their_own_kind(
+    name: str, ended: Path, config: Path, model: Path, tmp_path: Path, capfd: Any
+) -> None:
+    notes = tmp_path / name
+    notes.write_text("years of work")
+    shutil.copy(notes, tmp_path / "certificate.md")
+    said = [f"{name} exists"]
+    assert_refused(capfd, 2, ["--plot", *said], "plan", config, "--plot", notes)
+    assert_refused(capfd, 2, ["--output", *said], "eval", ended, "--tasks", "any", "--output", notes)
+    assert_refused(capfd, 2, [], "generate", ended, "--prompt", "a", "--output", notes)
+    assert_refused(capfd, 2, [name], "generate", ended, "--prompt", "a", "--output", notes, "--resume")
+    assert_refused(capfd, 2, ["certificate.md exists"], "prove", model, "--output", tmp_path)
+    assert notes.read_text() == (tmp_path / "certificate.md").read_text() == "years of work"
+    for _ in range(2):
+        assert lema("plan", config, "--plot", tmp_path / "plot.png") == 0

@@ -68,6 +68,7 @@ def test_it_is_written_beside_every_adapter_and_checkpoint_and_holds_on_the_same
         about = json.loads((place / BASE_NAME).read_text())
         assert about["fingerprint"] == expected and about["config"]["rms_norm_eps"] == 1e-6
         assert not {"_name_or_path", "transformers_version", "dtype"} & about["config"].keys()
+        assert about["compute_dtype"] == "float32"
         LemaModel.from_pretrained(place).close()
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), place)
 

@@ -16,7 +16,7 @@ from ownmodel import imports_seen, write_own_model
 from smallrun import opened, peft_adapter, settings, write_model
 
 from lema import LemaConfig
-from lema.config.acting import ACTING, SILENT, acts
+from lema.config.acting import ACTING, OF_TRAINING, SILENT, acts
 from lema.convert import merge_adapter
 from lema.errors import ConfigError
 from lema.lora import consent
@@ -44,7 +44,25 @@ CHOSEN: dict[str, Any] = {
     "hub_model_id": "someone/adapter",
     "hub_private_repo": False,
     "torch_compile": True,
+    "device": "nowhere",
+    "backend_settings": {"their": 1},
+    "tensor_parallel_size": 4,
+    "sequence_parallel": True,
+    "shard_weights": True,
+    "shard_optimizer": True,
+    "strategy": "resident",
+    "device_memory": 1,
+    "host_memory": 1,
+    "page_locked": True,
+    "prefetch_depth": 1000,
+    "experts_per_slot": None,
+    "embeddings": "disk",
+    "head": "stream",
+    "cache_frozen_prefix": True,
+    "activation_offloading": True,
+    "boundary_activations": "disk",
 }
+MACHINE = list(CHOSEN)[list(CHOSEN).index("device") :]
 WITH = {"mixture": "train_data", "hub_model_id": "push_to_hub", "hub_private_repo": "push_to_hub"}
 
 
@@ -80,7 +98,7 @@ def stranger(published: Path, tmp_path: Path) -> Path:
 
 def say(directory: Path, model: Path, **given: Any) -> Path:
     file = directory / "lema_config.json"
-    file.write_text(json.dumps({"model_name_or_path": str(model), "device": "cpu", **given}))
+    file.write_text(json.dumps({"model_name_or_path": str(model), **given}))
     return file
 
 
@@ -116,6 +134,7 @@ def test_a_strangers_setting_does_not_act_and_a_line_says_so(name: str, stranger
         ("attn_implementation", "sdpa"),
         ("chat_template", "{% for one in messages %}{{ one.content }}{% endfor %}"),
         ("data_cache", False),
+        ("device", "cpu"),
         ("torch_compile", False),
         ("report_to", []),
         ("train_data", None),
@@ -172,7 +191,8 @@ def test_a_file_that_was_changed_is_a_strangers(own: Path) -> None:
     config, (line,) = told(own)
     assert config.eval_data is None
     assert "or was changed since" in line
-    assert "--train-data VALUE" in line or "--eval-data VALUE" in line
+    assert "ignored are its settings train_data, eval_data, offload_dir. Give" in line
+    assert "--train-data VALUE" in line
 
 
 def test_so_is_what_another_user_noted_in_a_shared_cache(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +269,34 @@ def test_eval_reads_and_writes_nothing_that_a_stranger_names(
     with pytest.warns(UserWarning, match="ignored are its settings eval_data, offload_dir"):
         assert_refused(capfd, 3, ["there is no evaluation data", "--data FILE"], "eval", stranger)
     assert not evil.exists()
+
+
+def test_nothing_of_a_strangers_machine_stops_a_command(
+    stranger: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    say(stranger, model, train_data="theirs.txt", **{name: CHOSEN[name] for name in MACHINE})
+    rows = write_rows(tmp_path / "eval.jsonl", [{"text": "the mill turns and the miller grinds the corn"}])
+    ignored = f"ignored are its settings train_data, {', '.join(MACHINE)}"
+    with pytest.warns(UserWarning, match=ignored):
+        assert lema("eval", stranger, "--data", rows) == 0
+    used = [name for name in MACHINE if name not in OF_TRAINING]
+    with pytest.warns(UserWarning, match=f"ignored are its settings {', '.join(used)}. Give"):
+        assert lema("generate", stranger, "--prompt", "the mill", "--max-new-tokens", 1) == 0
+    with pytest.warns(UserWarning, match="ignored are its settings train_data, backend_settings"):
+        assert_refused(capfd, 2, ["nowhere"], "eval", stranger, "--data", rows, "--set", "device=nowhere")
+
+
+def test_a_command_says_nothing_of_settings_that_it_never_reads(
+    stranger: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Warnings are errors here."""
+    say(stranger, model, **{name: CHOSEN[name] for name in OF_TRAINING})
+    assert lema("generate", stranger, "--prompt", "the mill", "--max-new-tokens", 1) == 0
+    say(stranger, model, **{name: CHOSEN[name] for name in CHOSEN if name != "gbi_path"})
+    assert lema("merge", stranger, tmp_path / "merged") == 0
+    say(stranger, model, **CHOSEN)
+    with pytest.warns(UserWarning, match="ignored are its settings gbi_path. Give"):
+        assert lema("merge", stranger, tmp_path / "again") == 0
 
 
 def test_eval_of_a_users_own_run_goes_on_with_its_own_data(

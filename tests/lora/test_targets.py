@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from everytype import STREAMED, micro_batches, write_model
+from libraryversions import installed, is_constrained
 from parity import SEED, assert_same, draw_b, streamed_step, whole_step
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -98,6 +99,10 @@ def test_a_name_that_the_head_has_too_is_told_from_it() -> None:
 @pytest.mark.parametrize("model_type", ROUTERS)
 def test_routers_are_left_out(model_type: str) -> None:
     model = skeleton(model_type)
+    if model_type == "hunyuan_v1_moe" and not is_constrained("transformers"):
+        recorded = [part.can_record_outputs for part in model.modules() if isinstance(part, PreTrainedModel)]
+        if not any("router_logits" in outputs for outputs in recorded):
+            pytest.skip(f"transformers {installed('transformers')} does not record the router of this type")
     routers = router_modules(model)
     found = [name for name, module in model.named_modules() if name in routers and isinstance(module, nn.Linear)]
     assert {name.rpartition(".")[2] for name in found} == ROUTERS[model_type]

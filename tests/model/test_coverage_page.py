@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from coveragepage import CHECKPOINTS, DIFFERENCES, Checkpoint, differences, page, parameters_of, try_checkpoint
+from libraryversions import made_with
 from publishedforms import FORMS
 
 from lema.model import meta_model
@@ -48,6 +49,7 @@ def test_heads_are_as_wide_as_config_json_says_where_the_class_does_not_declare_
 
 
 @pytest.mark.exhaustive  # it opens every type of the page
+@made_with("transformers", "peft")
 def test_the_page_is_what_its_command_prints() -> None:
     assert PAGE.read_text().splitlines() == list(page())
     refused = [checkpoint.name for checkpoint in CHECKPOINTS if try_checkpoint(checkpoint).refused]

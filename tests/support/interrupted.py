@@ -1,7 +1,8 @@
 """A command line that is sent a signal as it comes to a function: `python interrupted.py SIGINT PLACE STUCK lema ...`.
 
 PLACE is `module:name`. The signal goes to the command's process, also where the function is called in a worker of it.
-With STUCK "1" the function then never returns, within a library, where Python raises nothing.
+With STUCK "1" the function then never returns, within a library, where Python raises nothing. With AGAIN in the
+environment the signal comes a second time, so many seconds later.
 """
 
 import ctypes
@@ -31,6 +32,8 @@ def stop_at(place: str, number: signal.Signals, *, stuck: bool) -> None:
         if not sent:
             sent.append(True)
             os.write(1, f"came to {place} {os.getpid()} {time.time()}\n".encode())
+            if "AGAIN" in os.environ:
+                threading.Timer(float(os.environ["AGAIN"]), os.kill, (MAIN, number)).start()
             if not stuck:
                 os.kill(MAIN, number)
             else:

@@ -158,6 +158,27 @@ def test_another_type_is_told_when_a_run_goes_on(
         assert told == (compute == "bfloat16")
 
 
+@pytest.mark.filterwarnings(SAID)
+def test_an_adapter_that_is_computed_in_another_type_than_it_was_trained_in_says_so(
+    tmp_path: Path, measured: Slow, recwarn: pytest.WarningsRecorder
+) -> None:
+    base, out = write_model(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "run"
+    measured(30.0)
+    with opened(settings(base, out, max_steps=1, save_steps=1)) as model:
+        model.get_trainer().fit(token_rows(8))
+        model.save_pretrained(out)
+    assert LemaConfig.from_pretrained(out).compute_dtype == "auto"  # what a machine chose is nobody's setting
+    (checkpoint,) = checkpoints(out)
+    for place in (out, checkpoint):
+        measured(30.0)
+        LemaModel.from_pretrained(place).close()
+        measured(1.0)
+        LemaModel.from_pretrained(place, compute_dtype="float32").close()
+        with pytest.warns(UserWarning, match="trained in float32, and here the model computes in bfloat16, which"):
+            LemaModel.from_pretrained(place).close()
+    assert not [one for one in recwarn if "trained in" in str(one.message)]
+
+
 def test_of_several_processes_the_first_decides(tmp_path: Path) -> None:
     base = write_model(tmp_path / "model", dtype=torch.bfloat16)
     config, index = settings(base, tmp_path / "run"), GlobalBinaryIndex(base)

@@ -21,6 +21,8 @@ from smallrun import (
 
 from lema import LemaConfig, LemaModel, LemaTrainer, MemoryStrategy, prepare_monolithic_safetensors
 from lema.errors import ConfigError, DataError, MemoryLimitError, ModelError
+from lema.plan import make_plan
+from lema.plan.machine import profile
 
 LAYERS = {"llama": "model.layers", "gpt2": "transformer.h"}
 
@@ -231,6 +233,8 @@ def test_a_name_that_nothing_bears_is_warned_of_by_its_setting(
         with pytest.warns(UserWarning, match=f"{setting}: {words}") as caught:
             model.initialize_lora()
         assert len(caught) == 1
+        notes = [note for note in make_plan(model.config, profile("cpu"))[0].notes if setting in note]
+        assert notes == [str(one.message) for one in caught]  # a plan says the same
 
 
 def test_targets_may_be_a_regular_expression(llama: Path, tmp_path: Path) -> None:

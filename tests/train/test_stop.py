@@ -273,3 +273,21 @@ def test_a_second_signal_ends_the_process_at_once_and_what_comes_twice_at_once_c
         assert child.stdout.readline() == "again\n"
         child.send_signal(signal.SIGTERM)
         assert child.wait(timeout=20) == -signal.SIGTERM
+
+
+STOPPED_BETWEEN = """
+import os, signal, threading
+from lema.train import stop
+
+again = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+with stop.StopOnSignal() as asked:
+    os.kill(os.getpid(), signal.SIGTERM)
+    again.start()
+again.join()
+print(asked.why(), "told", flush=True)
+"""
+
+
+def test_a_signal_that_comes_twice_ends_no_run_that_has_stopped_in_between() -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED_BETWEEN], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "SIGTERM told\n"), done.stderr

@@ -52,7 +52,7 @@ def test_a_template_that_marks_answers_is_told_the_date_too() -> None:
 def test_a_run_over_midnight_resumes_with_the_date_of_its_first_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, data = write_model(tmp_path), tmp_path / "chats.jsonl"
+    base, data = write_model(tmp_path / "model"), tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n" for _ in range(4)))
     given = {"train_data": str(data), "chat_template": TEMPLATE, "save_steps": 1, "batch_size": 2}
     set_day(monkeypatch, "2026-11-28")

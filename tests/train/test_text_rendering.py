@@ -27,7 +27,7 @@ OWN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     """A base model, the directory of an adapter trained on chats with a template of the settings, and its end token."""
     place = tmp_path_factory.mktemp("rendering")
-    base = write_model(place)
+    base = write_model(place / "model")
     encode = tokenizer()
     encode.chat_template = {"default": OWN, "tool_use": OWN}
     end = encode.convert_tokens_to_ids(END)

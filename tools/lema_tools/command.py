@@ -4,20 +4,26 @@ The public index has another project's package of that name. Where both are inst
 other, and an import would end in an error that says nothing of it.
 """
 
+import os
+import signal
 import sys
-from importlib.util import find_spec
-from pathlib import Path
-from typing import NoReturn
 
 __all__ = ["main"]
 
 STRANGE = """error: Python finds another project's package `lema`, in {place}
   fix:   pip uninstall lema, then pip install --force-reinstall --no-deps lema-lora
 """
+INTERRUPTED = 130  # the exit code
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Run the command line and leave the process with its exit code: 2, if the package is not this project's."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        # Nothing is written until the command line is there, which sees Ctrl-C itself (`lema.cli.interrupts`).
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    from importlib.util import find_spec  # these take much of the time in which Ctrl-C may come before that
+    from pathlib import Path
+
     found = find_spec("lema")  # which runs nothing of it
     places = [Path(place) for place in (found.submodule_search_locations if found else None) or ()]
     if not any((place / "cli" / "app.py").is_file() for place in places):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
+from lema.config.acting import OF_TRAINING
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError, printable
 from lema_tools.opened import model_of, outcome_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["generate"]
 
 COLDEST, HOTTEST = 1e-4, 1e4  # divisors of logits, of which none overflows in bfloat16
+LINE = b'{"'  # how each result begins
 MOST_RESULTS = 2**32  # bytes of the results that a command which resumes reads again
 
 
@@ -99,7 +101,8 @@ def generate(
     rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)]
     rows = rows or read_prompts(prompts or Path("-"))
     kept = _kept(output, rows, resume=resume)
-    model = model_of(source, settings, trust_remote_code, outcome_of(source, settings, phase))
+    outcome = outcome_of(source, settings, phase)
+    model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
     with contextlib.closing(model):
         check_written("--output", output, model.config, source, prompts)
         made = _Made(model, rows, kept, output, bare=prompts is None and output is None)
@@ -135,7 +138,7 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
 
     found = {}
     for number, line in enumerate(read_regular(output, MOST_RESULTS).splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n") and LINE.startswith(line[: len(LINE)]):
             continue  # the end of what was being written as the run ended
         try:
             result = json.loads(line)

@@ -35,6 +35,7 @@ def init(
     import_libraries(context, trusted=False)
     from lema.config.units import memory_bytes
     from lema.plan.machine import profile as find_profile
+    from lema.storage.regular import check_apart
 
     if profile is not None:
         find_profile(profile)
@@ -46,6 +47,7 @@ def init(
 
     with contextlib.ExitStack() as stack:
         directory, name, needs = _model(model, stack)
+        check_apart(output, [directory])
         (found,) = choices(directory, [memory], profile)
     if isinstance(found, MemoryLimitError):
         raise found

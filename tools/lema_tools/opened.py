@@ -11,7 +11,7 @@ from lema.cli.arguments import config_of, phase_of, settings_of
 from lema.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
     from lema.config import LemaConfig
     from lema.data.mixture import Source
@@ -31,10 +31,14 @@ def outcome_of(source: Path, settings: list[str] | None, phase: str | None) -> "
 
 
 def model_of(
-    source: Path, settings: list[str] | None, trust_remote_code: bool, outcome: "Outcome | None"
+    source: Path,
+    settings: list[str] | None,
+    trust_remote_code: bool,
+    outcome: "Outcome | None",
+    unread: "Container[str]" = (),
 ) -> "LemaModel":
     """Return the model of an adapter directory; of a config with the adapter in its `output_dir`, if any; or of a
-    phase, as that has left it."""
+    phase, as that has left it. `unread`: settings that the command has no use for, as in `from_pretrained`."""
     if outcome is not None:
         return outcome.open(say=partial(typer.echo, err=True), trust_remote_code=trust_remote_code)
     overrides = settings_of(settings) if source.is_dir() else {}
@@ -46,9 +50,9 @@ def model_of(
     if config is None:
         if trust_remote_code and "model_name_or_path" not in overrides:
             check_code_is_named(settings_file(source))
-        return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, **overrides)
+        return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, unread=unread, **overrides)
     if (Path(config.output_dir) / "adapter_config.json").is_file():
-        given = config.model_dump(exclude_unset=True)
+        given = {"unread": unread, **config.model_dump(exclude_unset=True)}
         return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
     typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
     return LemaModel(config, trust_remote_code=trust_remote_code)

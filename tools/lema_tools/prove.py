@@ -49,7 +49,9 @@ def prove(
     hush()
     load(device).close()  # before a model is made: a device that is not there is told at once
     from lema_tools.proof.arms import Case, run_apart
-    from lema_tools.proof.certificate import PromiseBroken, certify, markdown, write
+    from lema_tools.proof.certificate import PromiseBroken, certify, check_place, markdown, write
+
+    check_place(output)
 
     with tempfile.TemporaryDirectory() as scratch:
         found = write_model(Path(scratch) / "model") if model is None else _found(model)

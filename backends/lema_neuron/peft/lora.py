@@ -9,6 +9,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraModel
 from torch import nn
 
+from lema.compat import adapted_module
 from lema.errors import ConfigError
 from lema_neuron.peft.base import Kind, kind_of
 from lema_neuron.peft.embedding import ParallelEmbedding
@@ -57,8 +58,7 @@ class NeuronLoraModel(LoraModel):
     def _create_new_module(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
         kind = kind_of(target)
         if kind is None:
-            made: nn.Module = LoraModel._create_new_module(lora_config, adapter_name, target, **kwargs)
-            return made
+            return adapted_module(lora_config, adapter_name, target, **kwargs)
         known = {name: kwargs[name] for name in ("r", "lora_alpha", "target_name") if name in kwargs}
         return NEURON_LORA_MODULES[kind](target, adapter_name, config=lora_config, **known)
 

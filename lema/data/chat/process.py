@@ -17,7 +17,7 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ from typing import Any
 import jinja2
 import markupsafe
 import packaging
+
+from lema.compat import template_functions
 
 __all__ = ["Limits", "Refusal", "Rendition", "Request", "rendered"]
 
@@ -131,8 +133,6 @@ class _Process:
     def __init__(self) -> None:
         self._code: int | None = None
         self._ended = False
-        from transformers.utils import chat_template_utils
-
         folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)}
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
         theirs, self.requests = os.pipe()
@@ -153,11 +153,7 @@ class _Process:
         finally:
             os.close(theirs)
             os.close(out)
-        functions: tuple[Callable[..., Any], ...] = (
-            chat_template_utils._cached_compile_jinja_template,
-            chat_template_utils._render_with_assistant_indices,
-        )
-        self._send([inspect.getsource(function) for function in functions])
+        self._send([inspect.getsource(function) for function in template_functions()])
 
     def exchange(self, requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
         """Send a batch and return the outcomes, as `rendered` does."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lema.compat import encodes_by_itself
 from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt, Pieces
@@ -174,10 +175,7 @@ def tokenizing(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str, Sequence[
     is tokenised as the model will meet it. A token across the start of a span lies in it (it holds the first characters
     to learn); one across the end does not (it holds characters which come later). A text that is `whole` has its
     special tokens; else they are added. A tokenizer written in Python knows no characters: it reads texts again."""
-    from transformers import PreTrainedTokenizerFast as Fast
-
-    plain = isinstance(tokenizer, Fast) and type(tokenizer)._encode_plus is Fast._encode_plus
-    how = Pieces(tokenizer).tokenize if plain else partial(_by_prefixes, tokenizer)
+    how = partial(_by_prefixes, tokenizer) if encodes_by_itself(tokenizer) else Pieces(tokenizer).tokenize
     return library_errors(tokenizer.name_or_path)(how)
 
 

@@ -14,13 +14,10 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps
-from transformers.integrations.compressed_tensors import (
-    CompressedTensorsDequantize,
-    get_dense_scheme,
-    get_experts_scheme,
-)
+from transformers.integrations.compressed_tensors import get_experts_scheme
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
+from lema.compat import loading_by_operations
 from lema.storage.quantized.records import pieces
 
 __all__ = ["CompressedTensorsQuantizer", "without_order"]
@@ -29,8 +26,10 @@ FORM = "pack-quantized"
 GROUPS = "weight_g_idx"
 ZEROS = "weight_zero_point"
 PACKED = "weight_packed"
+SCALE = "weight_scale"
 SHAPE = "weight_shape"
-NAMES = (PACKED, "weight_scale", SHAPE, ZEROS, GROUPS)
+WHOLE = "weight"
+NAMES = (WHOLE, SCALE, ZEROS, "weight_global_scale", PACKED, SHAPE, GROUPS)
 
 
 def without_order(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -45,12 +44,13 @@ def without_order(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     return {**settings, "config_groups": schemes} if numbered else dict(settings), numbered
 
 
+@loading_by_operations
 class CompressedTensorsQuantizer(CompressedTensorsHfQuantizer):
-    """The quantizer of `transformers`, with one stored tensor and one operation more."""
+    """The quantizer of `transformers`, with one stored tensor and one operation of its own."""
 
     def __init__(self, quantization_config: Any, *, numbered: bool) -> None:
         super().__init__(quantization_config, pre_quantized=True)
-        self.serialized_names = {"weight": [*self.serialized_names["weight"], GROUPS]}
+        self.serialized_names = {"weight": list(NAMES)}
         self.numbered = numbered  # every packed weight has the numbers of its inputs' groups
 
     def get_load_operations(self) -> dict[str, Any]:
@@ -59,64 +59,68 @@ class CompressedTensorsQuantizer(CompressedTensorsHfQuantizer):
 
 
 class _Expand(ConversionOps):
-    """The operation of `transformers`, but where it would leave a stored tensor out."""
+    """What makes weights of stored tensors by the library, and in the order of `transformers`' operation."""
 
     def __init__(self, hf_quantizer: CompressedTensorsQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
-        self._usual = CompressedTensorsDequantize(hf_quantizer)
 
     def convert(
-        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],  # noqa: ARG002 - as transformers calls it
+        target_patterns: list[str],  # noqa: ARG002
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return weights as the operation of `transformers` does; those of experts, by the pattern of their codes.
+        """Return the weight of a module by its name in the model; those of experts, by the pattern of what is stored.
 
         Raises:
             ValueError: a tensor is missing.
         """
-        config, dense = self.hf_quantizer.compressor.quantization_config, PACKED in input_dict
-        scheme = get_dense_scheme(config) if dense else get_experts_scheme(config)
+        config, dense = self.hf_quantizer.compressor.quantization_config, not any("." in name for name in input_dict)
+        scheme = dense_scheme(config) if dense else get_experts_scheme(config)
         form = scheme.format or config.format
-        if not self._differs(input_dict, form, dense=dense):
-            usual: dict[str, Any] = self._usual.convert(input_dict, source_patterns, target_patterns, **kwargs)
-            return usual
         dtype = kwargs["model"].get_parameter(kwargs["full_layer_name"]).dtype
         expanded: dict[str, Any] = {}
-        for pattern in [name for name in input_dict if name.endswith(PACKED)]:
-            stem = pattern.removesuffix(PACKED)
+        for pattern in [name for name in input_dict if name.rpartition(".")[2] in (PACKED, WHOLE)]:
+            stem = pattern[: len(pattern) - len(pattern.rpartition(".")[2])]
             parts = {name: _listed(input_dict[stem + name]) for name in NAMES if stem + name in input_dict}
-            if missing := self._needed(scheme) - parts.keys():
+            if PACKED in parts and form == FORM and (missing := self._needed(scheme) - parts.keys()):
                 raise ValueError(f"{stem}{', '.join(sorted(missing))} is missing")
             rows = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
-            expanded[pattern] = [_expand(row, scheme, form).to(dtype) for row in rows]
-        return {kwargs["full_layer_name"]: expanded[PACKED][0]} if dense else expanded
-
-    def _differs(self, input_dict: dict[str, Any], form: str, *, dense: bool) -> bool:
-        """Whether these tensors are not those that the operation of `transformers` expands."""
-        ends = {name.rpartition(".")[2] for name in input_dict}
-        packed = [one for name, given in input_dict.items() if name.endswith(PACKED) for one in _listed(given)]
-        if form != FORM or not packed:
-            return False
-        # Tensors without bytes are asked for the shape of the result, which the library only guesses.
-        tried = all(one.is_meta for one in packed)
-        return GROUPS in ends or (ZEROS in ends and not dense) or (tried and (dense or SHAPE in ends))
+            expanded[pattern] = [_expand(row, scheme, form, dense=dense).to(dtype) for row in rows]
+        if dense and not expanded:
+            raise ValueError(f"{PACKED if form == FORM else WHOLE} is missing")
+        return {kwargs["full_layer_name"]: next(iter(expanded.values()))[0]} if dense else expanded
 
     def _needed(self, scheme: Any) -> set[str]:
         weights = scheme.weights
         has_zeros = not weights.symmetric and weights.strategy in ("group", "channel")
         beside = {ZEROS: has_zeros, GROUPS: self.hf_quantizer.numbered}
-        return {"weight_scale", SHAPE} | {name for name, is_needed in beside.items() if is_needed}
+        return {SCALE, SHAPE} | {name for name, is_needed in beside.items() if is_needed}
+
+
+def dense_scheme(config: Any) -> Any:
+    """Return the scheme of the modules that are no experts: the first whose targets do not single these out."""
+    groups = list(config.config_groups.values())
+    others = [one for one in groups if not any(name.startswith("re:") and "experts" in name for name in one.targets)]
+    return (others or groups)[0]
 
 
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _expand(parts: dict[str, Tensor], scheme: Any, form: str) -> Tensor:
-    """Return one weight, `[outputs, inputs]`, of the scales' dtype."""
-    packed, scales, shape = parts[PACKED], parts["weight_scale"], parts[SHAPE].tolist()
-    if GROUPS not in parts and not packed.is_meta:
-        made: Tensor = BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)["weight"]
+def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) -> Tensor:
+    """Return one weight, `[outputs, inputs]`."""
+    if SCALE not in parts:  # as norms and embeddings, which are not quantised
+        return parts[WHOLE]
+    if not dense and WHOLE in parts:  # products in fp32, as those of transformers
+        return parts[WHOLE].float() * parts[SCALE].float()
+    packed, scales = parts.get(PACKED), parts[SCALE]
+    if packed is None or form != FORM or (GROUPS not in parts and not packed.is_meta):
+        made: Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)[WHOLE]
         return made
+    shape = parts[SHAPE].tolist()
     bits, inputs = scheme.weights.num_bits, shape[-1]
     if list(packed.shape) != [*shape[:-1], _words(inputs, bits)]:
         raise ValueError(f"{PACKED} is {list(packed.shape)}, which is not {shape} with {bits} bits")

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, AutoQuantizationConfig
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 
+from lema.compat import expands
 from lema.errors import ConfigError, ModelError, installing
 from lema.model.quantizers import awq, gptq
 from lema.model.quantizers.packed import PackedForm, PackedQuantizer
@@ -24,6 +25,7 @@ AUTO_ROUND: Mapping[str, tuple[str, str]] = {
     "auto_round:awq": ("awq", "gemm"),
     "auto_round:auto_awq": ("awq", "gemm"),
 }
+COMPRESSED = "compressed-tensors"
 # By method, how weights are stored, and the formats and bits that are expanded.
 PACKED: Mapping[str, tuple[PackedForm, tuple[str, ...], tuple[int, ...]]] = {
     "gptq": (gptq.GPTQ, gptq.FORMATS, tuple(gptq.ONES)),
@@ -65,9 +67,7 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
     if method == "auto-round":
         chosen = _packed_by_auto_round(chosen, where)
         method = chosen["quant_method"]
-    kind: Any = AUTO_QUANTIZER_MAPPING.get(method)
-    # Asked of the class, because some quantizers cannot be made without libraries and devices of their own.
-    if method not in PACKED and (kind is None or "dequantize" not in kind.get_load_operations(kind.__new__(kind))):
+    if method not in (*PACKED, COMPRESSED) and not expands(method):
         what = f"the checkpoint is quantised by the method {method!r}, whose weights transformers cannot expand"
         how = "use the unquantised model; `lema prepare --quantize` writes a quantised one that streams"
         raise ModelError(what, where=where, how=how)
@@ -84,7 +84,7 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
 
 
 def _made(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
-    if method == "compressed-tensors":
+    if method == COMPRESSED:
         # Here, because it imports the library.
         from lema.model.quantizers.compressed import CompressedTensorsQuantizer, without_order
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
+from lema.compat import loading_by_operations
+
 __all__ = ["WORD", "PackedForm", "PackedQuantizer", "group_size_of", "scaled", "unpack_columns", "unpack_rows"]
 
 WORD, BYTE = 32, 8  # bits
@@ -37,6 +39,7 @@ class PackedForm:
     expand: Callable[[Mapping[str, Tensor], Any, torch.dtype], Tensor]
 
 
+@loading_by_operations
 class PackedQuantizer(HfQuantizer):
     """Loads weights of a packed form expanded; `quantization_config` is the settings class of `transformers`."""
 

@@ -25,6 +25,7 @@ from lema.backend import Backend
 from lema.config.lemaconfig import CONFIG_NAME, LemaConfig
 from lema.config.settings import Change
 from lema.errors import AdapterError, ConfigError, ReadError, listed
+from lema.lora.base import COMPUTED_TYPES
 from lema.lora.files import WEIGHTS, adapter_differences, read_lora_config
 from lema.model.state.model import ModelState
 from lema.model.state.rotary import types_by_length
@@ -54,7 +55,6 @@ SCHEDULE = frozenset(
 
 AT_ONCE = frozenset({"micro_batch_size", "micro_batch_tokens", "pad_to_multiple_of"})  # which rows, and how wide
 
-COMPUTED = ("float32", "bfloat16", "float16")  # of `compute_dtype`
 
 UPDATE = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"})
 
@@ -242,7 +242,7 @@ def computed_then(checkpoint: Path) -> str | None:
     """Return the type that the layers of a checkpoint's run were computed in, if it says one that settings name."""
     with suppress(AdapterError, ReadError):  # which the trainer tells
         found = read_state(checkpoint).get("compute_dtype")
-        return found if found in COMPUTED else None
+        return found if found in COMPUTED_TYPES else None
     return None
 
 

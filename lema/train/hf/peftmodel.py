@@ -17,13 +17,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, Self, cast
 
 import torch
-from accelerate.state import AcceleratorState
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lema.backend.group import check_alike
 from lema.backend.hostmemory import memory_available
+from lema.compat import processes_kind
 from lema.config import LemaConfig
 from lema.engine.head.routers import coefficient_of
 from lema.engine.stack import LayerStack
@@ -229,7 +229,8 @@ class StreamedPeftModel(PeftModel):
         nothing is written then."""
         self.base_files.check()
         super().save_pretrained(save_directory, *args, **kwargs)
-        base = base_of(self.opened.config, self.opened.gbi, self.base_files)
+        opened = self.opened
+        base = base_of(opened.config, opened.gbi, self.base_files, opened.computing.dtype)
         for name in self.peft_config:
             directory = Path(save_directory) / ("" if name == "default" else name)
             if (directory / WEIGHTS).is_file() and (directory / CONFIG).is_file():
@@ -260,7 +261,7 @@ class StreamedPeftModel(PeftModel):
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, as every module does; refuse a trainer that is about to divide the model."""
-        kind = AcceleratorState._shared_state.get("distributed_type")
+        kind = processes_kind()
         if kind is not None and any(name in str(kind) for name in WRAPPERS):
             self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but its weights are in files")
         return super().train(mode)

@@ -119,6 +119,8 @@ def phase_report(
     hours = math.fsum(known_hours) if len(known_hours) == len(entries) else None
     notes = {one.planner.note for one in needs}
     notes |= {tied_note(phase, one.planner.blueprint.model) for phase, one in zip(plan.phases, needs, strict=True)}
+    if measure:  # else the phase tells it that begins after this
+        notes |= {told for one in needs for told in one.planner.blueprint.unmatched}
     return PhaseReport(
         phases=tuple(entries),
         warnings=(*map(str, plan.warnings()), *sorted(notes - {""})),

@@ -212,8 +212,9 @@ BAD = [
     (phase(rounding="stochastic"), "rounding", "needs merge", "set merge: true"),
     (phase(rounding="up"), "rounding", "one of 'nearest' or 'stochastic'", ""),
     (phase("lora", save="model"), "save", "save is for phases of weights", "leave save out"),
-    (phase(learning_rate=1e300), "learning_rate", "must lie between", ""),
-    (phase(mixture=[{"name": "almanac", "rate": 10**30}]), "mixture[0].rate", "must lie between", ""),
+    (phase(learning_rate=1e300), "learning_rate", "must be at most", ""),
+    (phase(adam_epsilon=1e-300), "adam_epsilon", "must be 0 or at least", ""),
+    (phase(mixture=[{"name": "almanac", "rate": 10**30}]), "mixture[0].rate", "must be at most", ""),
     (phase(save="weights"), "save", "one of 'model' or 'delta'", ""),
 ]
 

@@ -120,6 +120,14 @@ def test_a_selection_counts_what_it_selects(config_of: Callable[..., LemaConfig]
     assert entry.memory.parts["host"]["moments"] == 8 * entry.trainable
 
 
+def test_names_that_no_module_bears_are_told_once(config_of: Callable[..., LemaConfig]) -> None:
+    asked = {**LORA, "lora_target_modules": ["q_proj", "v_porj"]}
+    config, plan = config_of(), plan_of(asked, {**asked, "name": "again"})
+    for measured in (True, False):  # a plan; and a run, whose phases tell it when they begin
+        said = phase_report(config, plan, machine=profile("cpu"), measure=measured).warnings
+        assert len([one for one in said if "lora_target_modules: no module is named v_porj" in one]) == measured
+
+
 @pytest.mark.slow
 def test_no_weight_is_read(config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any, **__: Any) -> None:

@@ -24,6 +24,7 @@ from lema.backend import Fact, Finding, Level
 from lema.backend.findings import PAIRS, installed_version, known_bad
 from lema.backend.host.processors import usable_processors
 from lema.backend.hostmemory import memory_limit
+from lema.compat import TESTED, untested
 from lema.config.units import human_bytes
 from lema.errors import DISTRIBUTION, installing
 
@@ -203,6 +204,7 @@ def versions() -> Iterator[Finding]:
     yield from _same_name()
     yield _python(own["Requires-Python"])
     yield from starmap(_standing, _wanted(DISTRIBUTION))
+    yield _tested()
     for name in BESIDE:
         found = installed_version(name)
         text = f"{name} {found}." if found else f"{name} is not installed; LEMA does not need it."
@@ -218,6 +220,16 @@ def _same_name() -> Iterator[Finding]:
         what = f"The package {OTHER} {found} is another project's with the same folder: one overwrites the other."
         how = f"pip uninstall {OTHER}, then pip install --force-reinstall --no-deps {DISTRIBUTION}"
         yield Finding(VERSIONS, "same name", Level.PROBLEM, what, how, facts=_facts(found))
+
+
+def _tested() -> Finding:
+    """Tell which releases of the libraries LEMA's tests ran with."""
+    facts = {name: ", ".join(releases) for name, releases in TESTED.items()}
+    if others := untested():
+        how = f"nothing, if all is well; else PIP_CONSTRAINT=constraints.txt {installing()}"
+        return Finding(VERSIONS, "tested", Level.NOTE, f"LEMA was not tested with {others}.", how, facts=facts)
+    told = "; ".join(f"{name} {releases}" for name, releases in facts.items())
+    return Finding(VERSIONS, "tested", Level.OK, f"LEMA was tested with {told}.", facts=facts)
 
 
 def _python(wanted: str) -> Finding:

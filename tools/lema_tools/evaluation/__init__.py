@@ -15,6 +15,8 @@ from lema_tools.opened import model_of, outcome_of
 
 __all__ = ["evaluate"]
 
+RESULTS = b'{\n  "results": '  # how each file of results begins
+
 
 def evaluate(
     source: Source,
@@ -51,7 +53,7 @@ def evaluate(
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome)
     with contextlib.closing(model):
-        check_written("--output", output, model.config, source)
+        check_written("--output", output, model.config, source, include_path, begins=[RESULTS])
         if tasks is not None:
             from lema_tools.evaluation.harness import Harness
 
@@ -101,4 +103,5 @@ def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> N
         return
     typer.echo(table_of(results))
     if output is not None:
+        results = {"results": results["results"], **results}  # in this order, by which the file is known again
         replace_file(output, (json.dumps(results, indent=2, default=str) + "\n").encode())

@@ -17,6 +17,7 @@ from lema.config.markdown import code
 from lema.config.units import human_bytes, human_count
 from lema.errors import LemaError
 from lema.storage.atomic import replace_file
+from lema.storage.regular import check_kind, check_target
 from lema_tools.proof.arms import Case, Outcome
 
 __all__ = ["PromiseBroken", "certify", "markdown", "tolerance", "write"]
@@ -123,6 +124,18 @@ def _machine(device: str) -> dict[str, Any]:
     return {"system": f"{platform.system()} {platform.machine()}", "device": device, **about}
 
 
+TITLE = "# Streamed, and whole: one certificate"
+BEGINS = {"certificate.json": b'{\n "holds": ', "certificate.md": TITLE.encode()}
+
+
+def check_place(directory: Path) -> None:
+    """Make sure that a certificate replaces at most another one in a directory. `ConfigError`: it would replace what is
+    none."""
+    for name, begins in BEGINS.items():
+        check_target(directory / name)
+        check_kind(directory / name, begins)
+
+
 def write(certificate: Mapping[str, Any], directory: Path) -> tuple[Path, Path]:
     """Write `certificate.json` and `certificate.md` to a directory, and return where."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -135,7 +148,7 @@ def write(certificate: Mapping[str, Any], directory: Path) -> tuple[Path, Path]:
 def markdown(certificate: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the certificate as people read it."""
     case, model, memory = certificate["case"], certificate["model"], certificate["memory"]
-    yield "# Streamed, and whole: one certificate"
+    yield TITLE
     yield ""
     yield f"**{_verdict(certificate)}**"
     yield ""

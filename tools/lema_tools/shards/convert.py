@@ -31,7 +31,7 @@ from lema.model import meta_model, read_config
 from lema.storage import resolve_model
 from lema.storage.atomic import appearing, free_directory, replace_file
 from lema.storage.modelfiles import TEMPLATES, check_companions
-from lema.storage.regular import read_regular
+from lema.storage.regular import check_apart, expanded, read_regular
 from lema.storage.rendering import GENERATION
 from lema.train.reference import REFERENCE
 
@@ -107,6 +107,7 @@ def consolidate_adapter(
     if config_file is None:
         raise AdapterError(f"there is no {CONFIG}", where=str(directory.parent), how="copy it next to the shards")
     config = _adapter_config(config_file)
+    check_apart(out, [directory, config_file.parent, *_base_named(config, model)])
     base, skeleton = _base_of(config, model)
     order = None if kv_layout is None else _order(kv_layout)
     tensors, differing, tp, config = form.read(directory, config, skeleton, order, check=check)
@@ -136,6 +137,7 @@ def rename_adapter(
         raise AdapterError(what, where=str(adapter), how=how)
     the_lora_config(adapter)
     settings = _adapter_config(adapter / CONFIG)
+    check_apart(out, [adapter, *_base_named(settings, model)])
     skeleton = _named_base(adapter, settings, model)
     tensors = tensors_in_own(skeleton, read_tensors(weights_file(adapter)), weights_file(adapter))
     with appearing(out) as partial:
@@ -169,6 +171,7 @@ def shard_adapter(
         raise ConfigError(f"there is no format of shards called {format!r}", where="format", how=how)
     the_lora_config(adapter)
     settings, order = _adapter_config(adapter / CONFIG), _order(kv_layout)
+    check_apart(out, [adapter, *_base_named(settings, model)])
     skeleton = _named_base(adapter, settings, model, trust=trust_remote_code)
     tensors = tensors_in_own(skeleton, read_tensors(weights_file(adapter)), weights_file(adapter))
     with appearing(out) as partial:
@@ -176,6 +179,12 @@ def shard_adapter(
         _write_reference(skeleton, adapter, partial)
         formats[format].write(partial / SHARDS, tensors, settings, skeleton, tp, order)
     return out
+
+
+def _base_named(settings: Settings, model: str | None) -> list[Path]:
+    """Return where the base model would be, if it is named by its place."""
+    base = model or settings.get("base_model_name_or_path")
+    return [expanded(base)] if isinstance(base, str) and base else []
 
 
 def _named_base(adapter: Path, settings: Settings, model: str | None, *, trust: bool = False) -> PreTrainedModel:
