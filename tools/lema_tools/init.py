@@ -9,12 +9,14 @@ from typing import Annotated
 
 import typer
 
+from lema.cli.libraries import import_libraries
 from lema.errors import ConfigError, LemaError, MemoryLimitError
 
 __all__ = ["init"]
 
 
 def init(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Directory, cached hub id, or name of docs/coverage.md.")
     ],
@@ -30,6 +32,7 @@ def init(
         raise ConfigError("this file exists already", where=str(output), how="choose another one: --output FILE")
     if not data.exists():
         raise ConfigError("there is no such file", where=f"--data {data}", how="use an existing file")
+    import_libraries(context, trusted=False)
     from lema.config.units import memory_bytes
     from lema.plan.machine import profile as find_profile
     from lema.storage.regular import check_apart

@@ -88,7 +88,7 @@ def _slow_types(backend: Backend) -> list[str]:
     import torch
 
     from lema.backend.registry import fast_dtype
-    from lema.model.computing import dtype_name
+    from lema.config.types import dtype_name
 
     return [dtype_name(dtype) for dtype in (torch.bfloat16, torch.float16) if fast_dtype(backend, dtype) != dtype]
 

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 from lema.backend import Backend
 from lema.backend.host.limits import peak_memory
 from lema.config import LemaConfig
+from lema.config.types import dtype_name
 from lema.engine.head.loss import split_batch
 from lema.errors import LemaError, MemoryLimitError
-from lema.model.computing import dtype_name
 from lema.model.partition import open_backend
 from lema.plan.planner import planner_of, site_of
 from lema.train import LemaModel
