@@ -2,17 +2,19 @@
 
 import csv
 import glob
+import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from lema.backend.timelimit import bounded_memory
-from lema.errors import DataError, unreadable
+from lema.backend.host.limits import bounded_memory
+from lema.errors import DataError, installing, unreadable
 from lema.storage.hub import HUB, hub_data, is_stream, stream_rows
 from lema.storage.regular import expanded
 
@@ -173,11 +175,11 @@ def _pieces(path: Path) -> Iterator[Piece]:
     try:
         if _kind(path) in _OF_LINES:
             if path.suffix.lower() in _COMPRESSED:
-                with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
+                with path.open("rb") as raw, _expanded(raw, path) as file:
                     blocks = iter(partial(file.read, 1 << 20), b"")
                     _check_unpacked(path, (len(one) + one.count(b"\n") * ROW_BYTES for one in blocks))
             line = 1
-            with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
+            with path.open("rb") as raw, _expanded(raw, path) as file:
                 while content := file.read(PIECE_BYTES):
                     content += file.readline(MAX_ROW)
                     if len(content) > MAX_ROW and not content.endswith(b"\n"):
@@ -202,6 +204,8 @@ def _pieces(path: Path) -> Iterator[Piece]:
             yield Piece(path, rows[0].line, rows, size)
     except OSError as error:
         raise unreadable(path, error) from error
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"not a whole {path.suffix[1:]} file: {error}", where=str(path)) from error
 
 
 def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
@@ -211,13 +215,24 @@ def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
         raise DataError(UNPACKS, where=str(path), how=DISTRUST)
 
 
-def _expanded(file: BinaryIO, kind: str) -> BinaryIO:
-    """A file without its compression."""
-    if kind not in _COMPRESSED:
-        return file
-    import pyarrow
+def _arrow(path: Path) -> Any:
+    """Return the library that reads columns and expands compressed files. `DataError`: it is not installed."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        what, how = f"a {path.suffix} file needs the library `pyarrow`", installing("parquet")
+        raise DataError(what, where=str(path), how=how) from error
+    return pyarrow
 
-    return io.BufferedReader(pyarrow.CompressedInputStream(file, _COMPRESSED[kind]))
+
+def _expanded(file: BinaryIO, path: Path) -> BinaryIO:
+    """A file without its compression."""
+    match path.suffix.lower():
+        case ".gz":
+            return io.BufferedReader(gzip.GzipFile(fileobj=file))
+        case ".zst":
+            return io.BufferedReader(_arrow(path).CompressedInputStream(file, "zstd"))
+    return file
 
 
 def _error(what: str, path: Path, line: int, how: str = "") -> DataError:
@@ -375,8 +390,7 @@ def _within_memory(path: Path, number: int, function: Callable[[], Any]) -> Any:
 
 
 def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-
+    pyarrow = _arrow(path)
     number, left = 0, MAX_UNPACKED + MAX_RATIO * path.stat().st_size
     try:
         every = iter(partial(_within_memory, path, number, partial(next, _batches(path), None)), None)
@@ -400,6 +414,6 @@ _Values = Iterator[tuple[int, dict[str, Any]]]
 _OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {".jsonl": _jsonl, ".txt": _txt}
 _OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv}
 _OF_FILES |= dict.fromkeys((".parquet", ".arrow"), _columnar)
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSED = {".gz", ".zst"}
 _READERS = _OF_LINES.keys() | _OF_FILES.keys()
 _OF_FILES[HUB] = stream_rows

@@ -1,8 +1,10 @@
 """Every format gives the same rows, each with its line; every broken file and row is named."""
 
+import gzip
 import json
 import re
 import resource
+import sys
 from pathlib import Path
 from random import Random
 
@@ -131,6 +133,32 @@ def test_a_truncated_parquet_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a whole parquet file"):
         load_rows(path)
+
+
+def test_rows_that_are_packed_by_gzip_need_no_library(write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    file = write("f.jsonl.gz", gzip.compress(b'{"text": "one"}\n') + gzip.compress(b'{"text": "two"}\n'))
+    assert [row.values["text"] for row in load_rows(file)] == ["one", "two"]
+    for broken in (file.read_bytes()[:-9], b"no such file", file.read_bytes()[:20] + bytes(30)):
+        file.write_bytes(broken)
+        with pytest.raises(DataError, match=r"not a whole gz file|cannot be read") as caught:
+            list(load_rows(file))
+        assert str(file) in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst"])
+def test_a_file_that_needs_a_library_that_is_not_installed_names_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / name).write_bytes(b"rows")
+    with pytest.raises(DataError, match="needs the library `pyarrow`") as raised:
+        load_rows(tmp_path / name)
+    assert raised.value.where == str(tmp_path / name)
+    assert raised.value.how == 'pip install "lema-lora[parquet]"'
+    (tmp_path / "b.txt").write_text("a row")
+    assert len(load_rows(tmp_path / "b.txt")) == 1
 
 
 @pytest.mark.parametrize("form", ["stream", "file", "gzip", "zstd"])
