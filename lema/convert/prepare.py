@@ -219,7 +219,7 @@ def prepare(
     the file names what it was made of, for adapters that are trained on it. Tensors on disk that no class reads are
     left out, and named in what is returned; a tensor of the model that is not on disk is an error, though
     `from_pretrained` would draw it at random.
-    `ConfigError`: `out` is or lies in the model's own directory, or is a file where it must be a directory; what
+    `ConfigError`: `out` is the model's own directory, or one in it, or a file where it must be a directory; what
     `quantize` needs is not installed; `WeightsError`: the checkpoint is damaged or does not fit its config;
     `ModelError`: `transformers` cannot build the model, or it has no single stack of layers, or it is quantised
     already, or has nothing to quantise; `DiskError`: the disk is full or failing; nothing is left behind.
@@ -233,8 +233,9 @@ def prepare(
     check_kind(quantize)
     place, wanted = Path(out), _parse_dtype(dtype)
     if not isinstance(model_or_dir, PreTrainedModel):
-        # Beside a file that is named itself there may be anything.
-        check_apart(place, [resolve_model(model_or_dir)], below=expanded(model_or_dir).suffix != ".safetensors")
+        # A new file of weights belongs beside a `config.json`, and beside one that is read there may be anything.
+        alone = ".safetensors" in (place.suffix, expanded(model_or_dir).suffix)
+        check_apart(place, [resolve_model(model_or_dir)], below=not alone)
     if place.suffix == ".safetensors" and not place.is_dir():
         if quantize is not None:
             what = "a single file cannot hold a quantised model, because config.json describes the quantisation"

@@ -315,14 +315,13 @@ def test_nothing_is_written_into_a_model_or_an_adapter_that_is_read(
 
 
 @pytest.mark.parametrize("named", BELOW)
-@pytest.mark.parametrize("verb", ["prepare", "prepare, one file", "prove", "init", "plan", "train"])
+@pytest.mark.parametrize("verb", ["prepare", "prove", "init", "plan", "train"])
 def test_nothing_is_written_into_a_model_that_is_read(
     verb: str, named: Link, config: Path, model: Path, tmp_path: Path, capfd: Any
 ) -> None:
     target, before = named(model, tmp_path / "other"), contents(model)
     words: dict[str, list[Any]] = {
         "prepare": ["prepare", model, target],
-        "prepare, one file": ["prepare", model, target.with_suffix(".safetensors")],
         "prove": ["prove", model, "--output", target],
         "init": ["init", model, "--device-memory", "8GB", "--data", tmp_path / "data.jsonl", "--output", target],
         "plan": ["plan", config, "--plot", target.with_suffix(".png")],
@@ -334,8 +333,9 @@ def test_nothing_is_written_into_a_model_that_is_read(
 
 def test_outputs_lie_beside_and_around_what_is_read(ended: Path, model: Path, tmp_path: Path) -> None:
     """The layouts that people use: a run beside its model, or around the adapter that it begins with; one file of
-    weights above its runs; results of a run in its directory."""
-    assert lema("prepare", model, tmp_path / "model.safetensors") == 0
+    weights above its runs, or beside its config; results of a run in its directory."""
+    assert lema("prepare", model, model / "one.safetensors") == 0
+    assert lema("prepare", model / "one.safetensors", tmp_path / "model.safetensors") == 0
     new = ["--max-new-tokens", 2]
     place = tmp_path / "model-runs"  # the name begins as the model's does
     write = config_writer(model, tmp_path)

@@ -535,7 +535,7 @@ ANY_SETTINGS = st.fixed_dictionaries(
         "strategy": st.sampled_from(["streaming", "Resident", MemoryStrategy.STREAMING]),
         "lora_rank": st.integers(1, 512),
         "lora_alpha": st.integers(1, 64) | st.floats(0.1, 64),
-        "learning_rate": st.floats(0, 1),
+        "learning_rate": st.floats(0, 1, width=32, allow_subnormal=False),
         "lora_target_modules": st.none() | st.just("q_proj") | st.lists(st.just("c_attn"), min_size=1, max_size=3),
         "lora_rank_pattern": st.dictionaries(st.sampled_from(["q_proj", r"\\d"]), st.integers(1, 64)),
         "lora_alpha_pattern": st.dictionaries(st.just("v_proj"), st.integers(1, 64) | st.floats(0.1, 64)),
