@@ -27,6 +27,7 @@ __all__ = [
     "WeightsError",
     "installing",
     "listed",
+    "message_of",
     "named_in",
     "printable",
     "unreadable",
@@ -59,6 +60,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device is out of memory. The host's memory is not meant (`MemoryError`)."""
     named = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for the sake of its errors
     return isinstance(error, RuntimeError) and (named or any(saying in str(error).lower() for saying in SAYINGS))
+
+
+def message_of(error: Exception) -> str:
+    """Return an error's message, with its type if the message may say nothing alone, as in `KeyError: 'x'`."""
+    return str(error) if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: {error}"
 
 
 def printable(text: str) -> str:

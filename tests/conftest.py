@@ -12,6 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import linuxalone
 import pickles
 import pytest
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 TESTS = Path(__file__).parent
+OTHER_SYSTEM = bool(os.environ.get("OTHER_SYSTEM"))  # `tox -e portable`: tests/support/othersystem.py
 
 # Modules that take longest, the longest first: begun last, one of them would leave the other processes of `-n` without
 # work. Each takes over half a minute; docs/internals/tests.md has the seconds.
@@ -87,12 +89,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at which markers a run asks for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest modules, and take a few cases of tests that have too many.
 
     Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow, and
     exhaustive where it is not `covered` as well. Slow tests that say nothing of their own have one case.
     """
+    if OTHER_SYSTEM:
+        alone = [item for item in items if linuxalone.holds(item.path.relative_to(TESTS), item.name.partition("[")[0])]
+        config.hook.pytest_deselected(items=alone)
+        items[:] = [item for item in items if item not in alone]
     place = {TESTS / f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
     leave_out(items, "covered", pytest.mark.exhaustive)

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 __all__ = ["AllMemory", "RuntimeDriver"]
@@ -15,6 +16,7 @@ __all__ = ["AllMemory", "RuntimeDriver"]
 PORTABLE = 1  # cudaHostRegisterPortable: locked for every device of the process
 PAGEABLE = 88  # cudaDevAttrPageableMemoryAccess: the device reaches all memory of the process
 MAPS = Path("/proc/self/maps")
+LIBRARY = re.compile(r"libcudart.*\.so.*|libamdhip64.*\.so.*|cudart.*\.dll|amdhip64.*\.dll")
 
 
 class RuntimeDriver:
@@ -87,5 +89,9 @@ def _forget_error(runtime: Any, result: int) -> None:
 @cache
 def _library() -> ctypes.CDLL | None:
     """Return the runtime library that torch has loaded; None: it is part of another one."""
-    loaded = re.search(r"/.*/lib(?:cudart|amdhip64)[^/]*\.so\S*", MAPS.read_text())
-    return None if loaded is None else ctypes.CDLL(loaded[0])
+    try:
+        mapped = [line.split(maxsplit=5)[-1] for line in MAPS.read_text(encoding="utf-8").splitlines()]
+    except OSError:  # not Linux
+        mapped = [one.path for one in psutil.Process().memory_maps()] if hasattr(psutil.Process, "memory_maps") else []
+    loaded = next((path for path in mapped if LIBRARY.fullmatch(Path(path).name)), None)
+    return None if loaded is None else ctypes.CDLL(loaded)

@@ -6,7 +6,6 @@ released slot is filled with NaN, so that tests notice a use after release.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
@@ -28,6 +27,7 @@ from lema.backend import (
     Span,
     Upload,
 )
+from lema.backend.host.limits import peak_memory
 from lema.backend.hostmemory import anonymous
 from lema.backend.torchrun import join
 from lema.errors import BackendUnavailable
@@ -214,7 +214,7 @@ class CpuBackend:
 
     def memory(self) -> MemoryStats:
         """Return this process's resident bytes, their peak, and the machine's memory."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = peak_memory()
         used: int = psutil.Process().memory_info().rss
         total = psutil.virtual_memory().total
         return MemoryStats(used, max(used, peak), total, shared=not self._poison)

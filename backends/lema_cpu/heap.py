@@ -8,11 +8,11 @@ the plan needs, the system would end the process. To give memory back always wou
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import psutil
 
+from lema.backend.host.clibrary import c_function
 from lema.backend.hostmemory import memory_available
 
 __all__ = ["Heap"]
@@ -28,7 +28,7 @@ class Heap:
     def __init__(self) -> None:
         self._seen = 0  # the process's own bytes when it looked last
         self._process = psutil.Process()
-        self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._trim: Callable[[int], int] | None = c_function("malloc_trim")
 
     def look(self) -> None:
         """Give free memory back if the process has grown and memory is scarce."""

@@ -70,7 +70,7 @@ def _on_the_bus(root: Path) -> Iterator[Path]:
 def _said_by(file: Path) -> str:
     """Return the first line of a file; empty if there is no such file."""
     with suppress(OSError):
-        return file.read_text().partition("\n")[0].strip()
+        return file.read_text(encoding="utf-8").partition("\n")[0].strip()
     return ""
 
 

@@ -85,7 +85,7 @@ def driver(root: Path = ROOT) -> Finding:
     devices = len([device for device in (root / "dev").glob("neuron*") if device.name[len("neuron") :].isdigit()])
     version = None
     with suppress(OSError):
-        version = (root / "sys/module/neuron/version").read_text().strip() or None
+        version = (root / "sys/module/neuron/version").read_text(encoding="utf-8").strip() or None
     facts: dict[str, Fact] = {"devices": devices, "driver": version}
     if devices:
         what = f"{devices} Neuron device{'s' if devices > 1 else ''}, driver {version or 'of unknown version'}."

@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from lema.backend.host.clibrary import c_function
+from lema.backend.host.groups import groups
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 __all__ = [
     "anonymous",
-    "groups",
     "mapped",
     "memory_available",
     "memory_left",
     "memory_limit",
+    "private_pages",
     "read_only",
     "relabelled",
 ]
@@ -40,7 +43,7 @@ def anonymous(nbytes: int) -> Tensor:
 
     huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
     room = max(nbytes, 1) + (HUGE_PAGE if huge else 0)  # addresses, not memory: what is never touched takes none
-    private = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # else it is shared memory
+    private = private_pages(room)
     start = -torch.frombuffer(private, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
     if huge:
         with suppress(OSError):  # a system without them has pages all the same
@@ -48,18 +51,28 @@ def anonymous(nbytes: int) -> Tensor:
     return torch.frombuffer(private, dtype=torch.uint8, count=max(nbytes, 1), offset=start)[:nbytes]
 
 
+def private_pages(nbytes: int) -> mmap.mmap:
+    """Return memory of this process alone, which the system finds when it is first written."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # on Windows no other process can have it
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def mapped(descriptor: int, nbytes: int) -> Tensor:
     """Return uint8 `[nbytes]`, page-aligned: the first bytes of a file, as every process sees and changes them."""
     import torch
 
-    shared = mmap.mmap(descriptor, max(nbytes, 1), flags=mmap.MAP_SHARED)
+    shared = mmap.mmap(descriptor, max(nbytes, 1))
     return torch.frombuffer(shared, dtype=torch.uint8)[:nbytes]
 
 
 def read_only(memory: Tensor) -> None:
-    """Protect `memory`, whole pages of this process: the system ends a process that writes there (SIGSEGV)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mprotect(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), mmap.PROT_READ):
+    """Protect `memory`, whole pages of this process: the system ends a process that writes there (SIGSEGV). Where the C
+    library has no such call, nothing keeps anyone from writing."""
+    protect = c_function("mprotect")
+    if protect is None:
+        return
+    if protect(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), mmap.PROT_READ):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -88,19 +101,6 @@ ROOT = Path("/")
 UNLIMITED = 1 << 60  # groups of the first version say a number near 2 ** 63 when they mean none
 
 
-def groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the directories of the control groups that this process is in, from its own up to the root."""
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            top = root / "sys/fs/cgroup" / (controller if controllers else "")
-            own = top / path.lstrip("/")
-            # In a container the path is that of the host, and what is mounted is the container's own group.
-            yield from (group for group in (own, *own.parents) if group.is_relative_to(top) and group.is_dir())
-
-
 def memory_limit(root: Path = ROOT) -> int | None:
     """Return the bytes that this process's control groups may have; None: as many as there are."""
     return min((limit for _, limit in _limits(root)), default=None)
@@ -122,7 +122,7 @@ def _limits(root: Path) -> Iterator[tuple[Path, int]]:
     for group in groups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # not there, or "max"
-                if (limit := int((group / name).read_text())) < UNLIMITED:
+                if (limit := int((group / name).read_text(encoding="utf-8"))) < UNLIMITED:
                     yield group, limit
 
 
@@ -130,9 +130,9 @@ def _used(group: Path) -> int:
     used = 0
     for name in ("memory.current", "memory.usage_in_bytes"):
         with suppress(OSError, ValueError):
-            used = int((group / name).read_text())
+            used = int((group / name).read_text(encoding="utf-8"))
     with suppress(OSError, ValueError):
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
         files = int(stat.get("total_cache", stat.get("file", 0)))
         # Memory that processes share is counted among files, and is not dropped.
         used -= files - int(stat.get("total_shmem", stat.get("shmem", 0)))

@@ -6,7 +6,6 @@ where a driver can, memory is mapped as everywhere in LEMA and then registered, 
 
 from __future__ import annotations
 
-import resource
 import warnings
 import weakref
 from typing import Protocol
@@ -14,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lema.backend.host.limits import limit
 from lema.backend.hostmemory import anonymous
 from lema.backend.torchstreams import pinned
 from lema.errors import MemoryLimitError
@@ -105,5 +105,5 @@ def _unlock(driver: Driver, locked: set[int], address: int) -> None:
 
 
 def _limit() -> str:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return "any number of bytes" if soft == resource.RLIM_INFINITY else f"{soft:,} bytes"
+    soft, _ = limit("MEMLOCK")
+    return "any number of bytes" if soft is None else f"{soft:,} bytes"

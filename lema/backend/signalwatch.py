@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -24,27 +25,28 @@ class SignalWatch:
     def __init__(self, seen: Callable[[int], None]) -> None:
         self._seen = seen
         self._thread: threading.Thread | None = None
-        self._before = self._out = -1
+        self._before = -1
+        self._out: socket.socket | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             _forgotten_by_forks()
-            numbers, self._out = os.pipe()
-            os.set_blocking(self._out, False)
-            self._before = signal.set_wakeup_fd(self._out, warn_on_full_buffer=False)
+            numbers, self._out = socket.socketpair()  # because not every system has pipes that never wait
+            self._out.setblocking(False)
+            self._before = signal.set_wakeup_fd(self._out.fileno(), warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._look, args=(numbers,), daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
+        if self._thread is not None and self._out is not None:
             signal.set_wakeup_fd(self._before)
-            os.close(self._out)  # which ends the thread
+            self._out.close()  # which ends the thread
             self._thread.join()
 
-    def _look(self, numbers: int) -> None:
-        with os.fdopen(numbers, "rb", buffering=0) as arrived:
-            while found := arrived.read(64):
+    def _look(self, numbers: socket.socket) -> None:
+        with numbers:
+            while found := numbers.recv(64):
                 for number in found:
                     self._seen(number)
 
@@ -52,4 +54,5 @@ class SignalWatch:
 @cache
 def _forgotten_by_forks() -> None:
     """Let no process that is forked tell its signals to this one."""
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lema.backend.group import Alone
+from lema.backend.host.files import BINARY
 from lema.backend.hostmemory import mapped
 from lema.backend.protocols import Gathering, Replicas, Upload
 from lema.errors import BackendUnavailable, ConfigError, LemaError
@@ -208,20 +211,32 @@ class ProcessGroup:
         return gather_objects(value, torch.distributed.get_world_size(self._copy_hosts), self._copy_hosts)
 
     def shared_memory(self, nbytes: int) -> Tensor:
-        """Map a file without a name that the first process of each machine makes; it goes with the last of them."""
+        """Map a file that the first process of each machine makes; it goes with the last of them. Its only name is one
+        of Linux below /proc, or, elsewhere, one among the temporary files, until every process has it open."""
         machine = self.rank - self.local_rank  # the rank of its first process
-        made = os.memfd_create("lema") if self.local_rank == 0 else -1
-        if made >= 0:
-            os.ftruncate(made, max(nbytes, 1))
-        where = self.exchange((os.getpid(), made))
-        process, number = where[machine]
-        descriptor = made if made >= 0 else os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+        made, name = _shared_file(nbytes) if self.local_rank == 0 else (-1, "")
+        where = self.exchange(name)[machine]
+        descriptor = made if made >= 0 else os.open(where, os.O_RDWR | BINARY)
         try:
             memory = mapped(descriptor, nbytes)
             self.exchange(None)  # every process has it open
         finally:
             os.close(descriptor)
+            if name and not hasattr(os, "memfd_create"):
+                with suppress(PermissionError):  # of Windows, where it stays among the temporary files
+                    Path(name).unlink()
         return memory
+
+
+def _shared_file(nbytes: int) -> tuple[int, str]:
+    """Make a file of so many bytes; return its descriptor, and a name by which other processes can open it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("lema")
+        name = f"/proc/{os.getpid()}/fd/{descriptor}"
+    else:
+        descriptor, name = tempfile.mkstemp(prefix="lema-shared-")
+    os.ftruncate(descriptor, max(nbytes, 1))
+    return descriptor, name
 
 
 def gather_objects(value: Any, size: int, hosts: Any) -> list[Any]:

@@ -6,7 +6,6 @@ Queues whose work has ended when it is queued are the reference that the streams
 from __future__ import annotations
 
 import mmap
-import resource
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from lema.backend.host.limits import peak_memory
 from lema.backend.hostmemory import anonymous, memory_available
 from lema.backend.protocols import DeviceSlots, Download, MemoryStats
 from lema.backend.queues import Copies, CopyDown, Event, Slots
@@ -68,7 +68,7 @@ def unified_memory(device: torch.device) -> MemoryStats:
     """Return the same of a device that computes in host memory: of the process, and of the machine. The memory of
     torch's allocator for the device is the driver's, and so is counted beside the process's."""
     tensors = device_memory(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_memory()
     used = psutil.Process().memory_info().rss
     return MemoryStats(
         used + tensors.used,

@@ -97,7 +97,7 @@ class Trace(NoTrace):
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(text, encoding="utf-8")
+            part.write_text(text, encoding="utf-8", newline="\n")
             part.replace(target)
         except OSError as error:
             with suppress(OSError):  # cleaning up fails where writing did; the first failure is the one to tell

@@ -134,7 +134,7 @@ def write_stacks(words: str, directory: Path | None = None, out: TextIO | None =
     file = directory / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as written:
+        with file.open("x", encoding="utf-8", newline="\n") as written:
             print(head, file=written, flush=True)
             faulthandler.dump_traceback(file=written, all_threads=True)
     except OSError as error:

@@ -19,12 +19,12 @@ from lema.cli.arguments import (
     Verbs,
     check_written,
     config_of,
-    import_libraries,
     phase_file_of,
 )
 from lema.cli.exitcodes import run
 from lema.cli.interrupts import ending_on_interrupt
 from lema.cli.kernels import hide_kernels
+from lema.cli.libraries import import_libraries
 from lema.cli.threads import let_threads_sleep
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError

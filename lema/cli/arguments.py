@@ -1,8 +1,6 @@
 """The arguments that several commands share, and how they become settings and models."""
 
-import gc
 import re
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
     from lema.train.phases.file import PhaseFile
 
 __all__ = ["ConfigFile", "PhaseNamed", "Revision", "Settings", "Source", "Trust", "Verb", "Verbs"]
-__all__ += ["check_written", "config_of", "import_libraries", "phase_file_of", "phase_of", "settings_of"]
+__all__ += ["check_written", "config_of", "phase_file_of", "phase_of", "settings_of"]
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
@@ -170,41 +168,3 @@ def phase_of(source: Path, settings: list[str] | None, phase: str | None) -> "tu
         how = "leave it out, or name the file of phases"
         raise ConfigError("only a file of phases has any", where=f"--phase {phase}", how=how)
     return None
-
-
-def import_libraries(context: typer.Context, config: "LemaConfig", *, trusted: bool) -> None:
-    """Import transformers and PEFT without the libraries that quantise, which bring torch's compiler and so double the
-    time, unless the run may need them to find one. Whoever imports one afterwards gets it, as a quantised model does.
-    Only in a process that `main` began, because what they find installed they remember: a user's own is not LEMA's."""
-    if context.obj != "main" or trusted or config.optim != "adamw_torch":
-        return
-    hidden = [name for name in ("bitsandbytes", "torchao") if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None: Python's own word for "not there"
-    gc.disable()  # because looking for garbage in what is only ever imported takes a tenth of the time
-    try:
-        _import_transformers()
-        from peft import import_utils
-
-        for asked in ("is_bnb_4bit_available", "is_torchao_available"):  # by PEFT when it attaches an adapter
-            getattr(import_utils, asked, bool)()
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-        gc.freeze()  # else the next look would be at all of it
-        gc.enable()
-
-
-def _import_transformers() -> None:
-    """Import transformers and the list of its models, for which it looks into 2,500 files: once for its own names, and
-    again for those of `transformers.models`, which are the same without that prefix."""
-    import transformers
-    from transformers.utils import import_utils
-
-    look, own = vars(import_utils)["define_import_structure"], "models."
-    found = look(Path(transformers.__file__).parent / "models", prefix="models").items()  # which it has kept
-    models = {key: {name[len(own) :]: one for name, one in some.items() if name.startswith(own)} for key, some in found}
-    vars(import_utils)["define_import_structure"] = lambda _: models
-    try:
-        import transformers.models
-    finally:
-        vars(import_utils)["define_import_structure"] = look

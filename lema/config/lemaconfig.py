@@ -381,7 +381,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         part = file.with_name(f".{CONFIG_NAME}.{os.getpid()}.part")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("w", encoding="utf-8") as out:
+            with part.open("w", encoding="utf-8", newline="\n") as out:
                 out.write(json.dumps(self.to_dict(), indent=2) + "\n")
                 out.flush()
                 os.fsync(out.fileno())

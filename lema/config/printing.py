@@ -1,7 +1,7 @@
 """Output for a reader: lines, rows that are a table on a terminal and tab-separated columns anywhere else; and silence.
 
 PEFT imports bitsandbytes, and transformers torchao, wherever these are installed, which log warnings of kernels that
-they could not load. Where a command cannot do without them (`lema.cli.arguments.import_libraries`) LEMA hushes them
+they could not load. Where a command cannot do without them (`lema.cli.libraries.import_libraries`) LEMA hushes them
 for its whole process, and where they are imported in a user's (`lema.lazy_exports`) for as long as that takes.
 """
 

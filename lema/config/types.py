@@ -6,13 +6,16 @@ import re
 from datetime import date
 from enum import StrEnum
 from os import PathLike
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlencode
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from lema.config.peft import INITIAL_VALUES, why_not_initial
 from lema.config.units import memory_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 class MemoryStrategy(StrEnum):
@@ -22,6 +25,11 @@ class MemoryStrategy(StrEnum):
     """On disk; a few layers at a time pass through host memory."""
     RESIDENT = "resident"
     """In host memory, all of them."""
+
+
+def dtype_name(dtype: "torch.dtype") -> str:
+    """Return a type's name as settings write it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _as_text(value: Any) -> Any:
@@ -145,8 +153,7 @@ def _initial(value: Any) -> Any:
 
 
 def _dtype(value: Any) -> Any:
-    # torch.float32 prints as its own name; asking torch would import it.
-    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+    return dtype_name(value) if type(value).__module__ == "torch" else value  # asking torch would import it
 
 
 Count = Annotated[int, Field(ge=1)]

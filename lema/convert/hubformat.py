@@ -168,7 +168,7 @@ def write_shards(
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(map(_bytes, specs))}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (directory / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
+        (directory / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8", newline="\n")
 
 
 def _bytes(spec: TensorSpec) -> int:

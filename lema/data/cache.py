@@ -5,7 +5,6 @@ start that is killed meanwhile leaves its parts, and the next one goes on behind
 """
 
 import contextlib
-import fcntl
 import gc
 import hashlib
 import json
@@ -32,6 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.backend.findings import program_versions
+from lema.backend.host.filelocks import lock
+from lema.backend.host.files import BINARY, open_directory
 from lema.backend.host.processors import usable_threads
 from lema.config.printing import draws
 from lema.config.units import human_bytes, human_duration
@@ -39,7 +40,7 @@ from lema.data.dataset import LABELLED, ROW, Columns, Skipped, Table
 from lema.data.files import Piece, Row, Where, pieces_of
 from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces
 from lema.errors import DataError, DiskError, unreadable
-from lema.storage.atomic import NO_LOCKS, appearing, replace_file
+from lema.storage.atomic import appearing, discard_unused, replace_file
 from lema.storage.directio import read_at
 from lema.storage.diskspace import user_cache
 from lema.storage.hub import is_stream, version_of
@@ -127,9 +128,9 @@ class Entry:
 
     def __init__(self, place: Path) -> None:
         self.place, self.file = place, place / "tokens" / TOKENS
-        self._descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.open(self.file, os.O_RDONLY | BINARY)
         weakref.finalize(self, os.close, self._descriptor)
-        _flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock(self._descriptor, shared=True, wait=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Entry, (self.place,)
@@ -242,7 +243,10 @@ def _write(folder: Path, files: Sequence[Path], gather: Gather) -> str:
 
 
 def _num_processes() -> int:
-    """Return how many processes tokenise; one, with a warning, where the system has no room for what they share."""
+    """Return how many processes tokenise; one, with a warning, where the system has no room for what they share; one
+    where processes cannot be forked with all that this one has: Windows cannot, and macOS's own libraries forbid it."""
+    if not hasattr(os, "fork") or sys.platform == "darwin":
+        return 1
     try:
         _ = [get_context("fork").Lock() for _ in range(LOCKS)]  # which lie in shared memory
     except OSError as error:
@@ -351,13 +355,16 @@ def _alone(place: Path) -> Iterator[bool]:
     while True:
         try:
             place.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = open_directory(place)
         except OSError as error:
             how = "set data_cache to a folder that may be written to, or data_cache: false"
             what = f"tokens cannot be kept there: {error.strerror}"
             raise DiskError(what, where=str(place.parent), how=how) from error
+        if descriptor is None:
+            yield False
+            return
         try:
-            locked = _flock(descriptor, fcntl.LOCK_EX)
+            locked = lock(descriptor)
             # Another process may have removed it meanwhile; then a third has the lock of a new one of that name.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), place.stat()):
@@ -365,19 +372,6 @@ def _alone(place: Path) -> Iterator[bool]:
                     return
         finally:
             os.close(descriptor)
-
-
-def _flock(descriptor: int, how: int) -> bool | None:
-    """Take a lock; False: another process has it; None: there are none on this file system."""
-    try:
-        fcntl.flock(descriptor, how)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return None
-    return True
 
 
 def _evict(root: Path, kept: Path) -> None:
@@ -389,18 +383,5 @@ def _evict(root: Path, kept: Path) -> None:
         for place in sorted(entries, key=lambda place: place.stat().st_mtime):
             if used <= BOUND:
                 return
-            if place != kept and _removed(place):
+            if place != kept and discard_unused(place, place / "tokens" / TOKENS):
                 used -= sizes[place]
-
-
-def _removed(place: Path) -> bool:
-    """Remove an entry that no process uses or makes."""
-    with contextlib.ExitStack() as stack:
-        for path in (place, place / "tokens" / TOKENS):
-            with contextlib.suppress(FileNotFoundError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                stack.callback(os.close, descriptor)
-                if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) is False:
-                    return False
-        shutil.rmtree(place, ignore_errors=True)
-    return True

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from lema.backend.timelimit import bounded_memory
-from lema.errors import DataError, unreadable
+from lema.backend.host.limits import bounded_memory
+from lema.errors import DataError, installing, unreadable
 from lema.storage.hub import HUB, hub_data, is_stream, stream_rows
 from lema.storage.regular import expanded
 
@@ -173,11 +173,11 @@ def _pieces(path: Path) -> Iterator[Piece]:
     try:
         if _kind(path) in _OF_LINES:
             if path.suffix.lower() in _COMPRESSED:
-                with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
+                with path.open("rb") as raw, _expanded(raw, path) as file:
                     blocks = iter(partial(file.read, 1 << 20), b"")
                     _check_unpacked(path, (len(one) + one.count(b"\n") * ROW_BYTES for one in blocks))
             line = 1
-            with path.open("rb") as raw, _expanded(raw, path.suffix.lower()) as file:
+            with path.open("rb") as raw, _expanded(raw, path) as file:
                 while content := file.read(PIECE_BYTES):
                     content += file.readline(MAX_ROW)
                     if len(content) > MAX_ROW and not content.endswith(b"\n"):
@@ -211,13 +211,21 @@ def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
         raise DataError(UNPACKS, where=str(path), how=DISTRUST)
 
 
-def _expanded(file: BinaryIO, kind: str) -> BinaryIO:
-    """A file without its compression."""
-    if kind not in _COMPRESSED:
-        return file
-    import pyarrow
+def _arrow(path: Path) -> Any:
+    """Return the library that reads columns and expands compressed files. `DataError`: it is not installed."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        what, how = f"a {path.suffix} file needs the library `pyarrow`", installing("parquet")
+        raise DataError(what, where=str(path), how=how) from error
+    return pyarrow
 
-    return io.BufferedReader(pyarrow.CompressedInputStream(file, _COMPRESSED[kind]))
+
+def _expanded(file: BinaryIO, path: Path) -> BinaryIO:
+    """A file without its compression."""
+    if (kind := path.suffix.lower()) not in _COMPRESSED:
+        return file
+    return io.BufferedReader(_arrow(path).CompressedInputStream(file, _COMPRESSED[kind]))
 
 
 def _error(what: str, path: Path, line: int, how: str = "") -> DataError:
@@ -375,8 +383,7 @@ def _within_memory(path: Path, number: int, function: Callable[[], Any]) -> Any:
 
 
 def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow
-
+    pyarrow = _arrow(path)
     number, left = 0, MAX_UNPACKED + MAX_RATIO * path.stat().st_size
     try:
         every = iter(partial(_within_memory, path, number, partial(next, _batches(path), None)), None)

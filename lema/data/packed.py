@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 
+from lema.backend.host.files import BINARY
 from lema.errors import ConfigError, DataError, DiskError, unreadable
 from lema.storage.atomic import replacing
 from lema.storage.directio import read_at
@@ -65,7 +66,7 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
             raise DataError(what, where=str(self.path), how="use shorter blocks, or pack more tokens")
         self._limit = min(size for size in (LIMITS[self.header.dtype], self.header.vocab_size, vocab_size) if size)
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = os.open(self.path, os.O_RDONLY | BINARY)
         except OSError as error:
             what = f"{self.path.name} cannot be opened: {error.strerror or error}"
             raise unreadable(self.path, error, DataError, what, "check its permissions") from error

@@ -59,7 +59,9 @@ class Parts:
         sizes = {name: (self._folder / name).stat().st_size for name in FILES}
         told = {"sources": list(self._sources), "notes": self._remarks.lines(), "rows": self._digest.hexdigest()}
         about = {**self._counts, **told, "sizes": sizes}
-        (self._folder / ABOUT).write_text(json.dumps({"about": about, "sha256": _digest(about)}), encoding="utf-8")
+        (self._folder / ABOUT).write_text(
+            json.dumps({"about": about, "sha256": _digest(about)}), encoding="utf-8", newline="\n"
+        )
         return found
 
     def _found(self, pieces: Pieces, files: Sequence[BinaryIO], lines: BinaryIO) -> tuple[int, Pieces]:

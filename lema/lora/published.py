@@ -102,7 +102,7 @@ def publish_files(
     }
     if changed:
         text = json.dumps(written | changed, indent=2, sort_keys=True)
-        (directory / config_name).write_text(text, encoding="utf-8")
+        (directory / config_name).write_text(text, encoding="utf-8", newline="\n")
 
 
 CHANGED = (

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from lema import lazy_exports
 
 if TYPE_CHECKING:
-    from lema.model.skeleton import meta_model, read_config
+    from lema.model.files import read_config
+    from lema.model.skeleton import meta_model
     from lema.model.split import Split
 
 __all__ = ["Split", "meta_model", "read_config"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"Split": "split", "meta_model": "skeleton", "read_config": "skeleton"})
+__getattr__, __dir__ = lazy_exports(__name__, {"Split": "split", "meta_model": "skeleton", "read_config": "files"})

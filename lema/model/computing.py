@@ -16,10 +16,11 @@ from lema.backend import Backend
 from lema.backend.group import first_alone
 from lema.backend.registry import fast_dtype
 from lema.config import LemaConfig
+from lema.config.types import dtype_name
 from lema.model.weight_names import checkpoint_dtype
 from lema.storage import GlobalBinaryIndex
 
-__all__ = ["Computing", "computing_of", "dtype_name"]
+__all__ = ["Computing", "computing_of"]
 
 AUTO, OF_WEIGHTS = "auto", "weights"
 
@@ -72,8 +73,3 @@ def computing_of(
     else:
         found = first_alone(device.replicas, lambda: fast_dtype(device, weights))
     return Computing(weights, found, measured=found != weights)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a type's name as settings write it."""
-    return str(dtype).removeprefix("torch.")

@@ -11,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
+from lema.compat import releases
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, num_positions, prepare_data
 from lema.data.cache import folder_of
@@ -23,14 +24,19 @@ from lema.data.files import find_files
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
-from lema.errors import DataError
-from lema.model.skeleton import read_config
+from lema.errors import DataError, ModelError, message_of
 from lema.storage import resolve_model
-from lema.storage.modelfiles import load_generation_config, load_tokenizer
-from lema.storage.regular import read_regular
+from lema.storage.modelfiles import (
+    check_code,
+    keep_to_libraries,
+    load_generation_config,
+    load_tokenizer,
+    read_config_file,
+)
+from lema.storage.regular import check_inside, read_regular
 from lema.storage.rendering import GENERATION, read_templates, write_generation, write_templates
 
-__all__ = ["ModelFiles", "read_data", "training_rows"]
+__all__ = ["ModelFiles", "read_config", "read_data", "training_rows"]
 
 
 class ModelFiles:
@@ -143,6 +149,43 @@ def _with_ends(known: int | list[int] | None, ends: Sequence[int]) -> int | list
     found = [] if known is None else [known] if isinstance(known, int) else list(known)
     found += [end for end in ends if end not in found]
     return found[0] if len(found) == 1 else found
+
+
+def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read `config.json` of a model directory. `ModelError`: no config, one that this `transformers` cannot read, or
+    one that needs code that is not trusted; `WeightsError`: trusted code is not there, or is a link out of the
+    directory. `trust_remote_code`: run the model's own code where it has some; no code is run without it."""
+    read_config_file(directory)
+    _check_adapter(directory)
+    check_code(directory, trusted=trust_remote_code)
+    for file in sorted(directory.glob("*.py")) if trust_remote_code else ():
+        check_inside(file)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    # Catch any error: configs are code of others, run on a file from outside, and the message is passed on.
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot read this config: {message_of(error)}",
+            where=str(directory / "config.json"),
+            how=f"check the file, or upgrade transformers if the model is newer than it: {releases('transformers')}",
+        ) from error
+    assert isinstance(config, PreTrainedConfig)
+    keep_to_libraries(config, directory / "config.json")
+    for part in filter(None, (config, getattr(config, "text_config", None))):
+        if getattr(part, "output_router_logits", False):  # `lema.engine.head.routers` reads the file
+            part.output_router_logits = False  # because no router runs where the model's own forward does
+    return config
+
+
+def _check_adapter(directory: Path) -> None:
+    """Refuse, with `ModelError`, an adapter in the model's directory, which `from_pretrained` would attach."""
+    file = directory / "adapter_config.json"
+    if file.is_symlink() or file.exists():
+        what = "there is an adapter beside the model, which from_pretrained would make a part of it"
+        how = (
+            "move the adapter's files to a directory of their own; to train it further, name that adapter_name_or_path"
+        )
+        raise ModelError(what, where=str(file), how=how)
 
 
 def training_rows(config: LemaConfig, files: ModelFiles) -> tuple[Any, Any | None]:

@@ -10,7 +10,6 @@ are real, and each tensor takes time to make.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -32,13 +30,13 @@ from transformers.initialization import guard_torch_init_functions, no_init_weig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lema.backend import Backend
+from lema.backend.hostmemory import private_pages
 from lema.backend.registry import fused, own_attention
-from lema.compat import check_fusions, models_of, releases
+from lema.compat import check_fusions, models_of
 from lema.config import LemaConfig
-from lema.errors import LemaError, ModelError
+from lema.errors import LemaError, ModelError, message_of
 from lema.model.capture import past_layers, tensors_in
-from lema.storage.modelfiles import check_code, keep_to_libraries, read_config_file
-from lema.storage.regular import check_inside
+from lema.storage.modelfiles import parts_of
 
 MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
 MAX_TABLE_BYTES = 256 << 20  # of one table
@@ -86,43 +84,6 @@ UNTOUCHED_FROM = 1 << 20  # bytes
 OUTPUTS: Mapping[str, bool] = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 
 
-def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read `config.json` of a model directory. `ModelError`: no config, one that this `transformers` cannot read, or
-    one that needs code that is not trusted; `WeightsError`: trusted code is not there, or is a link out of the
-    directory. `trust_remote_code`: run the model's own code where it has some; no code is run without it."""
-    read_config_file(directory)
-    _check_adapter(directory)
-    check_code(directory, trusted=trust_remote_code)
-    for file in sorted(directory.glob("*.py")) if trust_remote_code else ():
-        check_inside(file)
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    # Catch any error: configs are code of others, run on a file from outside, and the message is passed on.
-    except Exception as error:
-        raise ModelError(
-            f"transformers cannot read this config: {_said(error)}",
-            where=str(directory / "config.json"),
-            how=f"check the file, or upgrade transformers if the model is newer than it: {releases('transformers')}",
-        ) from error
-    assert isinstance(config, PreTrainedConfig)
-    keep_to_libraries(_parts(config), directory / "config.json")
-    for part in filter(None, (config, getattr(config, "text_config", None))):
-        if getattr(part, "output_router_logits", False):  # `lema.engine.head.routers` reads the file
-            part.output_router_logits = False  # because no router runs where the model's own forward does
-    return config
-
-
-def _check_adapter(directory: Path) -> None:
-    """Refuse, with `ModelError`, an adapter in the model's directory, which `from_pretrained` would attach."""
-    file = directory / "adapter_config.json"
-    if file.is_symlink() or file.exists():
-        what = "there is an adapter beside the model, which from_pretrained would make a part of it"
-        how = (
-            "move the adapter's files to a directory of their own; to train it further, name that adapter_name_or_path"
-        )
-        raise ModelError(what, where=str(file), how=how)
-
-
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return the class of `transformers` that makes the model of a config: the one of image-text models where there is
     no causal one, since these train on text alone as well."""
@@ -157,7 +118,7 @@ def meta_model(
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **asked}
     builder: Any = kind or (AutoModelForSequenceClassification if scores else auto_class(config))
-    for part in _parts(config):
+    for part in parts_of(config):
         # Older trainers left this in the file. Layers are recomputed under their leases; a recomputation of their own
         # would run when their weights are gone.
         if getattr(part, "gradient_checkpointing", False):
@@ -177,7 +138,7 @@ def meta_model(
     except Exception as error:
         raise ModelError(
             f"transformers cannot build this model as a {'text classifier' if scores else 'causal language model'}: "
-            f"{_said(error)}",
+            f"{message_of(error)}",
             where=_place(config),
             how="`lema models` lists the types that stream"
             if attn_implementation is None
@@ -188,16 +149,12 @@ def meta_model(
     return model
 
 
-def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
-    """Return a config and the configs of its parts."""
-    inner = (getattr(config, name, None) for name in config.sub_configs)
-    return [config, *(part for one in inner if isinstance(one, PreTrainedConfig) for part in _parts(one))]
-
-
 def other_outputs(config: PreTrainedConfig) -> list[str]:
     """Name the settings of `OUTPUTS` that a config, or one of its parts, has otherwise. `meta_model` resets them: they
     change no number, and streamed layers leave nothing behind but their result."""
-    names = (name for part in _parts(config) for name, usual in OUTPUTS.items() if getattr(part, name, usual) != usual)
+    names = (
+        name for part in parts_of(config) for name, usual in OUTPUTS.items() if getattr(part, name, usual) != usual
+    )
     return list(dict.fromkeys(names))
 
 
@@ -220,11 +177,6 @@ def _place(config: PreTrainedConfig) -> str:
     return f"{Path(config.name_or_path) / 'config.json'}: {kind}" if config.name_or_path else kind
 
 
-def _said(error: Exception) -> str:
-    """Return an error's message, with its type if the message may say nothing alone, as in `KeyError: 'x'`."""
-    return str(error) if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: {error}"
-
-
 class EmptyOnMeta(TorchFunctionMode):
     """Makes `torch.empty`, which weights begin as, take no memory: not even an address, of which a large model would
     take so many that the heap is left full of holes. Large `torch.zeros`, which buffers begin as too, are real, but
@@ -237,7 +189,7 @@ class EmptyOnMeta(TorchFunctionMode):
             if like.nbytes < UNTOUCHED_FROM:
                 return func(*args, **given)
             # The system finds memory for these when they are first written; torch would write them at once.
-            pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = private_pages(like.nbytes)
             zeros = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
             return zeros.requires_grad_(like.requires_grad)
         return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))

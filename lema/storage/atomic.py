@@ -10,30 +10,26 @@ A single file is written under the name `.NAME.<token>.partial` (`open_partial`,
 The process that works on one holds its lock (`flock`), which goes with it: what can be locked may be swept.
 """
 
-import errno
-import fcntl
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from lema.backend.host.filelocks import lock
+from lema.backend.host.files import BINARY, NAMES_HELD, NO_FOLLOW, flush, open_directory
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.storage.diskspace import disk_errors
 from lema.storage.manifest import check_manifest, write_manifest
 from lema.storage.regular import check_target
 
-__all__ = ["appearing", "commit", "directories_for", "discard", "flush", "free_directory", "replace_file", "replacing"]
-__all__ += ["settle"]
+__all__ = ["appearing", "commit", "directories_for", "discard", "discard_unused", "free_directory", "replace_file"]
+__all__ += ["replacing", "settle"]
 
-READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-LOCKABLE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC  # of a file
-# What `flock` says on a file system without locks, or with locks of files alone (a network's).
-NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EISDIR}
 PART, OLD, GONE = "part", "old", "gone"
 LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
 
@@ -75,14 +71,15 @@ def _named_when_whole(directory: Path, part: Path | None = None) -> Iterator[Pat
         _rename(part, directory)
         flush(directory.parent)
         return
-    descriptor, part = _begin(directory, PART, Path.mkdir, READ)
+    descriptor, part = _begin(directory, PART, Path.mkdir, open_directory)
     try:
         yield part
         _rename(part, directory)
         flush(directory.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def discard(directory: Path) -> None:
@@ -91,6 +88,28 @@ def discard(directory: Path) -> None:
         gone = _aside(directory, GONE)
         directory.rename(gone)
         shutil.rmtree(gone)
+
+
+def discard_unused(directory: Path, *files: Path) -> bool:
+    """Delete a directory unless a process holds its lock, or that of one of these files in it; return whether it did.
+    `OSError`: it cannot be opened, or renamed."""
+    if NAMES_HELD:  # what it is used for is open, so that it keeps its name
+        gone = _aside(directory, GONE)
+        try:
+            directory.rename(gone)
+        except PermissionError:
+            return False
+        shutil.rmtree(gone, ignore_errors=True)
+        return True
+    with ExitStack() as stack:
+        for path in (directory, *files):
+            with suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                if lock(descriptor, wait=False) is False:
+                    return False
+        shutil.rmtree(directory, ignore_errors=True)
+    return True
 
 
 def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None:
@@ -112,43 +131,44 @@ def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None
                     shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
 
 
-def _begin(target: Path, kind: str, make: Callable[[Path], object], flags: int) -> tuple[int, Path]:
-    """Make a directory or a file that is to become `target`, and open and lock it."""
+def _begin(
+    target: Path, kind: str, make: Callable[[Path], object], opened: Callable[[Path], int | None]
+) -> tuple[int | None, Path]:
+    """Make a directory or a file that is to become `target`, and open and lock it; None: the system opens none."""
     while True:
         path = _aside(target, kind)
         make(path)
         with suppress(FileNotFoundError):  # another process may sweep it between its making and its locking
-            descriptor = os.open(path, flags)
-            _lock(descriptor, wait=True)
+            descriptor = opened(path)
+            if descriptor is None:
+                return None, path
+            lock(descriptor)
             if path.exists():
                 return descriptor, path
             os.close(descriptor)
 
 
 @contextmanager
-def _locked(path: Path, flags: int = READ, *, wait: bool = True) -> Iterator[bool]:
-    """Open a directory, or a file with `flags` of its own, and take its lock; give whether it was to be had."""
-    descriptor = os.open(path, flags)
+def _locked(path: Path, opened: Callable[[Path], int | None] = open_directory, *, wait: bool = True) -> Iterator[bool]:
+    """Open a directory or a file and take its lock; give whether it was to be had. It is not where there are no locks,
+    or where another has it and we do not wait."""
+    descriptor = opened(path)
     try:
-        yield _lock(descriptor, wait=wait)
+        yield descriptor is not None and lock(descriptor, wait=wait) is True
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Take the lock of a file or directory; False: there are no locks here, or another has it and we do not wait."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno not in NO_LOCKS and error.errno != errno.EWOULDBLOCK:
-            raise
-        return False
-    return True
+def _open_file(file: Path) -> int:
+    return os.open(file, os.O_RDWR | NO_FOLLOW | BINARY)
 
 
 def _rename(part: Path, directory: Path) -> None:
     """Give a directory its name; one that is there already steps aside until then."""
     empty = directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir())
+    if empty and NAMES_HELD:
+        directory.rmdir()  # because nothing takes the name of a directory there
     if empty or not directory.exists():
         part.rename(directory)  # over an empty one without its lock, because the `commit` around this one may hold that
         return
@@ -184,17 +204,6 @@ def _make(directory: Path) -> None:
         flush(directory.parent)
 
 
-def flush(path: Path) -> None:
-    """Have a file or directory on disk, and, of a file, let what is read of it next come from there."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
 def _aside(directory: Path, kind: str) -> Path:
     return directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.{kind}")
 
@@ -206,11 +215,18 @@ def open_partial(file: Path) -> tuple[int, Path]:
     with suppress(FileNotFoundError):
         for left in filter(lambda other: pattern.fullmatch(other.name), sorted(file.parent.iterdir())):
             # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
-            with suppress(OSError), _locked(left, LOCKABLE, wait=False) as held:
-                if held:
+            with suppress(OSError):
+                if NAMES_HELD and not left.is_symlink():  # no lock is needed to tell: one that is open stays
                     left.unlink()
+                if NAMES_HELD:
+                    continue
+                with _locked(left, _open_file, wait=False) as held:
+                    if held:
+                        left.unlink()
     # Not mkstemp, because the file gets the permissions that the umask gives any other.
-    return _begin(file, "partial", partial(Path.touch, exist_ok=False), LOCKABLE)
+    descriptor, path = _begin(file, "partial", partial(Path.touch, exist_ok=False), _open_file)
+    assert descriptor is not None
+    return descriptor, path
 
 
 def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path:
@@ -244,6 +260,14 @@ def directories_for(file: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _closing(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def partial_file(file: Path) -> Iterator[tuple[int, Path]]:
     """Give what `open_partial` returns; the new file takes the name `file` at the end, on disk, or goes on failure.
     `OSError`: it could not be written; `ConfigError`: the name is that of a link, a device or the like. What was there
@@ -251,15 +275,17 @@ def partial_file(file: Path) -> Iterator[tuple[int, Path]]:
     check_target(file)
     descriptor, path = open_partial(file)
     try:
-        yield descriptor, path
-        os.fsync(descriptor)
-        path.replace(file)  # before it is closed, because what is not locked may be swept
+        with _closing(descriptor):
+            yield descriptor, path
+            os.fsync(descriptor)
+            if not NAMES_HELD:
+                path.replace(file)  # before it is closed, because what is not locked may be swept
+        if NAMES_HELD:
+            path.replace(file)
     except BaseException:
         with suppress(OSError):  # because the error that brought us here is the one to tell
             path.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
     flush(file.parent)  # the name is on the disk only after its directory is
 
 

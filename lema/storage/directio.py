@@ -5,7 +5,6 @@ go to the disk while the next are being made, and nothing that other programs ke
 """
 
 import errno
-import mmap
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from lema.backend.host.files import BINARY, read_into, write_from
+from lema.backend.hostmemory import private_pages
 from lema.errors import ReadError
 
 __all__ = ["BLOCK", "BlockFile", "open_direct", "read_all", "read_at", "read_errors", "reserve", "write_all"]
@@ -136,7 +137,7 @@ def open_direct(path: Path, mode: int) -> int | None:
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
-        return os.open(path, mode | os.O_CLOEXEC | os.O_DIRECT)
+        return os.open(path, mode | BINARY | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -157,13 +158,13 @@ def reserve(descriptor: int, size: int, start: int = 0) -> None:
 
 def _pages(nbytes: int) -> memoryview:
     """Zeroed memory that begins on a page."""
-    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return memoryview(private_pages(nbytes))
 
 
 def write_all(descriptor: int, view: memoryview, offset: int) -> None:
     """Write bytes at an offset, however many calls of the system that takes."""
     while view:
-        count = os.pwrite(descriptor, view, offset)
+        count = write_from(descriptor, view, offset)
         view, offset = view[count:], offset + count
 
 
@@ -175,7 +176,7 @@ def read_all(descriptor: int, views: Sequence[memoryview], offset: int, needed: 
         for view in views:
             left += [view[skipped:]] if skipped < len(view) else []
             skipped = max(0, skipped - len(view))
-        count = os.preadv(descriptor, left, offset + done)
+        count = read_into(descriptor, left, offset + done)
         if count == 0:
             raise OSError(errno.EIO, f"the file ends {needed - done:,} bytes early")
         done += count

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
 import warnings
@@ -12,7 +13,7 @@ from pathlib import Path
 from lema.errors import FAILING_DISK, WHOLE_DISK, DiskError, DiskFull, LemaError, Stopped
 
 __all__ = ["check_room", "disk_errors", "is_full", "make_private", "not_written", "say_passed_over", "unsaved"]
-__all__ += ["user_cache"]
+__all__ += ["own_number", "user_cache"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for the other files: settings, generators' states, the log so far
@@ -28,20 +29,27 @@ def user_cache(name: str) -> Path:
     try:
         return Path("~/.cache").expanduser() / "lema" / name
     except RuntimeError:  # HOME is not set, and the system does not know the user, as in a container
-        return Path(tempfile.gettempdir(), f"lema-{os.geteuid()}", name)
+        own = own_number()
+        return Path(tempfile.gettempdir(), "lema" if own is None else f"lema-{own}", name)
+
+
+def own_number() -> int | None:
+    """Return the number of the user that this process runs for; None: users have none, as on Windows, where a user's
+    folders are that user's own."""
+    return os.geteuid() if hasattr(os, "geteuid") else None
 
 
 def make_private(folder: Path) -> None:
     """Make a folder of the user's cache, and the one above it, in which nobody else writes: what is kept there is
     trusted. A user's own group may, whose number is the user's. `DiskError`: it cannot be made, or others may write."""
-    own = os.geteuid()
+    own = own_number()
     try:
         for place in (folder.parent, folder):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.mkdir(mode=0o700, exist_ok=True)
             status = place.stat()
             shared = stat.S_IWOTH | (0 if status.st_gid == status.st_uid else stat.S_IWGRP)
-            if status.st_uid not in (0, own) or status.st_mode & shared:
+            if own is not None and (status.st_uid not in (0, own) or status.st_mode & shared):
                 how = f"chmod go-w {place}, or set XDG_CACHE_HOME to a directory of your own"
                 raise DiskError("other users may write to this cache", where=str(place), how=how)
     except OSError as error:
@@ -53,12 +61,12 @@ def free_bytes(place: Path) -> int | None:
     """Return how many bytes an ordinary user may still write at a place, which need not exist yet; None: unknown."""
     for directory in (place, *place.absolute().parents):
         try:
-            found = os.statvfs(directory)
+            usage = shutil.disk_usage(directory)
         except FileNotFoundError:
             continue
         except OSError:
             return None
-        return found.f_bavail * found.f_frsize if found.f_blocks else None  # some file systems do not say
+        return usage.free if usage.total else None  # some file systems do not say
     return None
 
 

@@ -1,11 +1,9 @@
 """The lock of an output directory, which lets one run at a time write there, and clears what killed runs left in it.
 
-A second run would rotate the first one's checkpoints away and mix their logs. The lock is the kernel's (`flock`) on a
-file in that directory. It goes with the process that holds it, so the file of a killed run locks nothing.
+A second run would rotate the first one's checkpoints away and mix their logs. The lock is the system's on a file in
+that directory. It goes with the process that holds it, so the file of a killed run locks nothing.
 """
 
-import errno
-import fcntl
 import os
 import re
 import shutil
@@ -17,8 +15,11 @@ from pathlib import Path
 
 from lema.backend import Replicas
 from lema.backend.group import first_alone
+from lema.backend.host.filelocks import lock
+from lema.backend.host.files import BINARY, NAMES_HELD, NO_FOLLOW
 from lema.errors import ConfigError, DiskError
-from lema.storage.atomic import NO_LOCKS, sweep
+from lema.storage.atomic import sweep
+from lema.storage.regular import check_target
 
 __all__ = ["LOCK", "one_run", "run_lock"]
 
@@ -42,41 +43,59 @@ def run_lock(output_dir: Path) -> Iterator[bool]:
         yield descriptor is not None
     finally:
         if descriptor is not None:
-            with suppress(OSError):  # the lock goes with the descriptor, whatever becomes of the file
-                file.unlink()
-            os.close(descriptor)
+            _give_back(descriptor, file)
         if made:
             with suppress(OSError):  # a run that wrote nothing leaves nothing
                 output_dir.rmdir()
 
 
+def _give_back(descriptor: int, file: Path) -> None:
+    """Remove the lock's file and close it; the lock goes with the descriptor, whatever becomes of the file."""
+    if NAMES_HELD:
+        os.close(descriptor)
+    with suppress(OSError):
+        file.unlink()
+    if not NAMES_HELD:  # where it can, the file goes first, or it could be another run's by then
+        os.close(descriptor)
+
+
 def _taken(file: Path) -> int | None:
     """Return the descriptor of the lock's file, locked; None: there are no locks there."""
+    if not NO_FOLLOW:
+        check_target(file)
     while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NO_FOLLOW | BINARY, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = lock(descriptor, wait=False)
+            if locked is None:
+                _give_back(descriptor, file)
+                warnings.warn(f"{file.parent}: this file system has no locks to keep a second run out", stacklevel=5)
+                return None
+            if not locked:
+                raise ConfigError(
+                    f"another run writes to this directory: {_holder(descriptor)}",
+                    where=str(file.parent),
+                    how="wait until it has ended, or choose another output_dir",
+                )
             # Another file, or none, has the name where a run that ended meanwhile has taken its file with it.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), file.stat()):
                     os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+                    os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
                     return descriptor
-        except OSError as error:
-            pid, _, host = os.pread(descriptor, 256, 0).decode(errors="replace").strip().partition(" ")
-            holder = f"process {pid} on {host}" if pid and host else "its process number is not known"
+        except ConfigError:
             os.close(descriptor)
-            if error.errno == errno.EWOULDBLOCK:
-                what = f"another run writes to this directory: {holder}"
-                how = "wait until it has ended, or choose another output_dir"
-                raise ConfigError(what, where=str(file.parent), how=how) from error
-            with suppress(OSError):
-                file.unlink()
-            if error.errno not in NO_LOCKS:
-                raise
-            warnings.warn(f"{file.parent}: this file system has no locks to keep a second run out", stacklevel=5)
-            return None
+            raise
+        except OSError:
+            _give_back(descriptor, file)
+            raise
         os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Return which process wrote into the lock's file."""
+    pid, _, host = os.read(descriptor, 256).decode(errors="replace").strip().partition(" ")
+    return f"process {pid} on {host}" if pid and host else "its process number is not known"
 
 
 # The name of the save at a run's end until it is whole, among its checkpoints.

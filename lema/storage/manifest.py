@@ -28,7 +28,7 @@ def write_manifest(directory: Path) -> None:
     Files of folders below it are named by their paths. What cannot be read, or written, is an `OSError`."""
     found = {name: _facts(directory / name) for name in _names(directory)}
     text = _text({"algorithm": ALGORITHM, FILES: found})
-    with (directory / MANIFEST).open("w", encoding="utf-8") as file:
+    with (directory / MANIFEST).open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

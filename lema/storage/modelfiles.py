@@ -12,7 +12,7 @@ have read. Settings come from files, and files come from strangers, so this is n
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 __all__ = ["TEMPLATES", "check_code", "check_companions", "keep_to_libraries", "known_types", "load_generation_config"]
-__all__ += ["load_tokenizer", "read_config_file", "require_commit"]
+__all__ += ["load_tokenizer", "parts_of", "read_config_file", "require_commit"]
 
 COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # tokenizer, templates, settings
 CODE = ("*.py",)
@@ -291,12 +291,20 @@ def _kernels(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
-def keep_to_libraries(parts: "Iterable[PreTrainedConfig]", file: Path) -> None:
+def parts_of(config: "PreTrainedConfig") -> "list[PreTrainedConfig]":
+    """Return a config and the configs of its parts."""
+    from transformers import PreTrainedConfig
+
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return [config, *(part for one in inner if isinstance(one, PreTrainedConfig) for part in parts_of(one))]
+
+
+def keep_to_libraries(config: "PreTrainedConfig", file: Path) -> None:
     """Leave attention and experts to `transformers` where a config, or a part of it, chooses such as may fetch code of
     the hub or start a compiler, and warn of them in one line; the user's own settings may choose them. `file`: where
     the config comes from."""
     left = dict[str, str]()
-    for part in parts:
+    for part in parts_of(config):
         for name, library in (("attn_implementation", LIBRARY_ATTENTION), ("experts_implementation", EXPERTS)):
             if (value := getattr(part, f"_{name}")) is not None and value not in library:
                 left[f"{name}: {value}"] = name

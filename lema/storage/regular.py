@@ -12,6 +12,7 @@ from contextlib import suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 
+from lema.backend.host.files import BINARY, NO_FOLLOW, NONBLOCK
 from lema.errors import ConfigError, DataError, WeightsError
 
 __all__ = [
@@ -38,14 +39,22 @@ def open_regular(file: Path, *, inside: bool = False) -> BufferedReader:
     cannot be opened; `DataError`: it is a device, a pipe or the like; `WeightsError`: it is such a link."""
     if inside:
         check_inside(file)
+    if not NONBLOCK:
+        _check_regular(file, file.stat().st_mode)
     # Without waiting for a pipe's other end. Of a regular file the flag means nothing.
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    descriptor = os.open(file, os.O_RDONLY | NONBLOCK | BINARY)
+    try:
+        _check_regular(file, os.fstat(descriptor).st_mode)
+    except DataError:
         os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def _check_regular(file: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
         what = f"{file.name} is {_kind(mode)}, not a regular file"
         raise DataError(what, where=str(file), how="give a regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def read_regular(file: Path, limit: int = LARGEST_TEXT, *, inside: bool = False) -> bytes:
@@ -115,7 +124,7 @@ def open_appending(file: Path) -> FileIO:
     """Open a file to read and to append to, unbuffered, and make it where there is none. `OSError`: it cannot be
     opened; `ConfigError`: it is a link, a device, a pipe or the like."""
     check_target(file)
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_FOLLOW | NONBLOCK | BINARY
     descriptor = os.open(file, flags, 0o666)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):  # it was exchanged meanwhile

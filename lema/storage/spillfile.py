@@ -7,8 +7,8 @@ which bytes of the file are in use and which may be used again.
 """
 
 import errno
-import fcntl
 import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lema.backend.host.files import drop_cached
 from lema.backend.hostmemory import mapped
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import DiskError, ReadError
@@ -26,9 +27,6 @@ __all__ = ["Extents", "OffloadFile", "as_bytes", "whole_blocks"]
 
 Call = Callable[[], None] | None
 THREADS = 2  # transfers under way: a disk is idle between them otherwise
-
-# What a file system says that has no files without a name, or a kernel that knows none.
-NAMELESS_REFUSED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -50,11 +48,13 @@ class OffloadFile:
         self.where, self._what, self._how, self._trace = str(directory), what, how, trace
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _open_nameless(directory)
+            # Where a file cannot lose its name while it is open, the system deletes it when it is closed.
+            file = tempfile.TemporaryFile(prefix=".lema-", dir=directory, buffering=0)  # noqa: SIM115 - it is kept open
+            self._descriptor = file.fileno()
             self._direct = _set_direct(self._descriptor, True)
         except OSError as error:
             raise self._error(DiskError, "no file can be made", error) from error
-        self._close = weakref.finalize(self, os.close, self._descriptor)  # a transfer under way keeps this object alive
+        self._close = weakref.finalize(self, file.close)  # a transfer under way keeps this object alive
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-offload")
         self.size = 0  # bytes that it can hold
 
@@ -64,8 +64,7 @@ class OffloadFile:
         if more <= 0:
             return
         # Asked beforehand, because a file system without reservations would only fail in the middle of a step.
-        space = os.fstatvfs(self._descriptor)
-        if more > (free := space.f_bavail * space.f_frsize):
+        if more > (free := shutil.disk_usage(self.where).free):
             what = f"{nbytes:,} bytes are needed for {self._what}, and {free + self.size:,} are free"
             raise DiskError(what, where=self.where, how=self._how)
         try:
@@ -105,8 +104,8 @@ class OffloadFile:
                 self._transfer(writing, memory, offset)
                 if not self._direct and writing:
                     os.fsync(self._descriptor)  # only what is on the disk can be dropped from the cache
-                if not self._direct and hasattr(os, "posix_fadvise"):  # macOS has none
-                    os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
+                if not self._direct:
+                    drop_cached(self._descriptor, offset, len(memory))
         except OSError as error:
             what = "writing failed" if writing else "reading failed"
             raise self._error(DiskError if writing else ReadError, what, error) from error
@@ -130,22 +129,12 @@ class OffloadFile:
         return kind(f"{what} for {self._what}: {error.strerror or error}", where=self.where, how=self._how)
 
 
-def _open_nameless(directory: Path) -> int:
-    if hasattr(os, "O_TMPFILE"):
-        try:
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in NAMELESS_REFUSED:
-                raise
-    descriptor, name = tempfile.mkstemp(prefix=".lema-", dir=directory)
-    Path(name).unlink()
-    return descriptor
-
-
 def _set_direct(descriptor: int, direct: bool) -> bool:
     """Have transfers go past the page cache, or no longer; return whether they do."""
     if not hasattr(os, "O_DIRECT"):
         return False
+    import fcntl
+
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lema.backend.host.files import BINARY
 from lema.backend.hostmemory import anonymous
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.directio import open_direct, read_all, read_errors
@@ -40,7 +41,7 @@ class _File:
     """One open file: a descriptor past the page cache if the file system allows it, and an ordinary one."""
 
     def __init__(self, path: Path, direct: bool) -> None:
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = os.open(path, os.O_RDONLY | BINARY)
         try:
             self.direct = open_direct(path, os.O_RDONLY) if direct else None
         except OSError:

@@ -1,6 +1,6 @@
 """Stop requests: a signal, or a file named `stop`, is noted here and seen by the run before its next layer."""
 
-import ctypes
+import os
 import signal
 import threading
 import time
@@ -9,12 +9,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from lema.backend.host.clibrary import c_function
 from lema.backend.signalwatch import SignalWatch
 from lema.errors import Stopped
 
 __all__ = ["SIGNALS", "STOP_FILE", "StopOnSignal"]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Windows has none of a user's own; there Ctrl-Break is one.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGBREAK") if hasattr(signal, name))
 STOP_FILE = "stop"
 
 # A terminal, `timeout` and `torchrun` each send a process the signal that its parent got, too: what comes twice within
@@ -35,6 +37,7 @@ class StopOnSignal:
         self._found = False
         self._before: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
+        self._ends = False
         self._watch = SignalWatch(self._seen)
 
     def why(self) -> str | None:
@@ -49,8 +52,11 @@ class StopOnSignal:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no signals
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # the run goes on without its terminal
-                self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            hangup = getattr(signal, "SIGHUP", None)
+            if (
+                hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL
+            ):  # the run goes on without its terminal
+                self._before[hangup] = signal.signal(hangup, signal.SIG_IGN)
         self._watch.__enter__()
         return self
 
@@ -71,15 +77,22 @@ class StopOnSignal:
 
     def _seen(self, number: int) -> None:
         """Be ready for a second signal, though the main thread may not have come to the handler of the first."""
-        if self._timer is None and number in SIGNALS:
-            timer = threading.Timer(SAME_SIGNAL, _end_at_once)
+        if number not in SIGNALS:
+            return
+        if self._ends:
+            os._exit(128 + number)
+        if self._timer is None:
+            timer = threading.Timer(SAME_SIGNAL, self._end_at_once)
             timer.daemon = True
             timer.start()
             self._timer = timer
 
-
-def _end_at_once() -> None:
-    """Let a signal from now on end the process, whatever it is in the midst of, because Python would call a handler
-    only when the main thread comes out of the library it is in, and lets no other thread set what the system does."""
-    for number in SIGNALS:
-        ctypes.CDLL(None).signal(int(number), None)  # SIG_DFL is a null pointer
+    def _end_at_once(self) -> None:
+        """Let a signal from now on end the process, whatever it is in the midst of, because Python would call a handler
+        only when the main thread comes out of the library it is in, and lets no other thread set what the system does.
+        Where the C library cannot be asked for that, the thread that sees signals ends it, once it gets its turn."""
+        set_action = c_function("signal")
+        self._ends = set_action is None
+        if set_action is not None:
+            for number in SIGNALS:
+                set_action(int(number), None)  # SIG_DFL is a null pointer

@@ -525,15 +525,15 @@ def test_a_bit_that_changed_on_the_disk_is_noticed(directory: Path, ahead: bool)
 
 
 def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, wrong, real = opened(tmp_path), list[str](), os.fstatvfs
+    store, wrong, real = opened(tmp_path), list[str](), os.statvfs
     kept = Kept(store, data(Random(0), BLOCK), wrong)
 
-    def nearly_full(descriptor: int) -> os.statvfs_result:
-        found = list(real(descriptor))
+    def nearly_full(place: str) -> os.statvfs_result:
+        found = list(real(place))
         found[4] = 1  # f_bavail
         return os.statvfs_result(found)
 
-    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    monkeypatch.setattr(os, "statvfs", nearly_full)
     with pytest.raises(DiskError, match="16,384 bytes are needed for activations") as caught:
         store.place(3 * BLOCK)
     assert caught.value.where == str(tmp_path)
@@ -616,12 +616,12 @@ def test_a_write_that_fails_is_raised_by_the_next_call(
 def test_a_write_that_fails_while_its_buffer_is_waited_for_costs_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, gate, real = opened(tmp_path, blocks=1), Gate(), os.fstatvfs
+    store, gate, real = opened(tmp_path, blocks=1), Gate(), os.statvfs
     monkeypatch.setattr(os, "pwrite", failing(FULL, os.pwrite, 0))
     place = placed(store, BLOCK)
     place.fill()
     place.filled(gate.landed)
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: gate.opened.set() or real(descriptor))
+    monkeypatch.setattr(os, "statvfs", lambda place: gate.opened.set() or real(place))
     with pytest.raises(DiskError, match="writing failed"):
         store.place(BLOCK)
     assert gate.opened.is_set()

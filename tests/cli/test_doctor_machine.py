@@ -1,6 +1,5 @@
 """What the doctor says of a machine, told by files and limits that a test wrote."""
 
-import resource
 from pathlib import Path
 
 import psutil
@@ -33,7 +32,7 @@ def root_with(directory: Path, files: dict[str, str]) -> Path:
     return directory
 
 
-def limits_of(soft: int, hard: int = resource.RLIM_INFINITY) -> Limits:
+def limits_of(soft: int | None, hard: int | None = None) -> Limits:
     return lambda _: (soft, hard)
 
 
@@ -175,17 +174,17 @@ def test_huge_pages_are_told_from_their_setting(text: str | None, level: Level, 
         (8 << 20, "0000000000000000", Level.NOTE),
         (8 << 20, "0000000000004000", Level.OK),  # CAP_IPC_LOCK
         (8 << 20, "000001ffffffbfff", Level.NOTE),  # every other capability
-        (resource.RLIM_INFINITY, "0000000000000000", Level.OK),
+        (None, "0000000000000000", Level.OK),
     ],
 )
 def test_a_lock_limit_is_told_unless_it_does_not_bind(
-    soft: int, capabilities: str, level: Level, tmp_path: Path
+    soft: int | None, capabilities: str, level: Level, tmp_path: Path
 ) -> None:
     root_with(tmp_path, {"proc/self/status": f"Name:\tx\nCapEff:\t{capabilities}\n"})
     found = locked_memory(tmp_path, limits_of(soft))
     assert found.level is level
     assert bool(found.how) is (level is not Level.OK)
-    assert found.facts["limit_bytes"] == (None if soft == resource.RLIM_INFINITY else soft)
+    assert found.facts["limit_bytes"] == soft
     assert found.facts["hard_limit_bytes"] is None
 
 
@@ -193,13 +192,16 @@ def test_few_open_files_are_warned_of() -> None:
     assert open_files(limits_of(ENOUGH_FILES)).level is Level.OK
     found = open_files(limits_of(ENOUGH_FILES - 1))
     assert (found.level, found.facts["limit"]) == (Level.WARNING, ENOUGH_FILES - 1)
-    assert open_files(limits_of(resource.RLIM_INFINITY)).level is Level.OK
+    assert open_files(limits_of(None)).level is Level.OK
 
 
-def test_shared_memory_needs_no_directory_but_the_systems_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_needs_no_directory_and_is_a_file_without_the_systems_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert shared_memory(tmp_path).level is Level.OK  # no /dev/shm below this root
     monkeypatch.delattr("os.memfd_create")
-    assert shared_memory(tmp_path).level is Level.WARNING
+    found = shared_memory(tmp_path)
+    assert (found.level, found.facts["memfd"]) == (Level.NOTE, False) and "temporary file" in found.what
 
 
 def test_a_small_dev_shm_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

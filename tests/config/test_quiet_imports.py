@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 
 from lema import LemaConfig
-from lema.cli.arguments import import_libraries
+from lema.cli.libraries import import_libraries
 from tests.support.smallrun import token_rows, write_model
 
 ROOT = Path(__file__).parents[2]

@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import sys
 from pathlib import Path
 from random import Random
 
@@ -131,6 +132,21 @@ def test_a_truncated_parquet_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a whole parquet file"):
         load_rows(path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.txt.gz", "a.jsonl.zst"])
+def test_a_file_that_needs_a_library_that_is_not_installed_names_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / name).write_bytes(b"rows")
+    with pytest.raises(DataError, match="needs the library `pyarrow`") as raised:
+        load_rows(tmp_path / name)
+    assert raised.value.where == str(tmp_path / name)
+    assert raised.value.how == 'pip install "lema-lora[parquet]"'
+    (tmp_path / "b.txt").write_text("a row")
+    assert len(load_rows(tmp_path / "b.txt")) == 1
 
 
 @pytest.mark.parametrize("form", ["stream", "file", "gzip", "zstd"])

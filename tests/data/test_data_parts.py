@@ -3,6 +3,7 @@ same as if nothing had happened."""
 
 import contextlib
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -208,16 +209,16 @@ def test_of_two_starts_at_once_one_goes_on_where_the_other_was_killed(whole, mak
 
 
 def test_an_entry_that_is_removed_while_a_start_waits_for_it_is_made_anew(whole, make, monkeypatch):
-    original = cache._flock
+    original = cache.lock
 
-    def remove(descriptor, how):
-        taken = original(descriptor, how)
-        if how == cache.fcntl.LOCK_EX:
-            monkeypatch.setattr(cache, "_flock", original)
+    def remove(descriptor, **how):
+        taken = original(descriptor, **how)
+        if not how:
+            monkeypatch.setattr(cache, "lock", original)
             whole.entry.rmdir()
         return taken
 
-    monkeypatch.setattr(cache, "_flock", remove)
+    monkeypatch.setattr(cache, "lock", remove)
     assert all_of(make(whole.data)) == whole.known and whole.written() == whole.files
 
 
@@ -229,7 +230,7 @@ def test_without_locks_nothing_that_another_may_be_writing_is_taken(whole, make,
     def without(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(cache.fcntl, "flock", without)
+    monkeypatch.setattr(fcntl, "flock", without)
     assert all_of(make(whole.data)) == whole.known and whole.written() == whole.files
     assert tokenised() == whole.rows and before == {path: path.read_bytes() for path in before}
 

@@ -317,3 +317,27 @@ def test_a_date_is_told_though_the_clock_shows_another(monkeypatch: pytest.Monke
     tokenizer = word_tokenizer("{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     assert open_template(tokenizer, None, ROW).render(CHAT, ROW).startswith("28 Nov 2026")
     assert open_template(tokenizer, None, ROW, "2020-02-29").render(CHAT, ROW).startswith("29 Feb 2020")
+
+
+GROWING = (
+    "{% set n = namespace(a=[]) %}{% for i in range(9999) %}{% set n.a = n.a + [(i ~ 'x') * 100000] %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("template", "told"), [(LOOP, r"0\.5 seconds"), (GROWING + LOOP, "256 MiB")])
+def test_a_process_that_sets_itself_no_bounds_is_looked_at(
+    template: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows, where there is no timer and no bound of the address space."""
+    program = tmp_path / "renderer.py"
+    text = process.PROGRAM.read_text().replace('hasattr(signal, "setitimer")', "False")
+    program.write_text(text.replace("/proc/self/statm", "/no/such/file"))
+    monkeypatch.setattr(process, "PROGRAM", program)
+    monkeypatch.setattr(process, "bounds_itself", lambda: False)
+    monkeypatch.setattr("lema.data.chat.template.MAX_SECONDS", 0.5 if "sec" in told else 60.0)
+    monkeypatch.setattr("lema.data.chat.template.MAX_BYTES", 256 << 20)
+    process._end_own()
+    with pytest.raises(DataError, match=told):
+        prepared(template + TEMPLATE)
+    monkeypatch.undo()
+    assert prepared()

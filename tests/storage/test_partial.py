@@ -70,15 +70,15 @@ def test_a_name_with_special_characters_is_no_pattern(tmp_path: Path) -> None:
 
 
 def test_a_file_swept_before_it_was_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, swept = partial._lock, list[Path]()
+    real, swept = partial.lock, list[Path]()
 
-    def sweep_first(descriptor: int, wait: bool) -> bool:
+    def sweep_first(descriptor: int, **how: bool) -> bool | None:
         if not swept:
             swept.extend(tmp_path.iterdir())
             swept[0].unlink()
-        return real(descriptor, wait=wait)
+        return real(descriptor, **how)
 
-    monkeypatch.setattr(partial, "_lock", sweep_first)
+    monkeypatch.setattr(partial, "lock", sweep_first)
     descriptor, ours = open_partial(tmp_path / "file")
     os.close(descriptor)
     assert ours.exists() and ours not in swept

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,13 +44,25 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "fcntl", refusing)
 
 
+def refuse_nameless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the file system be one whose files have a name at first."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *mode: int, **how: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "refused")
+        return real(path, flags, *mode, **how)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("direct", [False, True])
 def test_what_is_read_is_what_was_written_and_no_name_is_ever_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool, direct: bool
 ) -> None:
-    if named and hasattr(os, "O_TMPFILE"):
-        monkeypatch.delattr(os, "O_TMPFILE")
+    if named:
+        refuse_nameless(monkeypatch)
     if not direct:
         refuse_direct(monkeypatch)
     file = offload(tmp_path / "new" / "place")
@@ -105,14 +118,14 @@ def test_the_space_is_asked_for_before_anything_is_written(tmp_path: Path) -> No
 
 
 def test_an_arena_on_a_disk_that_is_too_small_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.fstatvfs
+    real = os.statvfs
 
-    def nearly_full(descriptor: int) -> os.statvfs_result:
-        found = list(real(descriptor))
+    def nearly_full(place: str) -> os.statvfs_result:
+        found = list(real(place))
         found[4] = 1  # f_bavail
         return os.statvfs_result(found)
 
-    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    monkeypatch.setattr(os, "statvfs", nearly_full)
     arena = BoundaryArena(CpuBackend(), "disk", tmp_path)
     with pytest.raises(DiskError) as caught:
         arena.step([torch.zeros(1, 1024, 8)], range(12))

@@ -158,7 +158,7 @@ def seen(event, given):
 
 sys.addaudithook(seen)
 from lema import LemaConfig
-from lema.cli.arguments import import_libraries
+from lema.cli.libraries import import_libraries
 
 import_libraries(SimpleNamespace(obj="main"), LemaConfig("model", output_dir="out", lora_rank=2), trusted=False)
 import transformers

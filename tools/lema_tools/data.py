@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lema.cli.arguments import ConfigFile, Settings, Trust, config_of
+from lema.cli.libraries import import_libraries
 from lema.errors import ConfigError, LemaError, printable
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ WIDTH = 40  # of its longest bar
 
 
 def data(
+    context: typer.Context,
     config: ConfigFile,
     rows: Annotated[int, typer.Option(min=0, metavar="N", help="Rows to show token by token.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -39,12 +41,11 @@ def data(
     checked = config_of(config, settings)
     if not checked.train_data:
         raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
-    from lema.backend import Alone
+    import_libraries(context, checked, trusted=trust_remote_code, models=False)
     from lema.data import TokenDataset
     from lema.data.dataset import first_rows
     from lema.data.read import mixed
     from lema.model.files import ModelFiles, read_data
-    from lema.train.sampler import StepSampler
 
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)
@@ -57,6 +58,9 @@ def data(
     about["held_back"] = held_back
     about["steps"] = None  # which the data alone tell where steps have so many tokens
     if isinstance(checked.tokens_per_step, int) and not checked.packing:
+        from lema.backend import Alone
+        from lema.train.sampler import StepSampler
+
         rest = read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read
         about["steps"] = StepSampler(first_rows(rest, checked.max_train_samples), checked, Alone()).num_steps
     if as_json:

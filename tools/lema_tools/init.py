@@ -9,12 +9,14 @@ from typing import Annotated
 
 import typer
 
+from lema.cli.libraries import import_libraries
 from lema.errors import ConfigError, LemaError, MemoryLimitError
 
 __all__ = ["init"]
 
 
 def init(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Directory, cached hub id, or name of docs/coverage.md.")
     ],
@@ -30,6 +32,7 @@ def init(
         raise ConfigError("this file exists already", where=str(output), how="choose another one: --output FILE")
     if not data.exists():
         raise ConfigError("there is no such file", where=f"--data {data}", how="use an existing file")
+    import_libraries(context, trusted=False)
     from lema.config.units import memory_bytes
     from lema.plan.machine import profile as find_profile
     from lema.storage.regular import check_apart
@@ -50,7 +53,7 @@ def init(
         raise found
     command = shlex.join(["lema", *sys.argv[1:]])
     lines = yaml_lines(found, name, str(data), f"output/{output.stem}", command, needs)
-    with output.open("x", encoding="utf-8") as file:
+    with output.open("x", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{line}\n" for line in lines)
     typer.echo(f"{output}: {found.device_bytes / 1e9:.1f} GB of {device_memory}, {found.residents} layers stay there;")
     typer.echo(f"{found.tokens_per_second:,.0f} tokens/s predicted with the profile {found.profile}")

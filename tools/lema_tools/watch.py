@@ -4,8 +4,10 @@ import math
 import os
 import select
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +26,7 @@ __all__ = ["curve", "picture", "watch"]
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow", "bright_magenta")
 CURVE, OTHERS = (3, 8, 14), 26  # lines of the curve: the least, usual and most; about how many all others take
+BETWEEN_LOOKS = 0.05  # seconds, where nothing tells that a key was pressed
 LARGEST = 6  # parts of memory that are named
 
 
@@ -54,12 +57,15 @@ def watch(
 def _key() -> Iterator[Any]:
     """Give a function that waits so many seconds for a key and returns it; empty: none was pressed. Without a keyboard
     it only waits."""
-    import termios
-    import tty
-
     source = sys.stdin.fileno()
     if not os.isatty(source):
-        yield lambda seconds: select.select([], [], [], seconds) and ""
+        yield _no_key
+        return
+    try:
+        import termios
+        import tty
+    except ModuleNotFoundError:  # Windows
+        yield _console_key
         return
     before = termios.tcgetattr(source)
     tty.setcbreak(source)  # in which Ctrl-C still interrupts
@@ -67,6 +73,22 @@ def _key() -> Iterator[Any]:
         yield lambda seconds: os.read(source, 1).decode(errors="replace") if _ready(source, seconds) else ""
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
+
+
+def _no_key(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+def _console_key(seconds: float) -> str:
+    """Wait so many seconds for a key of a Windows console and return it; empty: none was pressed."""
+    console: Any = import_module("msvcrt")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if console.kbhit():
+            return str(console.getwch())
+        time.sleep(BETWEEN_LOOKS)
+    return ""
 
 
 def _ready(source: int, seconds: float) -> bool:

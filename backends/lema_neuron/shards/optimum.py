@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lema.backend.host.files import flush
 from lema.backend.layout import Difference, KvLayout, shard
 from lema.errors import AdapterError, ConfigError
 from lema.lora.checks import check_shapes
 from lema.lora.shards import module_of
-from lema.storage.atomic import flush
 from lema_neuron.shards.describe import describe
 from lema_neuron.shards.metadata import OWN_NAME, Metadata, Rule, metadata_of, plain_rule, read_metadata
 from lema_neuron.shards.own import join
@@ -71,10 +71,10 @@ class _Optimum:
             pieces = {name: shard(whole, rules[name].layout, rank) for name, whole in wholes.items()}
             torch.save(pieces, directory / "model" / rank_file(rank))
             flush(directory / "model" / rank_file(rank))
-        file.write_text(json.dumps(content, indent=4), encoding="utf-8")
+        file.write_text(json.dumps(content, indent=4), encoding="utf-8", newline="\n")
         flush(file)
         for marker in ("checkpoint", "done"):
-            (directory / marker).write_text("1", encoding="utf-8")
+            (directory / marker).write_text("1", encoding="utf-8", newline="\n")
 
 
 OPTIMUM = _Optimum()

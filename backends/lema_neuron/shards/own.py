@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lema.backend.host.files import flush
 from lema.backend.layout import Difference, KvLayout, Layout, consolidate, differences, layout_from_dict, shard
 from lema.errors import AdapterError, ConfigError, DataError, ModelError, WeightsError, unreadable
 from lema.lora.shards import layout_of_tensor, module_of
 from lema.model.partition import layout_at, layouts_of
-from lema.storage.atomic import flush
 from lema.storage.regular import read_regular
 from lema.storage.verify import load_tensors
 
@@ -92,7 +92,7 @@ def _write(directory: Path, tensors: Mapping[str, Tensor], layouts: Mapping[str,
         flush(file)
     described = {name: {"shape": list(tensor.shape), **layouts[name].to_dict()} for name, tensor in tensors.items()}
     content = {"version": VERSION, "tp": tp, "files": hashes, "tensors": described}
-    (directory / LAYOUTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (directory / LAYOUTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8", newline="\n")
     flush(directory / LAYOUTS)
 
 

@@ -1,1 +1,1 @@
-"""The machine around a process: the processors that it may keep busy."""
+"""The machine and the system around a process: what it may keep busy and take, and its files, on every system."""

@@ -10,7 +10,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from lema.backend.hostmemory import groups
+from lema.backend.host.groups import groups
 
 __all__ = ["usable_processors", "usable_threads"]
 
@@ -24,9 +24,11 @@ def usable_processors(root: Path = ROOT) -> float:
     for group in groups(root, "cpu"):
         with suppress(OSError, ValueError):  # no quota, or none that is a number
             if (group / "cpu.max").exists():
-                quota, period = (group / "cpu.max").read_text().split()
+                quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
             else:
-                quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                quota, period = (
+                    (group / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period")
+                )
             if quota != "max" and int(quota) > 0:
                 threads = min(threads, int(quota) / int(period))
     return threads

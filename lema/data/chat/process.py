@@ -15,10 +15,10 @@ import marshal
 import os
 import signal
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,20 @@ import markupsafe
 import packaging
 
 from lema.compat import template_functions
+from lema.data.chat.budget import MEMORY, TIME, Budget, bounds_itself
 
 __all__ = ["Limits", "Refusal", "Rendition", "Request", "rendered"]
 
 PROGRAM = Path(__file__).with_name("renderer.py")
-KEPT = ("LANG", "LC_ALL", "LC_CTYPE", "LC_TIME", "LD_LIBRARY_PATH", "TZ")  # of the environment; none of it is a secret
+KEPT = (
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "LC_TIME",
+    "LD_LIBRARY_PATH",
+    "SYSTEMROOT",
+    "TZ",
+)  # of the environment; none of it is a secret
 LONGEST_LINE = 512 << 20  # bytes of an answer
 
 Clock = tuple[int, int, int, int, int, int, int]
@@ -109,6 +118,7 @@ class _Own:
 
 
 _OWN: dict[int, _Own] = {}  # by the number of this process
+_PARENTS: list[_Process] = []  # what a parent waits for; kept, because of one that goes unwaited for a warning is given
 
 
 def _own() -> _Own:
@@ -119,6 +129,7 @@ def _own() -> _Own:
         for number in [number for number in _OWN if number != os.getpid()]:
             if (process := _OWN.pop(number).process) is not None:
                 process.close()
+                _PARENTS.append(process)
     return own
 
 
@@ -135,24 +146,15 @@ class _Process:
         self._ended = False
         folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)}
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        theirs, self.requests = os.pipe()
-        self.answers, out = os.pipe()
-        try:
-            self.pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-I", "-S", str(PROGRAM), *sorted(folders)],
-                environment,
-                file_actions=[
-                    (os.POSIX_SPAWN_DUP2, theirs, 0),
-                    (os.POSIX_SPAWN_DUP2, out, 1),
-                    (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
-                ],
-                setsigmask=(),
-                setsigdef=(signal.SIGPROF, signal.SIGPIPE),
-            )
-        finally:
-            os.close(theirs)
-            os.close(out)
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-I", "-S", str(PROGRAM), *sorted(folders)]
+        self._started = subprocess.Popen(
+            command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
+        )
+        self.pid = self._started.pid
+        assert self._started.stdin is not None and self._started.stdout is not None
+        self.requests = self._started.stdin
+        self.answers = self._started.stdout
         self._send([inspect.getsource(function) for function in template_functions()])
 
     def exchange(self, requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
@@ -161,18 +163,23 @@ class _Process:
         rows = [(templates.index(one.template), one.clock, one.values) for one in requests]
         self._send((limits.seconds, limits.nbytes, templates, rows))
         outcomes = list[Rendition | Refusal]()
-        for line in self._lines(len(requests)):
-            outcome = _outcome(line, limits) if line is not None else Refusal(_why(self.end(), limits), ended=True)
-            outcomes.append(outcome)
-            if isinstance(outcome, Refusal) and outcome.ended:
-                break
+        with Budget(self._started, limits.seconds, limits.nbytes, watching=not bounds_itself()) as budget:
+            for line in self._lines(len(requests)):
+                budget.begin()
+                if line is None:
+                    outcome: Rendition | Refusal = Refusal(_why(self.end(), limits, budget.exceeded), ended=True)
+                else:
+                    outcome = _outcome(line, limits)
+                outcomes.append(outcome)
+                if isinstance(outcome, Refusal) and outcome.ended:
+                    break
         return outcomes
 
     def _lines(self, count: int) -> Iterator[bytes | None]:
         """Yield so many answers; None: there are no more, or one is longer than any may be."""
         parts, size = list[bytes](), 0
         while count:
-            parts.append(content := os.read(self.answers, 1 << 16))
+            parts.append(content := self.answers.read(1 << 16))
             size += len(content)
             if not content or size > LONGEST_LINE:
                 yield None
@@ -187,28 +194,29 @@ class _Process:
         if not self._ended:
             self._ended = True
             self.close()
-            with suppress(ProcessLookupError, ChildProcessError):  # another part of the program waited for it
-                os.kill(self.pid, signal.SIGKILL)
-                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self._started.kill()
+            self._code = self._started.wait()
         return self._code
 
     def close(self) -> None:
         """Close the pipes; the process ends when nobody has them open."""
-        os.close(self.requests)
-        os.close(self.answers)
+        self.requests.close()
+        self.answers.close()
 
     def _send(self, message: Any) -> None:
         content = marshal.dumps(message)
         view = memoryview(struct.pack("<Q", len(content)) + content)
         try:
             while view:
-                view = view[os.write(self.requests, view) :]
+                view = view[self.requests.write(view) :]
         except BrokenPipeError:
             return  # it has ended, which reading its answers tells
 
 
-def _why(code: int | None, limits: Limits) -> str:
-    if code == -signal.SIGPROF:
+def _why(code: int | None, limits: Limits, exceeded: str) -> str:
+    if exceeded == MEMORY:
+        return f"it allocates more than {limits.nbytes >> 20} MiB"
+    if exceeded == TIME or (hasattr(signal, "SIGPROF") and code == -signal.SIGPROF):
         return f"it takes more than {limits.seconds:g} seconds"
     return "it ends the process in which it is rendered" + ("" if code is None else f" (exit code {code})")
 

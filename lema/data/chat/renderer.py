@@ -7,6 +7,7 @@ reads them must be able to take them for mere data.
 
 A timer with the system's own action bounds the time of a row: it ends the process also within one call of C, where
 Python runs no handler. A bound of the address space turns what a template allocates beyond it into a `MemoryError`.
+Where the system has no such timer or bound, the parent looks (`lema.data.chat.budget`).
 """
 
 import contextlib
@@ -16,15 +17,17 @@ import functools
 import json
 import marshal
 import os
-import resource
 import signal
 import struct
 import sys
+import threading
+import time
 import typing
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
 MOST_TEXT = 64 << 20  # characters that a template may write
+GRACE = 1.0  # seconds that the parent has to end this process in
 MOST_SAID = 10_000  # characters of an error
 
 
@@ -88,6 +91,8 @@ def bound_memory(nbytes: int) -> None:
             pages = int(counts.read().split()[0])
     except FileNotFoundError:
         return
+    import resource
+
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + nbytes
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
@@ -103,20 +108,45 @@ def received(requests: BinaryIO) -> Any:
     return marshal.loads(content) if len(content) == size else None
 
 
+class Deadline:
+    """The time of the processor at which this process ends, where no timer ends it and its parent, which would, is
+    gone; a thread looks at it."""
+
+    def __init__(self) -> None:
+        self.at = float("inf")
+
+    def watch(self) -> None:
+        """End the process when the time has come."""
+        while time.process_time() < self.at:
+            time.sleep(0.1)
+        os._exit(1)
+
+
 def main() -> None:
     """Render batches of rows until the parent closes the pipe."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a terminal or a scheduler sends them to all; the parent ends this one
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGBREAK"):
+        if hasattr(signal, name):  # a terminal or a scheduler sends them to all; the parent ends this one
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    timed, deadline = hasattr(signal, "setitimer"), Deadline()  # on Windows the parent looks at the time
+    if timed:  # and what the parent does with the timer's signal, or with all, is not for this process
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    else:
+        threading.Thread(target=deadline.watch, daemon=True).start()
     requests, out = sys.stdin.buffer, sys.stdout.fileno()
     compiled, render = functions_of(received(requests))
     while (batch := received(requests)) is not None:
         seconds, nbytes, templates, rows = batch
         bound_memory(nbytes)
         for number, shown, packed in rows:
-            signal.setitimer(signal.ITIMER_PROF, seconds)
+            deadline.at = time.process_time() + seconds + GRACE
+            if timed:
+                signal.setitimer(signal.ITIMER_PROF, seconds)
             Clock.shown = Clock(*shown)
             answer = answered(lambda: render(compiled(templates[number]), **marshal.loads(packed)))  # noqa: B023 - called at once
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            if timed:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            deadline.at = float("inf")
             view = memoryview(answer)
             while view:
                 view = view[os.write(out, view) :]

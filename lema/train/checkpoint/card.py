@@ -73,7 +73,7 @@ def _plain(value: Any) -> Any:
 def write_beside(directory: Path, *, files: ModelFiles | None, card: str) -> None:
     """Write the card, and, of a model that has one, the tokenizer with the chat template that it was used with, and the
     settings of generation with the tokens in which the texts ended."""
-    (directory / CARD).write_text(card, encoding="utf-8")
+    (directory / CARD).write_text(card, encoding="utf-8", newline="\n")
     if files is not None:
         with suppress(DataError):  # rows of token ids need no tokenizer
             files.tokenizer.save_pretrained(str(directory))

@@ -112,7 +112,7 @@ def write_checkpoint(
         if not (part / TRAINER_STATE).exists():
             steps = int(state.get("global_step", 0))
             TrainerState(global_step=steps, max_steps=steps).save_to_json(str(part / TRAINER_STATE))
-        (part / STATE).write_text(text, encoding="utf-8")
+        (part / STATE).write_text(text, encoding="utf-8", newline="\n")
 
     try:
         commit(directory, fill)

@@ -10,7 +10,10 @@ with its manifest, and a missing one written again from the phase's last checkpo
 elsewhere is linked into the new run's directory, so that the run is like any other from then on.
 """
 
+import errno
 import json
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,7 +24,7 @@ from lema.backend import Replicas
 from lema.backend.group import first_alone
 from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError, listed
-from lema.storage.atomic import replace_file
+from lema.storage.atomic import appearing, replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.storage.regular import read_regular
 from lema.train.checkpoint.format import STATE, checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
@@ -230,9 +233,35 @@ def begin_at(start: Start, places: Places) -> None:
             link.parent.mkdir(parents=True, exist_ok=True)
             if link.is_symlink():  # of a beginning that came to nothing
                 link.unlink()
-            link.symlink_to(model, target_is_directory=True)
+            _link(model, link)
         except OSError as error:
             raise DiskError(f"the model cannot be linked: {error.strerror}", where=f"{link} -> {model}") from error
+
+
+def _link(model: Path, link: Path) -> None:
+    """Have a model's directory be found under another name, too. Windows wants a privilege for links, and some file
+    systems have none: there the directory is a new one, with the same files, or copies of them."""
+    with suppress(OSError):
+        link.symlink_to(model, target_is_directory=True)
+        return
+    if link.exists():
+        if _sizes(link) == _sizes(model):  # of a beginning that came to nothing
+            return
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(link))
+    with appearing(link) as part:
+        shutil.copytree(model, part, copy_function=_same_file, dirs_exist_ok=True)
+
+
+def _sizes(directory: Path) -> dict[Path, int]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory): path.stat().st_size for path in files}
+
+
+def _same_file(source: str, target: str) -> None:
+    try:
+        Path(target).hardlink_to(Path(source).resolve())
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _from_model(model: Path, places: Places) -> Start:

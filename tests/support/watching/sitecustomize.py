@@ -1,4 +1,7 @@
-"""Python imports this in every process that a test starts: what LEMA reads through pickle there ends it with 97."""
+"""Python imports this in every process that a test starts: what LEMA reads through pickle there ends it with 97.
+
+Where OTHER_SYSTEM is set, what is not on every system is hidden from LEMA (`tests/support/othersystem.py`).
+"""
 
 import atexit
 import os
@@ -10,11 +13,11 @@ from typing import Any
 UNPICKLED = 97
 
 
-def _pickles() -> Any:
-    """Import `tests/support/pickles.py`, whatever the path is, under the name that tests know it by."""
-    spec = spec_from_file_location("pickles", Path(__file__).parents[1] / "pickles.py")
+def _supporting(name: str) -> Any:
+    """Import a file of `tests/support`, whatever the path is, under the name that tests know it by."""
+    spec = spec_from_file_location(name, Path(__file__).parents[1] / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = sys.modules["pickles"] = module_from_spec(spec)
+    module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -27,6 +30,10 @@ def _tell() -> None:
         os._exit(UNPICKLED)
 
 
-pickles = _pickles()
+if os.environ.get("OTHER_SYSTEM"):
+    othersystem = _supporting("othersystem")
+    othersystem.hide(othersystem.of_lema)
+
+pickles = _supporting("pickles")
 pickles.watch()
 atexit.register(_tell)

@@ -60,7 +60,7 @@ def claim(directory: Path) -> None:
         what = "there are checkpoints of another run in the demo's directory"
         raise ConfigError(what, where=str(checkpoint), how=how)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / MARK).write_text(_MARK_TEXT, encoding="utf-8")
+    (directory / MARK).write_text(_MARK_TEXT, encoding="utf-8", newline="\n")
     for folder, patterns in _OWN.items():
         for file in chain(*map((directory / folder).glob, patterns.split())):
             file.unlink()

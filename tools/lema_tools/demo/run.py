@@ -230,14 +230,14 @@ def write_files(directory: Path) -> DemoFiles:
     made = DemoFiles(directory)
     lines = [line for line in _bundled("almanac.txt").splitlines() if line and not line.startswith("#")]
     made.text.parent.mkdir(exist_ok=True)
-    made.text.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    made.text.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
     chats = list(_chats(lines))
-    made.chat.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8")
-    made.pairs.write_text("".join(f"{json.dumps(pair)}\n" for pair in _pairs(chats)), encoding="utf-8")
+    made.chat.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8", newline="\n")
+    made.pairs.write_text("".join(f"{json.dumps(pair)}\n" for pair in _pairs(chats)), encoding="utf-8", newline="\n")
     tokenizer = _train_tokenizer(lines)
     tokenizer.save_pretrained(made.model)
     _write_model(made.model, tokenizer)
-    made.config.write_text(_config_text(made), encoding="utf-8")
+    made.config.write_text(_config_text(made), encoding="utf-8", newline="\n")
     return made
 
 

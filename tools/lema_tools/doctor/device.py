@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from lema.backend import Backend, Fact, Finding, Level
+from lema.backend.host.files import drop_cached, read_into
 from lema.config.units import human_bytes
 from lema.errors import DISTRIBUTION
 
@@ -87,7 +88,7 @@ def _slow_types(backend: Backend) -> list[str]:
     import torch
 
     from lema.backend.registry import fast_dtype
-    from lema.model.computing import dtype_name
+    from lema.config.types import dtype_name
 
     return [dtype_name(dtype) for dtype in (torch.bfloat16, torch.float16) if fast_dtype(backend, dtype) != dtype]
 
@@ -183,8 +184,7 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
         written = _write(descriptor, nbytes, lambda: clock() - began < SECONDS)
         os.fsync(descriptor)
         write = written / max(clock() - began, 1e-9)
-        if hasattr(os, "posix_fadvise"):  # macOS has none
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_cached(descriptor)
         runs = [ByteRun(path, start, min(RUN, written - start), 0) for start in range(0, written, RUN)]
         buffers = [anonymous(RUN) for _ in range(AT_ONCE)]
         for buffer in buffers:
@@ -211,14 +211,14 @@ def _direct(directory: Path) -> Finding:
     if works:
         return Finding(DISK, "direct", Level.OK, "Reads bypass the page cache (O_DIRECT).", facts={"works": True})
     what = "Reads go through the page cache: this file system has no O_DIRECT. Each byte is copied once more."
-    how = "put the model on a local disk with ext4 or xfs"
+    how = "put the model on a local disk with ext4 or xfs" if hasattr(os, "O_DIRECT") else ""
     return Finding(DISK, "direct", Level.NOTE, what, how, facts={"works": False})
 
 
 def _reads_directly(path: Path) -> bool:
     try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb", buffering=0) as file:
-            os.preadv(file.fileno(), [mmap.mmap(-1, PAGE)], 0)
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_DIRECT), "rb", buffering=0) as file:
+            read_into(file.fileno(), [memoryview(mmap.mmap(-1, PAGE))], 0)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
@@ -279,7 +279,8 @@ def _write(descriptor: int, nbytes: int, more: Callable[[], bool]) -> int:
         turn = written // CHUNK * 4099 % len(block)
         ends = [block[turn:], block[:turn]]
         count = min(len(block), nbytes - written)
-        done = os.writev(descriptor, ends) if count == len(block) else os.write(descriptor, block[:count])
+        whole = count == len(block) and hasattr(os, "writev")
+        done = os.writev(descriptor, ends) if whole else os.write(descriptor, block[turn:][:count] or block[:count])
         if done == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += done

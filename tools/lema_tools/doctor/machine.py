@@ -7,7 +7,7 @@ such as those of `/proc` are read below `root`, which tests put elsewhere.
 import os
 import platform
 import re
-import resource
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import metadata, requires
@@ -22,8 +22,9 @@ from packaging.version import InvalidVersion
 
 from lema.backend import Fact, Finding, Level
 from lema.backend.findings import PAIRS, installed_version, known_bad
+from lema.backend.host.limits import Limit, limit
 from lema.backend.host.processors import usable_processors
-from lema.backend.hostmemory import memory_limit
+from lema.backend.hostmemory import memory_limit as group_limit
 from lema.compat import TESTED, untested
 from lema.config.units import human_bytes
 from lema.errors import DISTRIBUTION, installing
@@ -46,10 +47,10 @@ SECRET = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 PLAIN = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "TOKENIZERS_PARALLELISM", "MALLOC_ARENA_MAX", "LD_PRELOAD")
 ALLOCATOR = re.compile(r"PYTORCH_(\w+_)?ALLOC_CONF")
 YES = {"1", "true", "yes", "on"}
-Limits = Callable[[int], tuple[int, int]]
+Limits = Callable[[str], Limit]
 
 
-def machine(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Iterator[Finding]:
+def machine(root: Path = ROOT, limits: Limits = limit) -> Iterator[Finding]:
     """Tell what the machine is and what this process may take of it."""
     facts = dict[str, Fact](system=platform.system(), kernel=platform.release(), architecture=platform.machine())
     yield Finding(SECTION, "system", Level.OK, "{system} {kernel} on {architecture}.".format(**facts), facts=facts)
@@ -73,14 +74,14 @@ def processors(root: Path = ROOT) -> Finding:
 
 def memory(root: Path = ROOT) -> Finding:
     """Tell the memory there is, and the limit of this process's control group, if it is less."""
-    known, limit = psutil.virtual_memory(), memory_limit(root)
+    known, bound = psutil.virtual_memory(), group_limit(root)
     facts: dict[str, Fact] = {"total_bytes": known.total, "available_bytes": known.available}
-    facts |= {"swap_bytes": psutil.swap_memory().total, "limit_bytes": limit}
+    facts |= {"swap_bytes": psutil.swap_memory().total, "limit_bytes": bound}
     what = f"{human_bytes(known.total)} of memory, {human_bytes(known.available)} of it available"
-    if limit is None or limit >= known.total:
+    if bound is None or bound >= known.total:
         return Finding(SECTION, "memory", Level.OK, f"{what}.", facts=facts)
-    what += f"; this process's control group may have {human_bytes(limit)}, which a fraction or auto in a config "
-    how = f"set host_memory in bytes, below {human_bytes(limit)}"
+    what += f"; this process's control group may have {human_bytes(bound)}, which a fraction or auto in a config "
+    how = f"set host_memory in bytes, below {human_bytes(bound)}"
     return Finding(SECTION, "memory", Level.WARNING, f"{what}does not know.", how, facts=facts)
 
 
@@ -88,7 +89,7 @@ def huge_pages(root: Path = ROOT) -> Finding:
     """Tell whether memory for layers can be in huge pages."""
     setting = ""  # the one in brackets: `always [madvise] never`; empty: there is no such setting
     with suppress(OSError):
-        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
         setting = text.partition("[")[2].partition("]")[0]
     facts: dict[str, Fact] = {"setting": setting}
     if setting in ("always", "madvise"):
@@ -98,12 +99,12 @@ def huge_pages(root: Path = ROOT) -> Finding:
     return Finding(SECTION, "huge pages", Level.NOTE, what, how, facts=facts)
 
 
-def locked_memory(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Finding:
+def locked_memory(root: Path = ROOT, limits: Limits = limit) -> Finding:
     """Tell how much memory this process may lock."""
-    soft, hard = limits(resource.RLIMIT_MEMLOCK)
+    soft, hard = limits("MEMLOCK")
     exempt = bool(int(_field(root / "proc/self/status", "CapEff") or "0", 16) & MAY_LOCK)
-    facts: dict[str, Fact] = {"limit_bytes": _limit(soft), "hard_limit_bytes": _limit(hard), "exempt": exempt}
-    if soft == resource.RLIM_INFINITY or exempt:
+    facts: dict[str, Fact] = {"limit_bytes": soft, "hard_limit_bytes": hard, "exempt": exempt}
+    if soft is None or exempt:
         why = "this process is exempt from the limit" if exempt else "there is no limit"
         return Finding(SECTION, "locked memory", Level.OK, f"All memory may be locked: {why}.", facts=facts)
     what = f"This process may lock {human_bytes(soft)} of memory; some systems hold page-locked copies to that."
@@ -111,14 +112,14 @@ def locked_memory(root: Path = ROOT, limits: Limits = resource.getrlimit) -> Fin
     return Finding(SECTION, "locked memory", Level.NOTE, what, how, facts=facts)
 
 
-def open_files(limits: Limits = resource.getrlimit) -> Finding:
+def open_files(limits: Limits = limit) -> Finding:
     """Tell how many files this process may have open."""
-    soft, hard = limits(resource.RLIMIT_NOFILE)
-    facts: dict[str, Fact] = {"limit": _limit(soft), "hard_limit": _limit(hard)}
-    if soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES:
+    soft, hard = limits("NOFILE")
+    facts: dict[str, Fact] = {"limit": soft, "hard_limit": hard}
+    if soft is not None and soft < ENOUGH_FILES:
         what = f"Only {soft:,} files may be open, and a model may lie in some hundred of them."
         return Finding(SECTION, "open files", Level.WARNING, what, f"ulimit -n {ENOUGH_FILES}", facts=facts)
-    many = "Any number of" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+    many = "Any number of" if soft is None else f"{soft:,}"
     return Finding(SECTION, "open files", Level.OK, f"{many} files may be open.", facts=facts)
 
 
@@ -127,13 +128,12 @@ def shared_memory(root: Path = ROOT) -> Finding:
     directory = root / "dev/shm"
     size = free = None
     with suppress(OSError):
-        status = os.statvfs(directory)
-        size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+        size, _, free = shutil.disk_usage(directory)
     anonymous = hasattr(os, "memfd_create")
     facts: dict[str, Fact] = {"total_bytes": size, "free_bytes": free, "memfd": anonymous}
     if not anonymous:
-        what = "Processes of this machine cannot share host memory: this system has no memfd_create."
-        return Finding(SECTION, "shared memory", Level.WARNING, what, "start one process per machine", facts=facts)
+        what = "Host memory that processes share is a temporary file: this system has no memfd_create."
+        return Finding(SECTION, "shared memory", Level.NOTE, what, facts=facts)
     if size is not None and not os.access(directory, os.W_OK):
         what = "/dev/shm cannot be written: data are tokenised in one process."
         return Finding(
@@ -150,15 +150,11 @@ def shared_memory(root: Path = ROOT) -> Finding:
 def _field(file: Path, *names: str) -> str:
     """Return what a file of `/proc` says first under one of some names; empty: nothing."""
     with suppress(OSError):
-        for line in file.read_text().splitlines():
+        for line in file.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             if name.strip() in names:
                 return value.strip()
     return ""
-
-
-def _limit(value: int) -> int | None:
-    return None if value == resource.RLIM_INFINITY else value
 
 
 def environment(given: Mapping[str, str] = os.environ, threads: float | None = None) -> Iterator[Finding]:

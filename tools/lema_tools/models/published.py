@@ -68,7 +68,8 @@ def write_hollow(checkpoint: Checkpoint, directory: Path) -> Path:
     config.save_pretrained(directory)
     if settings is not None:
         file = directory / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+        content = json.loads(file.read_text(encoding="utf-8")) | {"quantization_config": settings}
+        file.write_text(json.dumps(content), encoding="utf-8", newline="\n")
     write_headers(directory / "model.safetensors", layout_of(config, checkpoint.form))
     return directory
 

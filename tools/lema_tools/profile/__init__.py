@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, import_libraries, phase_file_of
+from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, phase_file_of
+from lema.cli.libraries import import_libraries
 from lema.errors import ConfigError
 
 if TYPE_CHECKING:

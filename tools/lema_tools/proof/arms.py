@@ -11,21 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lema.backend import Backend
+from lema.backend.host.limits import peak_memory
 from lema.config import LemaConfig
+from lema.config.types import dtype_name
 from lema.engine.head.loss import split_batch
 from lema.errors import LemaError, MemoryLimitError
-from lema.model.computing import dtype_name
 from lema.model.partition import open_backend
 from lema.plan.planner import planner_of, site_of
 from lema.train import LemaModel
@@ -200,18 +202,24 @@ def _trained(model: nn.Module, what: Callable[[nn.Parameter], Tensor | None]) ->
 
 def _begin_peak() -> int:
     """Begin the process's peak of memory again, which Linux does where 5 is written to a file of /proc (proc(5),
-    clear_refs), and return the bytes that are resident now."""
+    clear_refs), and return the bytes that are resident now. Elsewhere the peak is that since the process began."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    return _resident("VmRSS")
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii", newline="\n")
+    return int(psutil.Process().memory_info().rss)
 
 
-def _resident(what: str) -> int:
-    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(f"{what}:"))
+def _peak() -> int:
+    """Return the most bytes that have been resident since `_begin_peak`."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return peak_memory()
+    (line,) = (one for one in lines if one.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def _memory(backend: Backend, before: int) -> dict[str, int]:
     """Return the bytes resident before, and the most since: of the process, or of a device with memory of its own."""
     stats = backend.memory()
-    return {"before": before, "peak": _resident("VmHWM")} if stats.shared else {"before": 0, "peak": stats.peak}
+    return {"before": before, "peak": _peak()} if stats.shared else {"before": 0, "peak": stats.peak}

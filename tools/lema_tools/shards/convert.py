@@ -291,7 +291,7 @@ def _write_reference(skeleton: PreTrainedModel | None, source: Path, out: Path, 
 
 def _write_settings(config: Mapping[str, Any], source: Path, out: Path) -> None:
     """Write PEFT's config into a directory, and copy there what goes with the adapter (`BESIDE`)."""
-    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
     check_companions(source)
     for place in (source, source / TEMPLATES):
         for file in sorted({file for pattern in BESIDE for file in place.glob(pattern) if file.is_file()}):

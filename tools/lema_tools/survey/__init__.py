@@ -5,11 +5,13 @@ from typing import Annotated
 import typer
 
 from lema.cli.arguments import Revision, Trust
+from lema.cli.libraries import import_libraries
 
 __all__ = ["models"]
 
 
 def models(
+    context: typer.Context,
     names: Annotated[
         list[str] | None, typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids.")
     ] = None,
@@ -19,6 +21,7 @@ def models(
     trust_remote_code: Trust = False,
 ) -> None:
     """List the types of models: which types stream, which adapters train in them, and why some do not stream."""
+    import_libraries(context, trusted=trust_remote_code)
     from rich.console import Console
 
     from lema_tools.survey.table import json_text, markdown, show_models, survey_all
