@@ -19,6 +19,7 @@ from lema.backend import Backend
 from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
+from lema.config.types import dtype_name
 from lema.data.forms import num_positions
 from lema.engine import StreamedModel
 from lema.engine.beside import StartingAdapter
@@ -38,7 +39,7 @@ from lema.lora.class_names import compare_classes
 from lema.lora.files import adapter_config, load_weights, read_settings, settings_file, the_lora_config, with_adapter
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
-from lema.model.computing import computing_of, dtype_name
+from lema.model.computing import computing_of
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
