@@ -252,3 +252,13 @@ def test_a_routers_loss_that_is_left_out_is_said(
     capfd.readouterr()
     assert lema("train", config) == 0
     assert ("leaves out the routers' auxiliary loss" in capfd.readouterr().out) is said
+
+
+def test_a_run_says_once_that_no_tests_ran_with_a_release(
+    write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lema.train.run.untested", lambda: "peft 0.99.1 (tests ran with 0.20)")
+    config = write_config(train_data=str(write_rows(tmp_path / "data.jsonl", TEXTS)))
+    assert lema("train", config) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines.count("not tested with peft 0.99.1 (tests ran with 0.20)") == 1

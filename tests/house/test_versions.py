@@ -22,7 +22,8 @@ def pins(environment: str) -> dict[str, str]:
     """The releases that an environment of tox installs, by library."""
     tox = ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini", encoding="utf-8")
-    wanted = [Requirement(line) for line in tox[f"testenv:{environment}"]["deps"].split()]
+    lines = re.sub(r"\{env:\w+:([^}]*)\}", r"\1", tox[f"testenv:{environment}"]["deps"]).split()
+    wanted = list(map(Requirement, lines))
     return {one.name: str(one.specifier).removeprefix("==").removesuffix(".*") for one in wanted}
 
 

@@ -4,6 +4,7 @@ Tables of the documentation are made with one version, and a type of model comes
 installed, a test that is of the first alone is skipped with a reason that names both.
 """
 
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -39,8 +40,25 @@ def made_with(*libraries: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(others), reason=f"made with {told}")
 
 
+def recomputation() -> str:
+    """Return the option of a trainer that has layers recomputed, by the name that this release has for it."""
+    from transformers import TrainingArguments
+
+    renamed = "activation_checkpointing"
+    return renamed if renamed in {field.name for field in fields(TrainingArguments)} else "gradient_checkpointing"
+
+
 def skip_unknown(model_type: str, known: object) -> None:
     """Skip a test of a type of model that another version of `transformers` has. With the version that tests run with
     by default nothing is skipped, so that no test is lost by a name that no type has."""
     if model_type not in known and not is_constrained("transformers"):  # type: ignore[operator]
         pytest.skip(f"transformers {installed('transformers')} has no type {model_type!r}")
+
+
+def skip_unless_expanded(method: str) -> None:
+    """Skip a test that compares with what `transformers` makes of weights that it does not expand in this release."""
+    if method == "compressed-tensors":
+        from transformers.integrations import compressed_tensors
+
+        if not hasattr(compressed_tensors, "CompressedTensorsDequantize") and not is_constrained("transformers"):
+            pytest.skip(f"transformers {installed('transformers')} does not load weights of {method} expanded")

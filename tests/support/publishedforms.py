@@ -13,6 +13,7 @@ import packedforms
 import torch
 from aligned import aligned
 from everytype import write_model
+from libraryversions import skip_unless_expanded
 from packedforms import packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -212,6 +213,7 @@ def dequantized(directory: Path) -> torch.nn.Module:
     if settings := getattr(config, "quantization_config", None):
         if settings["quant_method"] in PACKED:
             return _read_slowly(directory, PACKED[settings["quant_method"]])
+        skip_unless_expanded(settings["quant_method"])
         config.quantization_config = settings | {"dequantize": True}
     model = aligned(auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32))
     model.float().config.use_cache = False

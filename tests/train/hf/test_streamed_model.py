@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from libraryversions import recomputation
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PeftModelForSequenceClassification, get_peft_model
 from tiny import NUM_LAYERS, VOCABULARY, Checkpoint
 from torch import Tensor
@@ -111,7 +112,7 @@ def test_the_mixin_takes_an_optimizer_step_through_each_layer_once(checkpoint_of
 
 
 def test_autocast_of_a_trainer_is_followed(checkpoint_of: CheckpointOf, model: Any, tmp_path: Path) -> None:
-    options = {"bf16": True, "activation_checkpointing": True}
+    options = {"bf16": True, recomputation(): True}
     assert_equal(trained(model, tmp_path, **options), trained(whole(checkpoint_of("llama")), tmp_path, **options))
 
 
@@ -151,8 +152,8 @@ def test_recomputation_is_switched_as_a_model_s_is(model: Any) -> None:
     gradients = []
     for _ in range(2):
         for switch, kept in (("disable", True), ("enable", False)):
-            getattr(model, f"activation_checkpointing_{switch}")()
-            assert model.is_activation_checkpointing is not kept
+            getattr(model, f"{recomputation()}_{switch}")()
+            assert getattr(model, f"is_{recomputation()}") is not kept
             before = model.opened.adapter.arena.memory_bytes
             model(**batch).loss.backward()
             assert (model.opened.adapter.arena.memory_bytes == before) is (kept or bool(before))
