@@ -193,6 +193,21 @@ def test_the_row_that_goes_on_for_ever_is_the_one_that_is_named(monkeypatch: pyt
     assert prepared()  # by another process
 
 
+NESTED = "{% set n = namespace(l=[]) %}{% for i in range(100000) %}{% set n.l = [n.l] %}{% endfor %}{{ n.l | tojson }}"
+
+
+def test_a_template_that_fails_slowly_is_tried_with_one_row_and_not_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    exchange = process._Process.exchange
+    monkeypatch.setattr(
+        process._Process, "exchange", lambda *given: counts.append(len(found := exchange(*given))) or found
+    )
+    with pytest.raises(DataError, match="maximum recursion depth exceeded") as raised:
+        prepared(NESTED, count=50)
+    assert ":1" in raised.value.where
+    assert set(counts) == {1}
+
+
 def current() -> process._Process:
     found = process._OWN[os.getpid()].process
     assert found is not None

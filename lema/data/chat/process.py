@@ -81,15 +81,22 @@ class Rendition:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a chat was not rendered. `ended`: a limit ended the process, as it would with another form of this chat."""
+    """Why a chat was not rendered.
+
+    Attributes:
+        why: in a sentence.
+        ended: whether a limit ended the process, as it would with another form of this chat.
+        last: whether it took so long that no more of its batch were tried.
+    """
 
     why: str
     ended: bool = False
+    last: bool = False
 
 
 def rendered(requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
-    """Render chats one after the other. A chat that ends the process is the last of what is returned, so that there may
-    be fewer than were asked for."""
+    """Render chats one after the other. A chat that ends the process, or that fails slowly, is the last of what is
+    returned, so that there may be fewer than were asked for."""
     own = _own()
     with own.lock:
         if own.process is None:
@@ -171,7 +178,7 @@ class _Process:
                 else:
                     outcome = _outcome(line, limits)
                 outcomes.append(outcome)
-                if isinstance(outcome, Refusal) and outcome.ended:
+                if isinstance(outcome, Refusal) and (outcome.ended or outcome.last):
                     break
         return outcomes
 
@@ -228,7 +235,7 @@ def _outcome(line: bytes, limits: Limits) -> Rendition | Refusal:
         if "error" in answer:
             if answer["error"] == "MemoryError":
                 return Refusal(f"it allocates more than {limits.nbytes >> 20} MiB", ended=True)
-            return Refusal(str(answer["message"]) or str(answer["error"]))
+            return Refusal(str(answer["message"]) or str(answer["error"]), last=answer["last"] is True)
         text, places = answer["text"], [(int(start), int(end)) for start, end in answer["places"]]
         if isinstance(text, str) and all(0 <= start <= end <= len(text) for start, end in places):
             return Rendition(text, places)

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 MOST_TEXT = 64 << 20  # characters that a template may write
 GRACE = 1.0  # seconds that the parent has to end this process in
 MOST_SAID = 10_000  # characters of an error
+SLOW = 0.2  # seconds of the processor in which a row that is not rendered ends its batch
 
 
 class Clock(datetime.datetime):
@@ -68,15 +69,20 @@ def functions_of(sources: list[str]) -> tuple[Callable[[str], Any], Callable[...
     ]
 
 
-def answered(work: Callable[[], tuple[str, Any]]) -> bytes:
-    """Return the answer to a row: its text and the places of the assistant's words in it, or the error."""
+def answered(work: Callable[[], tuple[str, Any]]) -> tuple[bytes, bool]:
+    """Return the answer to a row: its text and the places of the assistant's words in it, or the error; and whether it
+    is the last of its batch. A row that fails slowly is, because the others would fail as slowly, and the parent tells
+    the first."""
+    begin = time.process_time()
     try:
         text, places = work()
-        if len(text) > MOST_TEXT:
-            return _line({"error": "OverflowError", "message": f"it writes more than {MOST_TEXT:,} characters"})
-        return _line({"text": text, "places": places})
+        if len(text) <= MOST_TEXT:
+            return _line({"text": text, "places": places}), False
+        answer = {"error": "OverflowError", "message": f"it writes more than {MOST_TEXT:,} characters"}
     except Exception as error:  # noqa: BLE001 - a template may raise anything, and the parent tells it
-        return _line({"error": type(error).__name__, "message": str(error)[:MOST_SAID]})
+        answer = {"error": type(error).__name__, "message": str(error)[:MOST_SAID]}
+    last = time.process_time() - begin > SLOW
+    return _line({**answer, "last": last}), last
 
 
 def _line(answer: dict[str, Any]) -> bytes:
@@ -143,13 +149,15 @@ def main() -> None:
             if timed:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
             Clock.shown = Clock(*shown)
-            answer = answered(lambda: render(compiled(templates[number]), **marshal.loads(packed)))  # noqa: B023 - called at once
+            answer, last = answered(lambda: render(compiled(templates[number]), **marshal.loads(packed)))  # noqa: B023 - called at once
             if timed:
                 signal.setitimer(signal.ITIMER_PROF, 0)
             deadline.at = float("inf")
             view = memoryview(answer)
             while view:
                 view = view[os.write(out, view) :]
+            if last:
+                break
 
 
 if __name__ == "__main__":
