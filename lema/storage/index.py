@@ -98,13 +98,15 @@ class GlobalBinaryIndex(dict[str, TensorRecord]):
 
 
 def file_stamps(files: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
-    """Return what the system says of each file, which changes when it is written or exchanged: device, inode, size and
-    time in nanoseconds; nothing of one that is not there."""
+    """Return what the system says of each file, which changes when it is written or exchanged: device, inode, size, and
+    the times of its contents and of what is said of it, in nanoseconds; nothing of one that is not there. The second
+    time changes with its names and rights, too, and nobody can set it back."""
     found: dict[Path, tuple[int, ...]] = {}
     for file in files:
         with suppress(OSError):
             status = file.stat()
-            found[file] = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            times = status.st_mtime_ns, status.st_ctime_ns
+            found[file] = status.st_dev, status.st_ino, status.st_size, *times
     return found
 
 

@@ -66,6 +66,9 @@ def _taken(file: Path) -> int | None:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NO_FOLLOW | BINARY, 0o666)
         try:
+            if os.fstat(descriptor).st_nlink > 1:  # as an archive may bring it
+                what = "the file of the directory's lock is another file, too, which would be written over"
+                raise ConfigError(what, where=str(file), how="delete it")
             locked = lock(descriptor, wait=False)
             if locked is None:
                 _give_back(descriptor, file)

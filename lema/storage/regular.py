@@ -109,6 +109,14 @@ def check_target(file: Path) -> None:
         raise _taken(file, mode)
 
 
+def check_directory(place: Path) -> None:
+    """Make sure that a name is a directory's, or nothing's yet. `ConfigError`: something else has it, such as a file,
+    or a link that leads nowhere."""
+    if not place.is_dir() and (place.is_symlink() or place.exists()):
+        what = f"{place.name} is no directory, and one would be made there"
+        raise ConfigError(what, where=str(place), how="choose another name, or move what is there")
+
+
 def check_kind(file: Path, *begins: bytes) -> None:
     """Make sure that a file which is to be replaced is of the kind that is written there, which begins in one of these
     ways, or is empty, or is not there. `ConfigError`: it is something else; other errors are those of `open_regular`.

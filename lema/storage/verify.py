@@ -121,7 +121,7 @@ class BaseFiles:
         self._index = index
         self._unchanged = unchanged
         self._stamps = index.stamps
-        if file_stamps(index.files) != index.stamps:
+        if _but_names(file_stamps(index.files)) != _but_names(index.stamps):
             raise self._changed()
         self.fingerprint = base_fingerprint(index)
         self.config = model_config(index)
@@ -148,8 +148,13 @@ class BaseFiles:
         now, then = file_stamps(self._index.files), self._stamps
         changed = [*files] or [file.name for file in self._index.files if now.get(file) != then.get(file)]
         what = f"the model has changed since the run began to read it: {', '.join(changed[:3])}"
-        how = "put the model back as it was, and continue with --resume from the last checkpoint, which is of before"
+        how = "put the model back as it was; --resume continues from the last checkpoint, if any: that is of before"
         return WeightsError(what, where=str(self._index.path), how=how)
+
+
+def _but_names(stamps: Mapping[Path, tuple[int, ...]]) -> dict[Path, tuple[int, ...]]:
+    """Return stamps without the time that a new name of a file changes, too."""
+    return {file: stamp[:-1] for file, stamp in stamps.items()}
 
 
 def model_config(index: GlobalBinaryIndex) -> bytes:

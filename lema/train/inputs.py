@@ -5,7 +5,7 @@ from pathlib import Path
 from lema.config import LemaConfig
 from lema.data.files import local_places
 from lema.errors import named_in
-from lema.storage.regular import check_apart, expanded
+from lema.storage.regular import check_apart, check_directory, expanded
 from lema.train.metrics import METRICS_NAME, PLAN_NAME, SAMPLES
 
 __all__ = ["check_output_dir", "inputs_of"]
@@ -18,16 +18,21 @@ def inputs_of(config: LemaConfig) -> list[Path]:
 
 
 def check_output_dir(config: LemaConfig) -> None:
-    """Make sure that `output_dir` neither is nor lies in a directory that the run reads: that of its model, of the
-    adapter it begins with or of its data; and that no file of the data is one that the run writes there. `ConfigError`:
-    it is."""
+    """Make sure that `output_dir` is a directory, if it is anything, and neither is nor lies in one that the run reads:
+    that of its model, of the adapter it begins with or of its data; that no file of the data is one that the run writes
+    there; and that the other directories it writes to lie in none of these, either. `ConfigError`: it is not so."""
     output, data = Path(config.output_dir), _data_of(config)
     beside = [place.parent for place in _models_of(config) if place.is_file()]
     with named_in("output_dir"):
+        check_directory(output)
         check_apart(output, inputs_of(config))
         check_apart(output, beside, below=False)  # a file of weights may well lie above the places of its runs
         for name in (METRICS_NAME, SAMPLES, PLAN_NAME):
             check_apart(output / name, data)
+    for setting in ("offload_dir", "data_cache"):
+        if isinstance(place := getattr(config, setting), str):
+            with named_in(setting):
+                check_apart(expanded(place), inputs_of(config))
 
 
 def _models_of(config: LemaConfig) -> list[Path]:

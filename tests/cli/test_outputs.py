@@ -331,6 +331,42 @@ def test_nothing_is_written_into_a_model_that_is_read(
     assert contents(model) == before and not target.exists() and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("setting", ["offload_dir", "data_cache"])
+@pytest.mark.parametrize("which", ["model", "rows"])
+def test_nor_is_what_waits_on_disk_or_kept_for_another_run(
+    which: str, setting: str, place: Path, tmp_path: Path, capfd: Any
+) -> None:
+    before = contents(place)
+    more = {setting: str(place / which / "kept")}
+    config = config_writer(place / "model", tmp_path)(train_data=str(place / "rows"), **more)
+    assert_refused(capfd, 2, [setting, INTO], "train", config)
+    assert contents(place) == before
+
+
+def test_settings_are_not_written_into_the_data(place: Path, capfd: Any) -> None:
+    before = contents(place)
+    words = ["--device-memory", "8GB", "--data", place / "rows", "--output", place / "rows" / "my.yaml"]
+    assert_refused(capfd, 2, [INTO], "init", place / "model", *words)
+    assert contents(place) == before
+
+
+@pytest.mark.parametrize("verb", ["train", "prove", "init"])
+def test_a_name_that_is_taken_is_refused_before_anything_is_computed(
+    verb: str, config: Path, model: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lema.train.model.LemaModel.__init__", lambda *_, **__: pytest.fail("a model was opened"))
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "leads nowhere").symlink_to(tmp_path / "nothing")
+    for taken in (tmp_path / "file", tmp_path / "leads nowhere"):
+        words: dict[str, list[Any]] = {
+            "train": ["train", config, "--output_dir", taken],
+            "prove": ["prove", model, "--output", taken],
+            "init": ["init", model, "--device-memory", "8GB", "--data", tmp_path / "data.jsonl", "--output", taken],
+        }
+        assert_refused(capfd, 2, [taken.name], *words[verb])
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "nothing").exists()
+
+
 def test_outputs_lie_beside_and_around_what_is_read(ended: Path, model: Path, tmp_path: Path) -> None:
     """The layouts that people use: a run beside its model, or around the adapter that it begins with; one file of
     weights above its runs, or beside its config; results of a run in its directory."""

@@ -105,6 +105,18 @@ def test_a_file_system_without_locks_is_said_and_gone_on_with(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_that_is_another_file_too_is_not_written(tmp_path: Path) -> None:
+    (mine := tmp_path / "mine").write_text("words")
+    (tmp_path / "out").mkdir()
+    os.link(mine, tmp_path / "out" / LOCK)
+    with pytest.raises(ConfigError, match="is another file, too"):
+        run_lock(tmp_path / "out").__enter__()
+    assert mine.read_text() == "words"
+    (tmp_path / "out" / LOCK).unlink()
+    with run_lock(tmp_path / "out"):
+        pass
+
+
 def test_a_place_that_cannot_be_written_to_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DiskError, match="cannot be written to") as caught:

@@ -28,7 +28,7 @@ def init(
     ] = None,
 ) -> None:
     """Write a file of settings for a model and a device, with the plan's choices. Exit code 4: nothing fits."""
-    if output.exists():
+    if output.exists() or output.is_symlink():
         raise ConfigError("this file exists already", where=str(output), how="choose another one: --output FILE")
     if not data.exists():
         raise ConfigError("there is no such file", where=f"--data {data}", how="use an existing file")
@@ -47,7 +47,7 @@ def init(
 
     with contextlib.ExitStack() as stack:
         directory, name, needs = _model(model, stack)
-        check_apart(output, [directory])
+        check_apart(output, [directory, data])
         (found,) = choices(directory, [memory], profile)
     if isinstance(found, MemoryLimitError):
         raise found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lema.errors import ConfigError, MemoryLimitError
-from lema.storage.regular import check_apart
+from lema.storage.regular import check_apart, check_directory
 
 if TYPE_CHECKING:
     from lema_tools.proof.arms import Case
@@ -44,6 +44,7 @@ def prove(
     from lema.backend import load
     from lema.config.printing import hush
 
+    check_directory(output)
     if model is not None:
         check_apart(output, [_found(model)])
     hush()
