@@ -2,9 +2,11 @@
 
 import csv
 import glob
+import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -202,6 +204,8 @@ def _pieces(path: Path) -> Iterator[Piece]:
             yield Piece(path, rows[0].line, rows, size)
     except OSError as error:
         raise unreadable(path, error) from error
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"not a whole {path.suffix[1:]} file: {error}", where=str(path)) from error
 
 
 def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
@@ -223,9 +227,12 @@ def _arrow(path: Path) -> Any:
 
 def _expanded(file: BinaryIO, path: Path) -> BinaryIO:
     """A file without its compression."""
-    if (kind := path.suffix.lower()) not in _COMPRESSED:
-        return file
-    return io.BufferedReader(_arrow(path).CompressedInputStream(file, _COMPRESSED[kind]))
+    match path.suffix.lower():
+        case ".gz":
+            return io.BufferedReader(gzip.GzipFile(fileobj=file))
+        case ".zst":
+            return io.BufferedReader(_arrow(path).CompressedInputStream(file, "zstd"))
+    return file
 
 
 def _error(what: str, path: Path, line: int, how: str = "") -> DataError:
@@ -407,6 +414,6 @@ _Values = Iterator[tuple[int, dict[str, Any]]]
 _OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {".jsonl": _jsonl, ".txt": _txt}
 _OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv}
 _OF_FILES |= dict.fromkeys((".parquet", ".arrow"), _columnar)
-_COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+_COMPRESSED = {".gz", ".zst"}
 _READERS = _OF_LINES.keys() | _OF_FILES.keys()
 _OF_FILES[HUB] = stream_rows

@@ -1,5 +1,6 @@
 """Every format gives the same rows, each with its line; every broken file and row is named."""
 
+import gzip
 import json
 import re
 import resource
@@ -134,7 +135,18 @@ def test_a_truncated_parquet_file_is_named(tmp_path):
         load_rows(path)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.txt.gz", "a.jsonl.zst"])
+def test_rows_that_are_packed_by_gzip_need_no_library(write, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    file = write("f.jsonl.gz", gzip.compress(b'{"text": "one"}\n') + gzip.compress(b'{"text": "two"}\n'))
+    assert [row.values["text"] for row in load_rows(file)] == ["one", "two"]
+    for broken in (file.read_bytes()[:-9], b"no such file", file.read_bytes()[:20] + bytes(30)):
+        file.write_bytes(broken)
+        with pytest.raises(DataError, match=r"not a whole gz file|cannot be read") as caught:
+            list(load_rows(file))
+        assert str(file) in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst"])
 def test_a_file_that_needs_a_library_that_is_not_installed_names_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
