@@ -1,5 +1,5 @@
 """The releases that tests ran with are the same in `lema/compat.py`, `tox.ini`, `constraints.txt`, `pyproject.toml` and
-the page about installing."""
+the page about environments."""
 
 import re
 import tomllib
@@ -47,6 +47,6 @@ def test_what_environments_install_is_among_the_tested_releases(library: str) ->
 
 @pytest.mark.parametrize("library", TESTED)
 def test_the_page_says_which_releases_were_tested(library: str) -> None:
-    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     (row,) = (line for line in page.splitlines() if line.startswith(f"| `{library}` | "))
     assert row.split(" | ")[-1].removesuffix(" |") == ", ".join(TESTED[library])

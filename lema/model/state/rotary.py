@@ -12,7 +12,7 @@ __all__ = ["tables_as_they_are", "types_by_length"]
 
 # In the name of a type, for `transformers`: its forward looks at the positions, and may replace its table.
 BY_VALUES = "dynamic"
-LONG = "longrope"  # whose forward chooses one of two tables by the longest position
+LONG = "longrope"  # whose forward chooses one of two tables by the longest position, in some releases by its value
 FIXED = "default"
 
 
@@ -40,4 +40,4 @@ def tables_as_they_are(model: nn.Module) -> Iterator[None]:
 def _fixed(kind: Any) -> Any:
     if isinstance(kind, dict):  # because each kind of layers has its own
         return {name: _fixed(one) for name, one in kind.items()}
-    return FIXED if BY_VALUES in kind else kind
+    return FIXED if BY_VALUES in kind or kind == LONG else kind
