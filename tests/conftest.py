@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -77,6 +79,9 @@ SLOW_CASES = 1  # of a slow test that has no `covered` of its own, in the sessio
 
 def pytest_configure() -> None:
     pickles.watch()
+    # A shell ignores Ctrl-C in what it runs in the background, and a program that it is ignored in leaves it so.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     watching = str(TESTS / "support" / "watching")
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if watching not in given:  # it is there already in a process that pytest has started

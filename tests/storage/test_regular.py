@@ -80,5 +80,9 @@ def test_a_target_is_known_by_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     for target in [*(tmp_path / name for name in targets), Path("weights"), Path()]:
         with pytest.raises(ConfigError, match="would write over what it reads"):
             check_apart(target, [model])
-    for target in (tmp_path / "other", model / "new", tmp_path):
+    for target in (model / "new", tmp_path / "model2" / "deep" / "new", tmp_path / "linked" / ".." / "model" / "new"):
+        with pytest.raises(ConfigError, match="would write into a directory that it reads"):
+            check_apart(target, [model])
+    check_apart(model / "new", [model], below=False)
+    for target in (tmp_path / "other", tmp_path):
         check_apart(target, [model])

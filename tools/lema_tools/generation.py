@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
-from lema.config.acting import OF_TRAINING
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError, printable
 from lema_tools.opened import model_of, outcome_of
@@ -96,6 +95,7 @@ def generate(
     options |= {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     options |= {"stop_strings": stop} if stop else {}
     from lema.data.chat.prompts import read_prompts
+    from lema.config.acting import OF_TRAINING
     from lema.data.files import Row
 
     rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)]
