@@ -94,8 +94,8 @@ def generate(
     options = _sampling(do_sample=do_sample, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     options |= {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     options |= {"stop_strings": stop} if stop else {}
-    from lema.data.chat.prompts import read_prompts
     from lema.config.acting import OF_TRAINING
+    from lema.data.chat.prompts import read_prompts
     from lema.data.files import Row
 
     rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)]
