@@ -18,14 +18,16 @@ from lema.errors import ConfigError, DataError, WeightsError
 __all__ = [
     "append",
     "check_apart",
+    "check_directory",
     "check_inside",
     "check_kind",
     "check_target",
     "expanded",
     "open_appending",
     "open_regular",
+    "read_at_most",
+    "read_regular",
 ]
-__all__ += ["open_regular", "read_at_most", "read_regular"]
 
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 KINDS |= {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link"}
