@@ -87,3 +87,9 @@ def test_what_cannot_be_written_is_an_error_and_leaves_no_file(
     assert init(model, memory, "--output", "new.yaml", *others) == code
     assert said in capsys.readouterr().err
     assert not Path("new.yaml").exists()
+
+
+def test_a_name_that_is_no_utf8_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["init", str(place / "model"), "--device-memory", "1GB", "--data", str(place / "rows.jsonl")]
+    assert run(app, [*words, "--output", "\udcff"]) == 2
+    assert "no UTF-8" in capsys.readouterr().err

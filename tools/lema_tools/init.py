@@ -30,6 +30,8 @@ def init(
     """Write a file of settings for a model and a device, with the plan's choices. Exit code 4: nothing fits."""
     if output.exists() or output.is_symlink():
         raise ConfigError("this file exists already", where=str(output), how="choose another one: --output FILE")
+    if any("\udc80" <= letter <= "\udcff" for letter in f"{model}{data}{output}"):  # a byte of a name, as Python has it
+        raise ConfigError("a name is no UTF-8, and the file of settings would have it", where=f"--output {output}")
     if not data.exists():
         raise ConfigError("there is no such file", where=f"--data {data}", how="use an existing file")
     import_libraries(context, trusted=False)
