@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig
 
 from lema.config import LemaConfig
+from lema.config.types import dtype_name
 from lema.errors import AdapterError, WeightsError
 from lema.lora.baseconfig import OF_PREPARED, differences, of_numbers
 from lema.lora.checks import read_json
@@ -78,7 +79,7 @@ def write_base(directory: Path, base: Base) -> None:
     if base.sources:
         about[SOURCES] = list(base.sources)
     if base.computed is not None:
-        about[COMPUTED] = str(base.computed).removeprefix("torch.")
+        about[COMPUTED] = dtype_name(base.computed)
     replace_file(directory / BASE_NAME, (json.dumps(about, indent=2) + "\n").encode())
 
 

@@ -19,7 +19,7 @@ __all__ = ["OF_PREPARED", "differences", "of_numbers"]
 OTHERS = frozenset(
     [
         *("_name_or_path", "architectures", "auto_map", "transformers_version", "transformers_weights"),
-        *("return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "use_cache"),
+        *("return_dict", "output_attentions", "output_hidden_states", "use_cache"),
         *("dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "_experts_implementation"),
         *("id2label", "label2id", "problem_type", "task_specific_params", "initializer_factor", "initializer_range"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id"),

@@ -76,6 +76,13 @@ def test_a_config_that_was_edited_is_refused_wherever_they_meet(
         LemaModel.from_pretrained(checkpoint, model_name_or_path=str(other)).close()
 
 
+def test_that_routers_have_a_loss_is_told() -> None:
+    about = {"model_type": "mixtral", "router_aux_loss_coef": 0.02}
+    said = [of_numbers(json.dumps(about | {"output_router_logits": value}).encode()) for value in (False, True)]
+    assert said[0] is not None and said[1] is not None
+    assert differences(said[0], said[1]) == ["output_router_logits is True, and it was False"]
+
+
 def test_what_changes_no_number_may_change(base: Path, checkpoint: Path) -> None:
     changes = {"transformers_version": "5.0", "use_cache": False, "_name_or_path": "elsewhere", "eos_token_id": [1, 3]}
     set_in(base, **changes, dtype=None, torch_dtype="float32", bos_token_id=7)
