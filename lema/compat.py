@@ -166,8 +166,8 @@ def loading_by_operations(kind: type[HfQuantizer]) -> type[HfQuantizer]:
     makes of these since 5.21, where it does not."""
     if _has_load_operations():
         return kind
-    kind.get_weight_conversions = _weight_conversions  # type: ignore[method-assign]
-    kind.update_weight_conversions = _updated_conversions  # type: ignore[method-assign]
+    kind.get_weight_conversions = _weight_conversions  # type: ignore[method-assign] # as a subclass would have it
+    kind.update_weight_conversions = _updated_conversions  # type: ignore[method-assign] # the same
     return kind
 
 

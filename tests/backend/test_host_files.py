@@ -80,7 +80,7 @@ def a_console(taken: list[int]) -> ModuleType:
             raise PermissionError(13, "Permission denied")
         taken.append(place)
 
-    module.LK_NBLCK, module.locking = 2, locking  # type: ignore[attr-defined]
+    module.LK_NBLCK, module.locking = 2, locking
     return module
 
 

@@ -30,9 +30,9 @@ def test_factors_of_experts_are_those_of_what_peft_adds(monkeypatch: pytest.Monk
     experts.weight = torch.nn.Parameter(torch.randn(3, 4, 5))
     experts.is_transposed = is_transposed
     config = LoraConfig(r=2, lora_alpha=6, target_parameters=["experts.weight"], target_modules=[])
-    model = get_peft_model(torch.nn.ModuleDict({"experts": experts}), config)  # type: ignore[arg-type]
+    model = get_peft_model(torch.nn.ModuleDict({"experts": experts}), config)
     (wrapper,) = (one for one in model.modules() if isinstance(one, ParamWrapper))
-    torch.nn.init.normal_(wrapper.lora_B["default"].weight)  # type: ignore[arg-type]
+    torch.nn.init.normal_(wrapper.lora_B["default"].weight)
     left, right = compat.delta_factors(wrapper, "default")
     assert (left.shape, right.shape) == ((3, 4, 2), (3, 2, 5))
     assert torch.allclose(left @ right * wrapper.scaling["default"], wrapper.get_delta_weight("default"), atol=1e-6)

@@ -4,6 +4,7 @@ Tables of the documentation are made with one version, and a type of model comes
 installed, a test that is of the first alone is skipped with a reason that names both.
 """
 
+from collections.abc import Container
 from dataclasses import fields
 from functools import cache
 from importlib.metadata import version
@@ -48,10 +49,10 @@ def recomputation() -> str:
     return renamed if renamed in {field.name for field in fields(TrainingArguments)} else "gradient_checkpointing"
 
 
-def skip_unknown(model_type: str, known: object) -> None:
+def skip_unknown(model_type: str, known: Container[str]) -> None:
     """Skip a test of a type of model that another version of `transformers` has. With the version that tests run with
     by default nothing is skipped, so that no test is lost by a name that no type has."""
-    if model_type not in known and not is_constrained("transformers"):  # type: ignore[operator]
+    if model_type not in known and not is_constrained("transformers"):
         pytest.skip(f"transformers {installed('transformers')} has no type {model_type!r}")
 
 

@@ -126,7 +126,7 @@ def console() -> ModuleType:
             raise PermissionError(errno.EACCES, "Permission denied") from None
 
     module = ModuleType("msvcrt")
-    module.LK_NBLCK, module.locking = 2, locking  # type: ignore[attr-defined]
+    module.LK_NBLCK, module.locking = 2, locking
     return module
 
 

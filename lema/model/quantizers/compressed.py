@@ -68,7 +68,7 @@ class _Expand(ConversionOps):
         self,
         input_dict: dict[str, Any],
         source_patterns: list[str],  # noqa: ARG002 - as transformers calls it
-        target_patterns: list[str],  # noqa: ARG002
+        target_patterns: list[str],  # noqa: ARG002 - the same
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Return the weight of a module by its name in the model; those of experts, by the pattern of what is stored.
