@@ -134,7 +134,7 @@ class Learnt:
         """Return a planner that knows it."""
         if self.timings is None:
             return planner
-        site = replace(planner.site, machine=replace(planner.site.machine, speeds=self.speeds))
+        site = replace(planner.machine_state, machine=replace(planner.machine_state.machine, speeds=self.speeds))
         timings = self.timings.times(planner.shape.micro_batch.rows / self.rows)
         return replace(planner, known=dict(self.known), timings=timings, site=site)
 
@@ -269,7 +269,7 @@ def steps(ends: Connection, model: str, settings: dict[str, Any], learnt: Learnt
         rows, chunk = planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens or CHUNK_TOKENS
         chunk = min(chunk, rows * planner.shape.micro_batch.length)
         chosen = f"{rows} rows, {chunk} tokens a chunk, {allocation.slots} slots, {allocation.summary()}"
-        found = Learnt(planner.known, planner.timings, rows, planner.site.machine.speeds)
+        found = Learnt(planner.workload_cache, planner.timings, rows, planner.machine_state.machine.speeds)
         ends.send((chosen, planner.needs().seconds, found))
         trainer = open_model.get_trainer()
         while count := ends.recv():

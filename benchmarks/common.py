@@ -185,7 +185,7 @@ class PeakAnonymous:
 
 
 class Meter:
-    """Measures a `with` block: `seconds`, this process's `cpu_seconds`, and how many cores `others` kept from it.
+    """Measures a `with` block: `seconds`, this process's `cpu_seconds`, and how many cores `foreign_hooks` kept from it.
 
     A machine is shared: beside a time stands what others did to it, those on the same host too (stolen time).
     """

@@ -39,12 +39,14 @@ class HostWeights:
         layers: Sequence[LayerBytes],
         backend: Backend,
         *arguments: Any,
-        held: Mapping[int, Tensor] = {},
+        loaded_layers: Mapping[int, Tensor] = {},
         **options: Any,
     ) -> tuple[Any, dict[int, Tensor]]:
-        """Return what `fill` returns. Memory that is `held` for a moment is not kept, because it is used anew."""
-        if backend is not self._backend or held:
-            uploads, host = self._fill(residents, host_cached, layers, backend, *arguments, held=held, **options)
+        """Return what `fill` returns. Memory of `loaded_layers`, for a moment, is not kept, because it is used anew."""
+        if backend is not self._backend or loaded_layers:
+            uploads, host = self._fill(
+                residents, host_cached, layers, backend, *arguments, loaded_layers=loaded_layers, **options
+            )
             return uploads, host
         sources = {number: _source(layers[number]) for number in host_cached}
         unread = {source: number for number, source in sources.items() if source not in self._memory}
@@ -62,7 +64,7 @@ def keep_host_weights(backend: Backend) -> None:
 def _source(layer: LayerBytes) -> Hashable:
     """Return what tells two layers apart in memory: which bytes of which files go where."""
     cast = (
-        (cast.record.file, cast.record.offset, cast.record.nbytes, cast.placed.offset, cast.placed.dtype, cast.move)
+        (cast.record.file, cast.record.offset, cast.record.nbytes, cast.target.offset, cast.target.dtype, cast.move)
         for cast in layer.casts
     )
     return layer.nbytes, layer.runs, tuple(cast)

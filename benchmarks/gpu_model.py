@@ -113,7 +113,7 @@ def places_for(shape: Shape, scratch: Path, free: int, *, disk_only: bool = Fals
 
 
 def write_random(directory: Path, shape: Shape, places: Sequence[Place], *, threads: int = 8) -> Written:
-    """Write a model of `shape`, the files spread over `places`, with as many of its layers as they have room for.
+    """Write a model of `shape`, the files spread over `axis_spans`, with as many of its layers as they have room for.
 
     Args:
         directory: for config, index and links; each place gets a directory of the same name.

@@ -95,10 +95,10 @@ def _settings(arguments: argparse.Namespace, model: str) -> Any:
 def _plan(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """Plan without measuring speeds, which takes longer than a step where the processor has no bf16."""
     from lema.plan.measure import process_bytes
-    from lema.plan.planner import planner_of, site_of
+    from lema.plan.planner import machine_state_of, planner_of
 
     config = _settings(arguments, model)
-    planner = planner_of(config, site=site_of(config))
+    planner = planner_of(config, machine_state=machine_state_of(config))
     needs, process = planner.needs(), process_bytes()
     parts = {**{f"host: {name}": size for name, size in needs.host.items() if name != "ring"}, **needs.device}
     return {

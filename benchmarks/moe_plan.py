@@ -26,7 +26,7 @@ from lema.config import LemaConfig
 from lema.errors import MemoryLimitError
 from lema.plan.blueprint import draw_up
 from lema.plan.cost import Speeds
-from lema.plan.groups import experts_told
+from lema.plan.groups import expert_summary
 from lema.plan.machine import PROFILES, Machine
 from lema.plan.planner import planner_of
 from lema_tools.models.checkpoints import named
@@ -88,10 +88,10 @@ def planned(name: str, memory: int, settings: dict[str, Any], machine: Machine) 
             there = replace(
                 machine, device_memory=memory * GB, host_memory=host, speeds=Speeds(DISK, machine.speeds.link)
             )
-            planner = planner_of(config, there, blueprint=blueprint, known=known)
+            planner = planner_of(config, there, blueprint=blueprint, workload_cache=known)
             blueprint = blueprint if planner.blueprint.pieces else replace(planner.blueprint, parts=None, experts=0)
             row: dict[str, Any] = {"model": name, "form": checkpoint.form, "device_gb": memory, "weights": place}
-            told = experts_told(planner)
+            told = expert_summary(planner)
             row["experts"], row["reached"] = planner.blueprint.experts, None if told is None else told.reached
             row["parts"] = None if told is None else told.parts
             try:

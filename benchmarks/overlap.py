@@ -238,7 +238,7 @@ def _schedule(arms: dict[str, Measured], sizes: Sequence[int], slots: int) -> fl
     rest = seconds - head - sum(layer.forward + layer.backward for layer in layers)
     num_bytes = len(fetched_per_step(len(sizes), slots)) * statistics.mean(sizes)
     speeds = Speeds(num_bytes / statistics.median(arms[READING].seconds), float("inf"))
-    demand = Demand(layers, turn=head, rest=max(0.0, rest), shared=True)
+    demand = Demand(layers, head_seconds=head, outside_seconds=max(0.0, rest), shared=True)
     simulated = simulate(demand, Allocation(slots), speeds)
     return simulated.seconds / max(simulated.compute, simulated.link, simulated.disk)
 

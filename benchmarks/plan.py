@@ -153,7 +153,7 @@ def _plan_and_train(config: Path, rounds: int) -> dict[str, Any]:
             assert planner.workload is not None
             known = planner.blueprint, planner.workload, planner.config, planner.shape
             machine, timings = probe(*known, training.model.backend, clock)
-            now = replace(planner, site=replace(planner.site, machine=machine), timings=timings)
+            now = replace(planner, site=replace(planner.machine_state, machine=machine), timings=timings)
             predicted = now.simulated(now.demand(), plan.allocation)
             wall, processor = training.step()
             if clock is time.perf_counter:
@@ -163,7 +163,7 @@ def _plan_and_train(config: Path, rounds: int) -> dict[str, Any]:
     parts = {**plan.memory.host, **plan.memory.device}
     return {
         "planned_peak": plan.host_peak,
-        "process": planner.site.process_bytes,
+        "process": planner.machine_state.process_bytes,
         "parts": {name: size for name, size in parts.items() if size},
         "bottleneck": plan.step.bottleneck,
         "disk": plan.machine.speeds.disk,

@@ -37,7 +37,7 @@ from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.budget import solve, spread
 from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.machine import PROFILES
-from lema.plan.planner import Planner, site_of
+from lema.plan.planner import Planner, machine_state_of
 from lema.plan.simulator import Simulated, simulate
 from lema.plan.step import StepShape, by_arithmetic
 from lema.plan.workload import MicroBatch, Workload, measure
@@ -133,7 +133,7 @@ def _step(
 ) -> dict[str, Any]:
     shape = StepShape(MicroBatch(1, length), math.ceil(tokens / length))
     timings = by_arithmetic(work, blueprint.layers, machine, blueprint.model.dtype.itemsize)
-    planner = Planner(config, blueprint, site_of(config, machine), work, timings, shape)
+    planner = Planner(config, blueprint, machine_state_of(config, machine), work, timings, shape)
     allocation = Allocation(DEPTHS[0] + 1, host_cached=held)
     step = planner.simulated(planner.demand(), allocation)
     spilled = step.device_peak > machine.device_memory

@@ -55,13 +55,13 @@ TESTED: Mapping[str, tuple[str, ...]] = {
 def untested() -> str:
     """Return what is installed of the libraries of `TESTED` in minor releases that no tests ran with, in one line;
     empty where there is nothing to say."""
-    others = list[str]()
+    mismatches = list[str]()
     for name, releases in TESTED.items():
         with suppress(PackageNotFoundError):
             installed = version(name)
             if ".".join(installed.split(".")[:2]) not in releases:
-                others.append(f"{name} {installed} (tests ran with {', '.join(releases)})")
-    return "; ".join(others)
+                mismatches.append(f"{name} {installed} (tests ran with {', '.join(releases)})")
+    return "; ".join(mismatches)
 
 
 def releases(library: str) -> str:
@@ -221,8 +221,8 @@ def adapted_module(config: LoraConfig, adapter: str, target: nn.Module, **option
     """Return PEFT's own layer around a module."""
     from peft.tuners.lora import LoraModel
 
-    made: nn.Module = LoraModel._create_new_module(config, adapter, target, **options)
-    return made
+    layer: nn.Module = LoraModel._create_new_module(config, adapter, target, **options)
+    return layer
 
 
 def delta_factors(wrapper: ParamWrapper, adapter: str) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def message_of(error: Exception) -> str:
 
 def printable(text: str) -> str:
     """Return a text as it may go to a terminal: what is no character there, or a command to it, is written out."""
-    return NO_TEXT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return NO_TEXT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class LemaError(Exception):
@@ -91,9 +91,9 @@ class LemaError(Exception):
 
     def _shortened(self, text: str, most: int) -> str:
         text = printable(text)
-        kept = "\n".join(text.split("\n", most)[:most])[: self.max_length]
-        more = len(text) - len(kept)
-        return f"{kept} ... and {more:,} characters more" if more else text
+        shortened = "\n".join(text.split("\n", most)[:most])[: self.max_length]
+        more = len(text) - len(shortened)
+        return f"{shortened} ... and {more:,} characters more" if more else text
 
     def __str__(self) -> str:
         lines = [self.what]

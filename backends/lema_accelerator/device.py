@@ -40,7 +40,7 @@ def choose_device(device: str) -> torch.device:
         raise BackendUnavailable(
             f"there is not a {kind.words} device {number}: this process sees {count}",
             where=f"device: {device}",
-            how=f"choose a lower number, start fewer processes, or {kind.look}",
+            how=f"choose a lower number, start fewer processes, or {kind.hint}",
         )
     return torch.device(kind.type, number)
 
@@ -68,7 +68,7 @@ def _check_usable(device: str, kind: Kind) -> None:
         raise BackendUnavailable(
             f"no {kind.words} device can be used: {' '.join(reason.split())}",
             where=f"device: {device}",
-            how=f"{kind.look}; or write device: cpu",
+            how=f"{kind.hint}; or write device: cpu",
         )
 
 
@@ -82,7 +82,7 @@ def starting_error(module: Any) -> str:
 
 
 def _number(device: str, number: str | None, count: int) -> int:
-    processes, place = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "")
+    processes, local_rank = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "")
     if number is not None:
         if processes != "1":
             raise BackendUnavailable(
@@ -91,10 +91,10 @@ def _number(device: str, number: str | None, count: int) -> int:
                 how=f"write device: {device.partition(':')[0]}, which gives each process its own",
             )
         return int(number)
-    if processes == "1" or not place.isdigit():
+    if processes == "1" or not local_rank.isdigit():
         return torch.accelerator.current_device_index()
     # Some launchers show each process its own device alone. Whether that is so here `identity` tells, later.
-    return int(place) % count if count == 1 else int(place)
+    return int(local_rank) % count if count == 1 else int(local_rank)
 
 
 def identity(device: torch.device) -> str | None:

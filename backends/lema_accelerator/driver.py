@@ -92,6 +92,8 @@ def _library() -> ctypes.CDLL | None:
     try:
         mapped = [line.split(maxsplit=5)[-1] for line in MAPS.read_text(encoding="utf-8").splitlines()]
     except OSError:  # not Linux
-        mapped = [one.path for one in psutil.Process().memory_maps()] if hasattr(psutil.Process, "memory_maps") else []
+        mapped = (
+            [region.path for region in psutil.Process().memory_maps()] if hasattr(psutil.Process, "memory_maps") else []
+        )
     loaded = next((path for path in mapped if LIBRARY.fullmatch(Path(path).name)), None)
     return None if loaded is None else ctypes.CDLL(loaded)

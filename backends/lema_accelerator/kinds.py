@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 __all__ = ["KINDS", "PROVEN", "Kind", "kind_of"]
 
-SITE = "https://pytorch.org/get-started/locally has the command"
+INSTALL_PAGE = "https://pytorch.org/get-started/locally has the command"
 
 # What `lema backends` and docs/devices.md say of each: on which hardware LEMA ran, and when.
 ON_SECOND = "on no hardware yet; the class of all accelerators on the tests' second device"
@@ -28,14 +28,14 @@ class Kind:
         type: torch's name of the device.
         words: what people call it.
         build: how to get a torch that has it.
-        look: what to look at where torch finds none.
+        hint: what to look at where torch finds none.
     """
 
     name: str
     type: str
     words: str
     build: str
-    look: str
+    hint: str
 
 
 KINDS = {
@@ -45,7 +45,7 @@ KINDS = {
             "cuda",
             "cuda",
             "CUDA",
-            f"install a CUDA build of torch (its version ends in +cu and CUDA's version; {SITE})",
+            f"install a CUDA build of torch (its version ends in +cu and CUDA's version; {INSTALL_PAGE})",
             "check that `nvidia-smi` lists a device, that the driver is new enough for this torch, and "
             "CUDA_VISIBLE_DEVICES",
         ),
@@ -53,7 +53,7 @@ KINDS = {
             "rocm",
             "cuda",
             "ROCm",
-            f"install a ROCm build of torch (its version ends in +rocm and ROCm's version; {SITE})",
+            f"install a ROCm build of torch (its version ends in +rocm and ROCm's version; {INSTALL_PAGE})",
             "check that `rocminfo` lists a device, that this user is in the groups render and video, and "
             "HIP_VISIBLE_DEVICES",
         ),
@@ -61,7 +61,7 @@ KINDS = {
             "xpu",
             "xpu",
             "XPU",
-            f"install an XPU build of torch for Intel GPUs (its version ends in +xpu; {SITE})",
+            f"install an XPU build of torch for Intel GPUs (its version ends in +xpu; {INSTALL_PAGE})",
             "check that `xpu-smi discovery` lists a device, its driver, and ZE_AFFINITY_MASK",
         ),
         Kind(
@@ -76,7 +76,7 @@ KINDS = {
             "mps",
             "mps",
             "MPS",
-            f"use a Mac with Apple silicon, and torch's build for macOS ({SITE})",
+            f"use a Mac with Apple silicon, and torch's build for macOS ({INSTALL_PAGE})",
             "use macOS 14 or newer on a Mac with Apple silicon",
         ),
     )

@@ -204,7 +204,7 @@ class CpuBackend:
 
     def end_visit(self) -> None:
         """Give freed memory back to the system if little is left."""
-        self._heap.look()
+        self._heap.check()
 
     def end_step(self) -> None:
         """Nothing is queued on this device."""

@@ -30,17 +30,17 @@ class Heap:
         self._process = psutil.Process()
         self._trim: Callable[[int], int] | None = c_function("malloc_trim")
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Give free memory back if the process has grown and memory is scarce."""
         if self._trim is None:
             return
-        if (own := self._own_bytes()) < self._seen + GROWTH:
-            self._seen = min(self._seen, own)
+        if (nbytes := self._own_bytes()) < self._seen + GROWTH:
+            self._seen = min(self._seen, nbytes)
             return
-        if memory_available() < max(LEAST, own // PART):
+        if memory_available() < max(LEAST, nbytes // PART):
             self._trim(0)
-            own = self._own_bytes()
-        self._seen = own
+            nbytes = self._own_bytes()
+        self._seen = nbytes
 
     def _own_bytes(self) -> int:
         """Return the resident bytes that are no pages of files."""

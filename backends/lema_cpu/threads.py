@@ -15,10 +15,10 @@ __all__ = ["VARIABLES", "limit_threads", "one_thread"]
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which a user says how many there are
 
 
-def limit_threads(given: Mapping[str, str] = os.environ) -> None:
+def limit_threads(variables: Mapping[str, str] = os.environ) -> None:
     """Have torch compute with as many threads as the affinity and the control groups of this process leave it, if that
     is fewer than it has; what the environment says stays."""
-    if any(given.get(name) for name in VARIABLES):
+    if any(variables.get(name) for name in VARIABLES):
         return
     usable = usable_threads()
     if usable < torch.get_num_threads():

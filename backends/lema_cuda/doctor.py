@@ -129,7 +129,7 @@ def kernels(number: int, capability: tuple[int, int], built_for: Sequence[str]) 
     """
     major, minor = capability
     facts: dict[str, Fact] = {"capability": f"{major}.{minor}", "built_for": " ".join(built_for)}
-    if not any(_runs(one, capability) for one in built_for):
+    if not any(_runs(architecture, capability) for architecture in built_for):
         return Finding(
             SECTION,
             f"kernels {number}",
@@ -149,13 +149,13 @@ def kernels(number: int, capability: tuple[int, int], built_for: Sequence[str]) 
 
 def _runs(built_for: str, capability: tuple[int, int]) -> bool:
     """Whether kernels of `sm_XY` run on the device (same major version), or `compute_XY` is compiled for it."""
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", built_for)
-    if not found:
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", built_for)
+    if not match:
         return False
-    major, minor = int(found[2]), int(found[3])
-    if found[4]:  # such kernels run on this device alone
+    major, minor = int(match[2]), int(match[3])
+    if match[4]:  # such kernels run on this device alone
         return (major, minor) == capability
-    if found[1] == "compute":
+    if match[1] == "compute":
         return (major, minor) <= capability
     return major == capability[0] and minor <= capability[1]
 
@@ -178,41 +178,41 @@ def attention(torch_version: str, capabilities: Sequence[tuple[int, int]]) -> It
 
 def _quantizer(built: str) -> Iterator[Finding]:
     """Tell whether bitsandbytes has a library for this CUDA; one of another major version does not work."""
-    found = installed_version("bitsandbytes")
-    spec = find_spec("bitsandbytes") if found else None
-    if found is None or spec is None or not spec.submodule_search_locations:
+    installed = installed_version("bitsandbytes")
+    spec = find_spec("bitsandbytes") if installed else None
+    if installed is None or spec is None or not spec.submodule_search_locations:
         return
     folder = Path(next(iter(spec.submodule_search_locations)))
     names = (re.fullmatch(r"libbitsandbytes_cuda(\d\d)\d+", file.stem) for file in folder.glob("libbitsandbytes_cuda*"))
     majors = {match[1] for match in names if match}
-    facts: dict[str, Fact] = {"installed": found, "built_with": " ".join(sorted(majors))}
+    facts: dict[str, Fact] = {"installed": installed, "built_with": " ".join(sorted(majors))}
     if built.partition(".")[0] in majors:
         yield Finding(SECTION, "bitsandbytes", Level.OK, f"bitsandbytes has a library for CUDA {built}.", facts=facts)
         return
-    what = f"bitsandbytes {found} has no library for CUDA {built}: nf4 models cannot be opened on a device."
+    what = f"bitsandbytes {installed} has no library for CUDA {built}: nf4 models cannot be opened on a device."
     yield Finding(SECTION, "bitsandbytes", Level.WARNING, what, "pip install --upgrade bitsandbytes", facts=facts)
 
 
 def _flash_attention() -> Iterator[Finding]:
-    found = installed_version("flash-attn")
-    if found is None:
+    installed = installed_version("flash-attn")
+    if installed is None:
         return
-    facts: dict[str, Fact] = {"installed": found}
+    facts: dict[str, Fact] = {"installed": installed}
     try:
         import_module("flash_attn_2_cuda")
     except ImportError as error:
-        what = f"flash-attn {found} was built for another torch: {error}."
+        what = f"flash-attn {installed} was built for another torch: {error}."
         how = "pip install --no-build-isolation --force-reinstall --no-deps flash-attn, or uninstall it"
         yield Finding(SECTION, "flash-attn", Level.WARNING, what, how, FLASH, facts)
         return
-    yield Finding(SECTION, "flash-attn", Level.OK, f"flash-attn {found} can be used.", facts=facts)
+    yield Finding(SECTION, "flash-attn", Level.OK, f"flash-attn {installed} can be used.", facts=facts)
 
 
-def fused_kernels(found: str | None) -> Finding:
+def fused_kernels(installed: str | None) -> Finding:
     """Tell whether `arithmetic: fast` has kernels for norms, rotary embeddings and gated MLPs (`lema_cuda.liger`)."""
-    what, facts = "norms, rotary embeddings and gated MLPs", dict[str, Fact](installed=found)
-    if found is not None:
-        what = f"liger-kernel {found} fuses {what} under arithmetic: fast."
+    what, facts = "norms, rotary embeddings and gated MLPs", dict[str, Fact](installed=installed)
+    if installed is not None:
+        what = f"liger-kernel {installed} fuses {what} under arithmetic: fast."
         return Finding(SECTION, "liger-kernel", Level.OK, what, facts=facts)
     what, how = (
         f"liger-kernel, which fuses {what}, is not installed.",
@@ -221,10 +221,10 @@ def fused_kernels(found: str | None) -> Finding:
     return Finding(SECTION, "liger-kernel", Level.NOTE, what, how, facts=facts)
 
 
-def environment(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def environment(variables: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """List the variables of NVIDIA's libraries that are set, with their effect."""
     for name, (level, what, how) in VARIABLES.items():
-        value = given.get(name)
+        value = variables.get(name)
         if value is None or (value == "0" and level is not Level.OK):
             continue
         yield Finding(SECTION, name, level, f"{name}={value}: {what}.", how, facts={"value": value})

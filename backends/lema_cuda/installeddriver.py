@@ -32,9 +32,9 @@ COLUMNS = {
 
 def driver_version(root: Path = ROOT) -> str | None:
     """Return the version of the loaded driver; None: no driver is loaded."""
-    if found := re.search(r"\s(\d+\.\d+(\.\d+)*)(\s|$)", _said_by(root / "proc/driver/nvidia/version")):
-        return found[1]
-    return _said_by(root / "sys/module/nvidia/version") or None
+    if match := re.search(r"\s(\d+\.\d+(\.\d+)*)(\s|$)", _first_line(root / "proc/driver/nvidia/version")):
+        return match[1]
+    return _first_line(root / "sys/module/nvidia/version") or None
 
 
 def driver(root: Path = ROOT) -> Finding:
@@ -42,7 +42,7 @@ def driver(root: Path = ROOT) -> Finding:
     version, present = driver_version(root), len(list(_on_the_bus(root)))
     facts: dict[str, Fact] = {"driver": version, "devices_on_the_bus": present}
     if version is not None:
-        facts["open_module"] = "Open Kernel" in _said_by(root / "proc/driver/nvidia/version")
+        facts["open_module"] = "Open Kernel" in _first_line(root / "proc/driver/nvidia/version")
         return Finding(SECTION, "driver", Level.OK, f"NVIDIA driver {version}.", facts=facts)
     if (root / "dev/dxg").exists():
         what = "The driver is that of Windows, which hosts this system."
@@ -63,11 +63,11 @@ def driver(root: Path = ROOT) -> Finding:
 def _on_the_bus(root: Path) -> Iterator[Path]:
     """Yield the NVIDIA display and compute devices on the PCI bus."""
     for device in (root / "sys/bus/pci/devices").glob("*"):
-        if _said_by(device / "vendor") == "0x10de" and _said_by(device / "class").startswith("0x03"):
+        if _first_line(device / "vendor") == "0x10de" and _first_line(device / "class").startswith("0x03"):
             yield device
 
 
-def _said_by(file: Path) -> str:
+def _first_line(file: Path) -> str:
     """Return the first line of a file; empty if there is no such file."""
     with suppress(OSError):
         return file.read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -85,9 +85,9 @@ def system_management(command: str = "nvidia-smi") -> Iterator[Finding]:
         yield Finding(SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi does not answer: {error}.", "reboot")
         return
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().partition("\n")[0]
+        message = (done.stdout + done.stderr).strip().partition("\n")[0]
         how = "load the driver; after an update of it: reboot"
-        yield Finding(SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi fails: {said}", how)
+        yield Finding(SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi fails: {message}", how)
         return
     for number, line in enumerate(done.stdout.splitlines()):
         yield _managed(number, [cell.strip() for cell in line.split(",")])

@@ -60,32 +60,40 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
         return f"{PACKAGE} fuses nothing, because it is not installed"
     _import_patched(model)
     before = {module: vars(module).get("forward") for module in model.modules()}
-    code = [vars(one) for name, one in [*sys.modules.items()] if re.match(r"transformers\.models\..*\.modeling_", name)]
-    kept = [dict(names) for names in code]
+    code = [
+        vars(module)
+        for name, module in [*sys.modules.items()]
+        if re.match(r"transformers\.models\..*\.modeling_", name)
+    ]
+    originals = [dict(names) for names in code]
     try:
         unfit = _apply(model)
     except UNFIT as error:
         unfit = f"it does not fit this transformers: {type(error).__name__}: {error}"
-    found, new = Counter[str](), dict[int, dict[str, Any]]()
-    for names, were in zip(code, kept, strict=True):
-        new[id(names)] = {name: names[name] for name, one in were.items() if names[name] is not one}
+    counts, new = Counter[str](), dict[int, dict[str, Any]]()
+    for names, were in zip(code, originals, strict=True):
+        new[id(names)] = {name: names[name] for name, original in were.items() if names[name] is not original}
         names.update(were)
         for name in names.keys() - were.keys():
             del names[name]
     inside = set() if unfit else set(layers.modules())
     for module, forward in before.items():
-        own, kernel = vars(module), vars(module).pop("forward", None)
+        attributes, kernel = vars(module), vars(module).pop("forward", None)
         if forward is not None:
-            own["forward"] = forward
+            attributes["forward"] = forward
         # Not where matrices are: LEMA leases and adapts those of experts in ways that a kernel does not know.
-        if module not in inside or forward is not None or any(one.ndim > 1 for one in module.parameters(recurse=False)):
+        if (
+            module not in inside
+            or forward is not None
+            or any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        ):
             continue
         if (kernel := kernel or _rotating(module, new)) is not None:
-            own["forward"] = Fused(module, kernel)
-            if "in_place" in own:  # in the gradient that a norm is given, which may be the residual's, too
-                own["in_place"] = False
-            found[module._get_name()] += 1
-    fused = ", ".join(f"{count} {name}" for name, count in found.items())
+            attributes["forward"] = Fused(module, kernel)
+            if "in_place" in attributes:  # in the gradient that a norm is given, which may be the residual's, too
+                attributes["in_place"] = False
+            counts[module._get_name()] += 1
+    fused = ", ".join(f"{count} {name}" for name, count in counts.items())
     return f"{PACKAGE} {version} fuses {fused or f'nothing, because {unfit or NOTHING}'}"
 
 
@@ -100,7 +108,7 @@ def _apply(model: PreTrainedModel) -> str | None:
     if "kwargs" in takes and text.model_type in KNOWN:  # which hands the rest on
         takes |= set(signature(KNOWN[text.model_type]).parameters)
     act = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None)
-    off = [*OTHERS, *(name for name, known in ACTIVATIONS.items() if act not in known)]
+    off = [*OTHERS, *(name for name, activations in ACTIVATIONS.items() if act not in activations)]
     KNOWN[kind](model=model, **{name: False for name in off if name in takes})
     return None
 
@@ -112,26 +120,26 @@ def _import_patched(model: PreTrainedModel) -> None:
 
     waiting, seen = [KNOWN.get(model.config.model_type)], set[Any]()
     while waiting:
-        if not isinstance(one := waiting.pop(), FunctionType) or one in seen:
+        if not isinstance(function := waiting.pop(), FunctionType) or function in seen:
             continue
-        seen.add(one)
-        names = one.__code__.co_names
+        seen.add(function)
+        names = function.__code__.co_names
         packages = [name for name in names if name.startswith("transformers.models.")]
         parts = [f"{package}.{name}" for package in packages for name in names if name.startswith("modeling_")]
         for name in (*packages, *parts):
             with suppress(ImportError):  # a part of another package, or what Liger will fail to find, too
                 import_module(name)
-        waiting += [one.__globals__.get(name) for name in names if name.startswith("apply_liger_")]
+        waiting += [function.__globals__.get(name) for name in names if name.startswith("apply_liger_")]
 
 
 def _rotating(module: nn.Module, new: Mapping[int, Mapping[str, Any]]) -> Callable[..., Any] | None:
     """Return a module's `forward` with Liger's functions in the place of those that it calls; None: it calls none."""
     forward: Any = unwrap(type(module).forward)  # a decorator, such as one for renamed arguments, calls none
     names = new.get(id(getattr(forward, "__globals__", None)), {})
-    found = {name: one for name, one in names.items() if isinstance(one, FunctionType)}
-    if not (found and found.keys() & set(forward.__code__.co_names)):
+    replacements = {name: function for name, function in names.items() if isinstance(function, FunctionType)}
+    if not (replacements and replacements.keys() & set(forward.__code__.co_names)):
         return None
-    known = {**forward.__globals__, **found}
-    copy = FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__, forward.__closure__)
+    namespace = {**forward.__globals__, **replacements}
+    copy = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return MethodType(copy, module)

@@ -16,7 +16,7 @@ from lema.backend import BackendOptions, DeviceSlots, Download, MemoryStats, Par
 from lema.backend.layout import KvLayout
 from lema.backend.torchrun import join_in_parts
 from lema.errors import BackendUnavailable
-from lema_neuron.probe import choose_runtime, look
+from lema_neuron.probe import choose_runtime, probe_machine
 from lema_neuron.runtimes import runtime_named
 from lema_neuron.settings import KV_LAYOUT, RUNTIME
 from lema_neuron.standin import StandIn
@@ -55,7 +55,7 @@ class NeuronBackend:
                 how="write device: neuron",
             )
         options = options or BackendOptions()
-        self.runtime = choose_runtime(str(options.settings.get("neuron_runtime", RUNTIME.default)), look())
+        self.runtime = choose_runtime(str(options.settings.get("neuron_runtime", RUNTIME.default)), probe_machine())
         runtime = runtime_named(self.runtime)
         runtime.prepare()
         joined = join_in_parts(runtime.carrier, options.tensor_parallel_size, PATIENCE_AT_START)

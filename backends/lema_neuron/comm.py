@@ -118,8 +118,8 @@ class C10dComm:
     def over(cls, groups: Sequence[Sequence[int]]) -> C10dComm:
         """Return this process's group of several that cover all processes; every process passes all of them."""
         dist: Any = torch.distributed
-        made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-        return cls(next(group for ranks, group in made if dist.get_rank() in ranks))
+        process_groups = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+        return cls(next(group for ranks, group in process_groups if dist.get_rank() in ranks))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group; it is formed once for each element, so that all ranks get the same bits."""
@@ -134,9 +134,9 @@ class C10dComm:
         if tensor.is_meta:
             return torch.cat([tensor] * self.size, dim)
         mine = tensor.detach().contiguous()
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._dist.all_gather(found, mine, group=self.group)
-        return torch.cat(found, dim)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        self._dist.all_gather(gathered, mine, group=self.group)
+        return torch.cat(gathered, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's equal share along `dim` of the sum over the group."""
@@ -152,9 +152,9 @@ class C10dComm:
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the rank `source` of the group."""
-        found = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._dist.broadcast(found, group=self.group, group_src=source)
-        return found
+        received = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._dist.broadcast(received, group=self.group, group_src=source)
+        return received
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -165,10 +165,10 @@ class C10dComm:
         key = tuple(tuple(part) for part in parts)
         if key not in self._parts:
             mine = self._dist.get_process_group_ranks(self.group or self._dist.group.WORLD)
-            found: list[Any] = [None] * self._dist.get_world_size()
-            self._dist.all_gather_object(found, tuple(mine))
-            groups = sorted(set(found))
-            self._parts[key] = C10dComm.over([[group[one] for one in part] for group in groups for part in key])
+            groups_by_rank: list[Any] = [None] * self._dist.get_world_size()
+            self._dist.all_gather_object(groups_by_rank, tuple(mine))
+            groups = sorted(set(groups_by_rank))
+            self._parts[key] = C10dComm.over([[group[rank] for rank in part] for group in groups for part in key])
         return self._parts[key]
 
 
@@ -203,8 +203,8 @@ class XlaComm:
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Return every rank's tensor, joined along `dim` in rank order."""
-        found: Tensor = self._xm.all_gather(tensor, dim=dim % tensor.dim(), groups=self._groups, pin_layout=False)
-        return found
+        gathered: Tensor = self._xm.all_gather(tensor, dim=dim % tensor.dim(), groups=self._groups, pin_layout=False)
+        return gathered
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's equal share along `dim` of the sum over the group."""
@@ -233,7 +233,7 @@ class XlaComm:
         """Return this rank's part of the group; the groups of all ranks are known to each."""
         key = tuple(tuple(part) for part in parts)
         if key not in self._parts:
-            groups = [[group[one] for one in part] for group in self._groups for part in key]
+            groups = [[group[rank] for rank in part] for group in self._groups for part in key]
             self._parts[key] = XlaComm(groups, self._xm, self._ordinal)
         return self._parts[key]
 
@@ -247,12 +247,12 @@ class Counted:
 
     Args:
         comm: the group.
-        whole: the count that it adds to; None: a new one.
+        root: the count that it adds to; None: a new one.
     """
 
-    def __init__(self, comm: Comm, whole: Counted | None = None) -> None:
+    def __init__(self, comm: Comm, root: Counted | None = None) -> None:
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._whole = whole or self
+        self._root = root or self
         self._parts: dict[Groups, Comm] = {}
         self.exchanged = Exchange()
 
@@ -260,7 +260,7 @@ class Counted:
         return self
 
     def _sends(self, nbytes: int) -> None:
-        self._whole.exchanged = self._whole.exchanged.plus(Exchange(int(self.size > 1), nbytes))
+        self._root.exchanged = self._root.exchanged.plus(Exchange(int(self.size > 1), nbytes))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group."""
@@ -290,7 +290,7 @@ class Counted:
         """Return this rank's part of the group; the same one each time."""
         key = tuple(tuple(part) for part in parts)
         if key not in self._parts:
-            self._parts[key] = Counted(self._comm.split(parts), self._whole)
+            self._parts[key] = Counted(self._comm.split(parts), self._root)
         return self._parts[key]
 
 
@@ -305,5 +305,5 @@ def comm_of(group: Any = None) -> Comm:
         return C10dComm() if dist.is_available() and dist.is_initialized() else Solo()
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
         return C10dComm(group)
-    found: Comm = group
-    return found
+    comm: Comm = group
+    return comm

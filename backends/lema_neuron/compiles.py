@@ -32,7 +32,7 @@ class Compiles:
 
     def __init__(self, total: Callable[[], int], warm_up: int = WARM_UP) -> None:
         self._total, self._warm_up = total, warm_up
-        self._found = 0
+        self._num_compiled = 0
         self.of_steps: list[int] = []
 
     @contextmanager
@@ -40,15 +40,15 @@ class Compiles:
         """Count the graphs that are compiled in a `with` block."""
         before = self._total()
         yield
-        self._found += self._total() - before
+        self._num_compiled += self._total() - before
 
     def step_ended(self) -> None:
         """End the count of a step; warn if a step after the first ones compiled graphs."""
-        found, self._found = self._found, 0
-        self.of_steps.append(found)
-        if found and len(self.of_steps) > self._warm_up:
+        num_compiled, self._num_compiled = self._num_compiled, 0
+        self.of_steps.append(num_compiled)
+        if num_compiled and len(self.of_steps) > self._warm_up:
             warnings.warn(
-                f"step {len(self.of_steps)} compiled {found} graph{'' if found == 1 else 's'} anew, after "
+                f"step {len(self.of_steps)} compiled {num_compiled} graph{'' if num_compiled == 1 else 's'} anew, after "
                 f"{self._warm_up} in which all should have been: rows of one length, and as many in every micro-batch "
                 "(pad_to_multiple_of, micro_batch_size), need no others",
                 stacklevel=2,

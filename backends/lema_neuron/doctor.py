@@ -63,19 +63,19 @@ VARIABLES = {
 def doctor() -> Iterator[Finding]:
     """Yield the findings on devices, packages and variables."""
     yield driver()
-    found = {name: installed_version(name) for name in PACKAGES}
+    versions = {name: installed_version(name) for name in PACKAGES}
     wrong = list(stubs(STUBS, SECTION))
     yield from wrong
-    kept = {finding.name for finding in wrong}
-    for name, version in found.items():
-        if version is not None and name not in kept:
+    stub_names = {finding.name for finding in wrong}
+    for name, version in versions.items():
+        if version is not None and name not in stub_names:
             yield Finding(SECTION, name, Level.OK, f"{name} {version}.", facts={"installed": version})
-    if not any(found.values()):
-        facts: dict[str, Fact] = dict(found)
+    if not any(versions.values()):
+        facts: dict[str, Fact] = dict(versions)
         yield Finding(SECTION, "packages", Level.OK, "No package of the Neuron kit is installed.", facts=facts)
     for name in ("torch-neuronx", "torch-xla"):
-        if name not in kept:
-            yield from built_for(name, found[name], installed_version("torch"))
+        if name not in stub_names:
+            yield from built_for(name, versions[name], installed_version("torch"))
     yield from known_bad(PAIRS, SECTION)
     yield from environment()
 
@@ -98,23 +98,23 @@ def built_for(name: str, version: str | None, torch: str | None) -> Iterator[Fin
     """Warn if a package was built for another torch. The first two numbers of its version are those of its torch."""
     if version is None or torch is None:
         return
-    wanted, found = (".".join(one.split(".")[:2]) for one in (version, torch))
-    if wanted != found:
+    built_release, installed_release = (".".join(number.split(".")[:2]) for number in (version, torch))
+    if built_release != installed_release:
         yield Finding(
             SECTION,
             f"{name} build",
             Level.WARNING,
-            f"{name} {version} is built for torch {wanted}, and torch {torch} is installed.",
-            f'pip install "torch=={wanted}.*"',
+            f"{name} {version} is built for torch {built_release}, and torch {torch} is installed.",
+            f'pip install "torch=={built_release}.*"',
             SETUP if name == "torch-neuronx" else "",  # torch-xla was seen to fail this way, with an undefined symbol
             {"installed": version, "torch": torch},
         )
 
 
-def environment(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def environment(variables: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """List the variables of the Neuron kit that are set, with their effect."""
     for name, (level, what, how) in VARIABLES.items():
-        value = given.get(name)
+        value = variables.get(name)
         if value is None or (value == "0" and level is not Level.OK):
             continue
         yield Finding(SECTION, name, level, f"{name}={value}: {what}.", how, facts={"value": value})

@@ -29,30 +29,30 @@ UNSET: Mapping[Runtime, Mapping[str, str]] = {
 }
 
 
-def variables(given: Mapping[str, str], runtime: Runtime) -> dict[str, str]:
+def variables(environ: Mapping[str, str], runtime: Runtime) -> dict[str, str]:
     """Return the variables that must be set for a runtime, in addition to those that are set.
 
     Args:
-        given: the environment.
+        environ: the environment.
         runtime: a runtime without a device needs no variables.
 
     Returns:
         Names and values that differ from those given; empty if nothing is missing.
     """
-    found = {name: value for name, value in UNSET.get(runtime, {}).items() if name not in given}
-    before = given.get(FLAGS, "")
+    missing_variables = {name: value for name, value in UNSET.get(runtime, {}).items() if name not in environ}
+    before = environ.get(FLAGS, "")
     there = {_name(word) for word in _words(before)}
     missing = [flag for flag in COMPILER.get(runtime, ()) if _name(flag) not in there]
     if missing:
-        found[FLAGS] = " ".join(filter(None, [before, *missing]))
-    return found
+        missing_variables[FLAGS] = " ".join(filter(None, [before, *missing]))
+    return missing_variables
 
 
 def set_variables(runtime: Runtime) -> dict[str, str]:
     """Set missing variables in this process's environment, before anything reads them; return those it has set."""
-    found = variables(os.environ, runtime)
-    os.environ.update(found)
-    return found
+    added = variables(os.environ, runtime)
+    os.environ.update(added)
+    return added
 
 
 def _words(flags: str) -> list[str]:

@@ -14,7 +14,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
-from lema.backend.layout import Layout, fused, places, shard
+from lema.backend.layout import Layout, axis_spans, fused, shard
 from lema.errors import ConfigError, ModelError
 from lema.model.state.hooks import part_of_model
 from lema_neuron.boundary import SEQUENCE, enter
@@ -52,8 +52,8 @@ def shard_experts(module: nn.Module, styles: Mapping[str, str], path: str, comm:
     for name, layout in layouts.items():
         full = module.get_parameter(name)
         setattr(module, name, nn.Parameter(_cut(full.detach(), layout, comm.rank), requires_grad=full.requires_grad))
-    found = {name: sharded_part(layout, sizes[name], comm) for name, layout in layouts.items()}
-    module.parts = lambda: found  # type: ignore[assignment]
+    parts = {name: sharded_part(layout, sizes[name], comm) for name, layout in layouts.items()}
+    module.parts = lambda: parts  # type: ignore[assignment]
 
     @part_of_model
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -80,24 +80,24 @@ def shard_adapters(outer: ParamWrapper, name: str, comm: Comm) -> None:
         ConfigError: the model's plan keeps the experts whole on every rank.
     """
     experts = outer.get_base_layer()
-    says: Any = getattr(experts, "parts", dict)
+    list_parts: Any = getattr(experts, "parts", dict)
     wrapper: nn.Module = outer
     while isinstance(wrapper, ParamWrapper):
-        if (part := says().get(wrapper.parameter_name)) is None:
+        if (part := list_parts().get(wrapper.parameter_name)) is None:
             what = f"adapters on {name}.{wrapper.parameter_name}, which the model's tensor-parallel plan does not cut"
             raise ConfigError(
                 what, where="lora_target_parameters", how="leave it out, or train without dividing layers"
             )
-        cut, whole, axis = ("lora_B", "lora_A", 0) if part.layout.dim == 1 else ("lora_A", "lora_B", 1)
-        found = {}
+        cut, replicated, axis = ("lora_B", "lora_A", 0) if part.layout.dim == 1 else ("lora_A", "lora_B", 1)
+        parts = {}
         for adapter, linear in getattr(wrapper, cut).items():
             full = linear.weight
             mine = sharded_part(along(part.layout, axis), full.shape[axis], comm)
-            held = mine.shard(full.detach(), comm.rank)
-            linear.weight = nn.Parameter(held.clone(), requires_grad=full.requires_grad)
-            found[f"{cut}.{adapter}.weight"] = mine
-            found[f"{whole}.{adapter}.weight"] = replicated_part(comm, partial=True)
-        wrapper.parts = lambda found=found: found  # type: ignore[assignment] # `gradients.parts` looks for a method
+            local_shard = mine.shard(full.detach(), comm.rank)
+            linear.weight = nn.Parameter(local_shard.clone(), requires_grad=full.requires_grad)
+            parts[f"{cut}.{adapter}.weight"] = mine
+            parts[f"{replicated}.{adapter}.weight"] = replicated_part(comm, partial=True)
+        wrapper.parts = lambda parts=parts: parts  # type: ignore[assignment] # `gradients.parts` looks for a method
         wrapper = wrapper.base_layer
 
 
@@ -106,7 +106,7 @@ def _layout(style: str, parameter: nn.Parameter, comm: Comm) -> Layout:
         layout = Layout("row", comm.size, 2)
     else:
         layout = fused([(parameter.shape[1] // 2, Layout("column", comm.size, 1))] * 2)
-    places(layout, parameter.shape[layout.dim], 0)  # raises if it cannot be cut
+    axis_spans(layout, parameter.shape[layout.dim], 0)  # raises if it cannot be cut
     return layout
 
 

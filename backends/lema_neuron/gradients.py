@@ -26,24 +26,24 @@ def parts(model: nn.Module, comm: Comm) -> dict[str, Part | None]:
     the `whole_part` of the nearest module above it (None: it is unknown whether its gradient is partial). Without
     that, it is whole and its gradient is complete.
     """
-    found: dict[str, Part | None] = {}
+    part_by_name: dict[str, Part | None] = {}
     for prefix, module in model.named_modules():
-        says = getattr(module, "parts", None)
-        for name, part in (says() if callable(says) else {}).items():
-            found.setdefault(f"{prefix}.{name}" if prefix else name, part)
+        list_parts = getattr(module, "parts", None)
+        for name, part in (list_parts() if callable(list_parts) else {}).items():
+            part_by_name.setdefault(f"{prefix}.{name}" if prefix else name, part)
     complete = replicated_part(comm, partial=False)
     return {
-        name: found[name] if name in found else _inherited(model, name, complete)
+        name: part_by_name[name] if name in part_by_name else _inherited(model, name, complete)
         for name, _ in model.named_parameters()
     }
 
 
-def _inherited(model: nn.Module, name: str, found: Part | None) -> Part | None:
+def _inherited(model: nn.Module, name: str, part: Part | None) -> Part | None:
     module = model
     for step in name.split(".")[:-1]:
         module = getattr(module, step)
-        found = getattr(module, "whole_part", found)
-    return found
+        part = getattr(module, "whole_part", part)
+    return part
 
 
 def mark(model: nn.Module, comm: Comm) -> None:
@@ -52,22 +52,22 @@ def mark(model: nn.Module, comm: Comm) -> None:
     Raises:
         ModelError: a parameter trains, and it is unknown whether its gradient is partial; the message names it.
     """
-    known = parts(model, comm)
+    part_by_name = parts(model, comm)
     for name, parameter in model.named_parameters():
-        if known[name] is None and parameter.requires_grad:
+        if part_by_name[name] is None and parameter.requires_grad:
             raise ModelError(
                 "this parameter, whole on every rank, cannot train inside a block that lies over ranks",
                 where=name,
                 how="freeze it, or train without tensor parallelism",
             )
-        if (part := known[name]) is not None:
+        if (part := part_by_name[name]) is not None:
             carry(parameter, part)
 
 
 def carry(parameter: nn.Parameter, part: Part) -> None:
     """Store its part on a parameter: the layout in the attribute that the core reads, the rest in another."""
-    given: Any = parameter
-    given.parallel_layout, given.gradient_rule = part.layout, (part.sum_over, part.counted)
+    untyped: Any = parameter
+    untyped.parallel_layout, untyped.gradient_rule = part.layout, (part.sum_over, part.counted)
 
 
 def is_marked(parameter: nn.Parameter) -> bool:
@@ -87,8 +87,8 @@ def part_of(parameter: nn.Parameter) -> Part:
             where=f"shape {list(parameter.shape)}",
             how="call lema_neuron.gradients.mark(model, comm) after parameters were made or replaced",
         )
-    given: Any = parameter
-    return Part(given.parallel_layout, *given.gradient_rule)
+    untyped: Any = parameter
+    return Part(untyped.parallel_layout, *untyped.gradient_rule)
 
 
 def reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:

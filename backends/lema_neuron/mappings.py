@@ -63,12 +63,19 @@ def reduce_from_group(tensor: Tensor, comm: Comm) -> Tensor:
 
 def gather_from_group(tensor: Tensor, comm: Comm, dim: int = -1) -> Tensor:
     """Share to whole; the gradient is whole and the same on every rank, and each rank takes its share of it."""
-    return _map(tensor, comm, lambda one: comm.all_gather(one, dim), lambda one: share(one, dim, comm).contiguous())
+    return _map(
+        tensor,
+        comm,
+        lambda local: comm.all_gather(local, dim),
+        lambda gradient: share(gradient, dim, comm).contiguous(),
+    )
 
 
 def scatter_to_group(tensor: Tensor, comm: Comm, dim: int = -1) -> Tensor:
     """Whole to share; its gradient is gathered."""
-    return _map(tensor, comm, lambda one: share(one, dim, comm).contiguous(), lambda one: comm.all_gather(one, dim))
+    return _map(
+        tensor, comm, lambda full: share(full, dim, comm).contiguous(), lambda gradient: comm.all_gather(gradient, dim)
+    )
 
 
 def gather_sequence(tensor: Tensor, comm: Comm, dim: int, *, partial: bool = True) -> Tensor:
@@ -83,9 +90,13 @@ def gather_sequence(tensor: Tensor, comm: Comm, dim: int, *, partial: bool = Tru
     """
     if not partial:
         return gather_from_group(tensor, comm, dim)
-    return _map(tensor, comm, lambda one: comm.all_gather(one, dim), lambda one: comm.reduce_scatter(one, dim))
+    return _map(
+        tensor, comm, lambda local: comm.all_gather(local, dim), lambda gradient: comm.reduce_scatter(gradient, dim)
+    )
 
 
 def reduce_scatter_sequence(tensor: Tensor, comm: Comm, dim: int) -> Tensor:
     """Partial to share of the sequence; its gradient is gathered."""
-    return _map(tensor, comm, lambda one: comm.reduce_scatter(one, dim), lambda one: comm.all_gather(one, dim))
+    return _map(
+        tensor, comm, lambda partial: comm.reduce_scatter(partial, dim), lambda gradient: comm.all_gather(gradient, dim)
+    )

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from lema.backend.layout import Layout, consolidate, places, shard
+from lema.backend.layout import Layout, axis_spans, consolidate, shard
 from lema_neuron.comm import Comm
 
 __all__ = ["Part", "along", "in_order", "is_plain", "local_size", "replicated_part", "sharded_part"]
@@ -15,7 +15,7 @@ __all__ = ["Part", "along", "in_order", "is_plain", "local_size", "replicated_pa
 
 def local_size(layout: Layout, size: int) -> int:
     """Return how long the axis is on a rank; raises `ConfigError` if it cannot be cut."""
-    return sum(length for _, length in places(layout, size, 0))
+    return sum(length for _, length in axis_spans(layout, size, 0))
 
 
 def along(layout: Layout, dim: int) -> Layout:
@@ -27,28 +27,28 @@ def sharing(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks in groups that hold the same part of the axis."""
     groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in range(layout.tp):
-        groups.setdefault(tuple(places(layout, size, rank)), []).append(rank)
+        groups.setdefault(tuple(axis_spans(layout, size, rank)), []).append(rank)
     return tuple(tuple(group) for group in groups.values())
 
 
 @lru_cache(maxsize=64)
 def in_order(layout: Layout, size: int) -> tuple[int, ...]:
     """Return where each position of the axis is in the ranks' shares, joined in order; for copies, the first one."""
-    found: dict[int, int] = {}
+    source_positions: dict[int, int] = {}
     position = 0
     for rank in range(layout.tp):
-        for start, length in places(layout, size, rank):
-            for one in range(length):
-                found.setdefault(start + one, position + one)
+        for start, length in axis_spans(layout, size, rank):
+            for offset in range(length):
+                source_positions.setdefault(start + offset, position + offset)
             position += length
-    return tuple(found[one] for one in range(size))
+    return tuple(source_positions[index] for index in range(size))
 
 
 def is_plain(layout: Layout, size: int) -> bool:
     """Whether the ranks' shares, joined in order, are the whole."""
     position = 0
     for rank in range(layout.tp):
-        for start, length in places(layout, size, rank):
+        for start, length in axis_spans(layout, size, rank):
             if start != position:
                 return False
             position += length

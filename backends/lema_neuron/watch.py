@@ -70,7 +70,7 @@ class Watch:
         wait = object()
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look_on, name="watch over other ranks", daemon=True)
+                self._thread = threading.Thread(target=self._poll_loop, name="watch over other ranks", daemon=True)
                 self._thread.start()
             end = time.monotonic() + self._patience.total_seconds()
             self._waits[wait] = end, f"{what} after {self._patience}"
@@ -93,14 +93,14 @@ class Watch:
         if thread is not None:
             thread.join()
 
-    def _look_on(self) -> None:
+    def _poll_loop(self) -> None:
         with self._changed:
             while self._thread is threading.current_thread():
                 now = time.monotonic()
-                for wait in [one for one, (end, _) in self._waits.items() if end <= now]:
+                for wait in [key for key, (end, _) in self._waits.items() if end <= now]:
                     self._over(self._waits.pop(wait)[1])
-                ends = [end for end, _ in self._waits.values()]
-                self._changed.wait(min([*ends, now + self._patience.total_seconds()]) - now)
+                deadlines = [end for end, _ in self._waits.values()]
+                self._changed.wait(min([*deadlines, now + self._patience.total_seconds()]) - now)
 
     def around(self, comm: Comm) -> WatchedComm:
         """Return a group whose collectives are watched."""

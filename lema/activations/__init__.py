@@ -2,7 +2,7 @@
 
 A model of `transformers` or PEFT that is trained as a whole uses the public contexts, which move whatever autograd
 saves: `get_lora_act_offloading_ctx_manager`, `OffloadActivations`, and for trainers `ActivationOffloadingMixin`. A
-streamed model keeps the inputs of its layers (`lema.activations.kept`) and moves the rest with the same parts.
+streamed model keeps the inputs of its layers (`lema.activations.stepstore`) and moves the rest with the same parts.
 
 docs/internals/activations.md describes the folder.
 """

@@ -21,7 +21,7 @@ from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile, whole_blocks
 
-__all__ = ["NUM_BUFFERS", "Key", "Tier", "TierName", "make_tier", "placed"]
+__all__ = ["NUM_BUFFERS", "Key", "Tier", "TierName", "make_tier", "view_like"]
 
 Key = tuple[int, int]  # layer, micro-batch
 TierName = Literal["device", "host", "disk"]
@@ -33,7 +33,7 @@ def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace 
     """Return an empty tier; `directory` has its file if it is on disk, `trace` records what goes there."""
     if name == "device":
         return _OnDevice(backend.device)
-    return _Away(backend, _Pool(backend.host_buffer) if name == "host" else _DiskRoom(backend, directory, trace))
+    return _Away(backend, _Pool(backend.host_buffer) if name == "host" else _DiskPool(backend, directory, trace))
 
 
 class _Pool:
@@ -69,7 +69,7 @@ class _Pool:
         self._chunks.append(self._allocate(_aligned(nbytes) * (to_come + 1)))
         return self.take(nbytes, to_come)
 
-    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+    def allocate(self, nbytes: int, to_come: int) -> WaitingPiece:
         return HostPiece(self.take(nbytes, to_come), lambda _: None)
 
     def close(self) -> None:
@@ -96,10 +96,10 @@ class _OnDevice:
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
         if self._copies:
-            state = placed(self._pool.take(like.nbytes, to_come), like).copy_(state)
+            state = view_like(self._pool.take(like.nbytes, to_come), like).copy_(state)
         self._states[key] = state
 
-    def turn(self) -> None:
+    def end_forward(self) -> None:
         """Everything is where it is needed."""
 
     def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
@@ -112,7 +112,7 @@ class _OnDevice:
         self._states.clear()
 
 
-class _DiskRoom:
+class _DiskPool:
     """A file, and a few buffers in host memory through which boundaries go there and come back; used as `_Pool` is."""
 
     def __init__(self, backend: Carrier, directory: Path, trace: NoTrace) -> None:
@@ -122,14 +122,14 @@ class _DiskRoom:
 
     @property
     def memory_bytes(self) -> int:
-        return self._store.staging.held_bytes
+        return self._store.staging.allocated_bytes
 
     def begin(self, sizes: Sequence[int]) -> None:
         self._store.reserve(sum(map(whole_blocks, sizes)))
 
-    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+    def allocate(self, nbytes: int, to_come: int) -> WaitingPiece:
         self._store.reserve(whole_blocks(nbytes) * (to_come + 1))
-        return self._store.place(nbytes)
+        return self._store.allocate(nbytes)
 
     def close(self) -> None:
         self._store.close()
@@ -148,39 +148,39 @@ class _Away:
     """Boundaries that leave the device, each as a piece in a store, and come back in an order that is known.
     Copies are queued behind the compute that makes the state, and those back behind them, a few ahead; nobody waits."""
 
-    def __init__(self, backend: Carrier, room: _Pool | _DiskRoom) -> None:
-        self._backend, self._room = backend, room
-        self._kept: list[_Fetch] = []  # until the backward begins
+    def __init__(self, backend: Carrier, pool: _Pool | _DiskPool) -> None:
+        self._backend, self._pool = backend, pool
+        self._waiting: list[_Fetch] = []  # until the backward begins
         self._leaving: deque[Download] = deque()  # the last few, which keep their boundaries on the device
         self._to_fetch: deque[_Fetch] = deque()
         self._fetches: deque[_Fetch] = deque()  # under way
         self._slots: deque[DeviceSlots] = deque()  # that are free
-        self._slot_bytes = self._num_held = 0
+        self._slot_bytes = self._num_in_use = 0
 
     @property
     def memory_bytes(self) -> int:
-        return self._room.memory_bytes
+        return self._pool.memory_bytes
 
     def begin(self, likes: Sequence[Tensor]) -> None:
         """Forget the step before; make room for boundaries like these, tensors without bytes."""
         self._forget()
-        self._room.begin([like.nbytes for like in likes])
+        self._pool.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
         """Keep a copy of `state`. It must not be written to any more: it may be copied later, and is held until then.
         Where this boundary and those `to_come` are unlike those that `begin` was told of, room is made for them."""
-        piece = self._room.place(like.nbytes, to_come)
-        self._kept.append(_Fetch(key, like, piece))
+        piece = self._pool.allocate(like.nbytes, to_come)
+        self._waiting.append(_Fetch(key, like, piece))
         if len(self._leaving) == NUM_BUFFERS:  # not at once, because compute need not wait for a copy then
             self._leaving.popleft().release()
-        self._leaving.append(self._backend.download(state, placed(piece.fill(), like)))
+        self._leaving.append(self._backend.download(state, view_like(piece.fill(), like)))
         piece.filled(self._leaving[-1].landed)
 
-    def turn(self) -> None:
+    def end_forward(self) -> None:
         """Begin to fetch in the order of use: the top layer's first, each layer's in the order of micro-batches."""
         self._let_go()
-        order, self._kept = sorted(self._kept, key=lambda one: (-one.key[0], one.key[1])), []
-        largest = max((one.like.nbytes for one in order), default=0)
+        order, self._waiting = sorted(self._waiting, key=lambda fetch: (-fetch.key[0], fetch.key[1])), []
+        largest = max((fetch.like.nbytes for fetch in order), default=0)
         if largest > self._slot_bytes:
             self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))
             self._slot_bytes = largest
@@ -189,33 +189,33 @@ class _Away:
 
     def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
         """Yield the boundary, on the device; it may be gone when the generator goes on or is closed. `again`: it waits
-        for another backward then, which `turn` begins."""
+        for another backward then, which `end_forward` begins."""
         self._pump()
         fetch = self._fetches.popleft()
         assert fetch.key == key, "boundaries were requested in another order than that of the backward"
-        self._num_held += 1
+        self._num_in_use += 1
         try:
             if fetch.upload is None:
                 self._upload(fetch)
             assert fetch.upload is not None
             self._pump()
-            yield placed(fetch.upload.wait(), fetch.like)
+            yield view_like(fetch.upload.wait(), fetch.like)
         finally:
-            self._num_held -= 1
+            self._num_in_use -= 1
             self._give_back(fetch, again=again)
         self._pump()
 
     def close(self) -> None:
         self._forget()
-        self._room.close()
+        self._pool.close()
 
     def _forget(self) -> None:
         """Drop the boundaries of a step that was given up. Uploads of stale bytes may still end; no code reads them."""
         while fetches := self._to_fetch or self._fetches:
             self._give_back(fetches.popleft())
         self._let_go()
-        while self._kept:
-            self._kept.pop().piece.drop()
+        while self._waiting:
+            self._waiting.pop().piece.drop()
 
     def _let_go(self) -> None:
         while self._leaving:
@@ -223,7 +223,7 @@ class _Away:
 
     def _pump(self) -> None:
         """Have as many pieces read as there are slots, and begin every upload whose bytes are there."""
-        while self._to_fetch and len(self._fetches) + self._num_held < NUM_BUFFERS:
+        while self._to_fetch and len(self._fetches) + self._num_in_use < NUM_BUFFERS:
             self._fetches.append(self._to_fetch.popleft())
         waiting = [fetch for fetch in self._fetches if fetch.upload is None]
         for fetch in waiting:
@@ -245,7 +245,7 @@ class _Away:
             # Not before: on a device that computes in host memory the slot is the piece's own buffer.
             fetch.piece.used(fetch.upload.drained)
         if again:
-            self._kept.append(_Fetch(fetch.key, fetch.like, fetch.piece))
+            self._waiting.append(_Fetch(fetch.key, fetch.like, fetch.piece))
         else:
             fetch.piece.drop()
 
@@ -253,7 +253,7 @@ class _Away:
 Tier = _OnDevice | _Away
 
 
-def placed(memory: Tensor, like: Tensor) -> Tensor:
+def view_like(memory: Tensor, like: Tensor) -> Tensor:
     """Return the tensor that looks like `like` in the first bytes of `memory`."""
     flat = memory[: like.nbytes].view(like.dtype)
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())

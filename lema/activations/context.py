@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lema.activations.diskstore import DiskStore, Store
-from lema.activations.hooks import Scope, Sites, current, entered, has_storage
+from lema.activations.hooks import ModelHooks, Scope, current, entered, has_storage
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.layers import LayerInputs, only_layer_inputs, only_layer_values
 from lema.activations.lazy import ByValue
@@ -106,7 +106,9 @@ class OffloadActivations:
         self.mode = mode
         carrier = partial(carrier_for, use_streams=use_streams and mode != "legacy", pin_memory=use_pin_memory)
         self._scope, self._weights = Scope(), WeightStorages(model)
-        self._sites = None if model is None else Sites(model, exclude=exclude_modules, warn_if_no_head=warn_if_no_head)
+        self._model_hooks = (
+            None if model is None else ModelHooks(model, exclude=exclude_modules, warn_if_no_head=warn_if_no_head)
+        )
         self._layers = None if model is None else LayerInputs(model)
         self._devices = set(_device_types(model))
         self._by_value = by_value
@@ -122,7 +124,7 @@ class OffloadActivations:
         self._entered: list[ExitStack] = []
         # Not a method of this object, because what takes its hooks off must not keep it alive. What waits for a
         # backward does not go with it: the graph owns that.
-        self._take_off = weakref.finalize(self, _take_off, self._sites, self._layers)
+        self._take_off = weakref.finalize(self, _take_off, self._model_hooks, self._layers)
         self._model = None if model is None else weakref.ref(model)
 
     @property
@@ -201,8 +203,8 @@ def get_lora_act_offloading_ctx_manager(
 
 def _check(mode: Mode, stash: int, model: nn.Module | None, *, by_value: bool) -> None:
     if mode not in MODES:
-        known = ", ".join(map(repr, MODES))
-        raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {known}")
+        modes = ", ".join(map(repr, MODES))
+        raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {modes}")
     if stash < 1:
         raise ConfigError(f"max_fwd_stash_size is {stash}", how="use at least 1")
     if mode == "hidden_states" and model is None:
@@ -233,8 +235,8 @@ def _store(
     return disk if mode == "disk" else HostStore(HostPool(allocate, host_memory), disk)
 
 
-def _take_off(sites: Sites | None, layers: LayerInputs | None) -> None:
-    if sites is not None:
-        sites.close()
+def _take_off(model_hooks: ModelHooks | None, layers: LayerInputs | None) -> None:
+    if model_hooks is not None:
+        model_hooks.close()
     if layers is not None:
         layers.close()

@@ -46,7 +46,7 @@ class DiskPiece:
         self.checksum: int | None = None  # of the bytes; None: they are not on the disk
         self.failure: BaseException | None = None  # why there are none; they may be read again if they are on the disk
         self.dropped = self.gone = False  # not needed any more; and all its memory is released
-        self.num_told = store._num_told  # failures that the store had told when this was placed
+        self.num_raised = store._num_raised  # failures that the store had told when this was placed
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ class DiskPiece:
         if not store._lock.acquire(blocking=False):  # because another thread that waits for room may hold it long
             return
         try:
-            store._look()
+            store._poll()
             self.expected = True
             if self.buffer is not None or self.failure is not None or self.dropped or store._closed:
                 return
@@ -88,7 +88,7 @@ class DiskPiece:
 
     def ready(self) -> bool:
         """Say whether `memory` would return at once."""
-        reading = self.under_way("read")
+        reading = self.transfer_in_flight("read")
         return self.buffer is not None and (reading is None or reading.future.done())
 
     def memory(self) -> Tensor:
@@ -103,14 +103,14 @@ class DiskPiece:
                 store._start_read(self, store._buffer(self.size), [])
             store._idle.pop(self, None)
             self.lent, self.expected = True, False
-            reading = self.under_way("read")
+            reading = self.transfer_in_flight("read")
         if reading is not None:
             wait([reading.future])  # without the lock, because others may keep and drop pieces meanwhile
             with store._lock:
-                store._look()
+                store._poll()
                 if self.failure is not None:
                     self.lent = False
-                    store._rest(self)
+                    store._make_idle(self)
                     self.check()
         return self.fill()
 
@@ -127,7 +127,7 @@ class DiskPiece:
         self.dropped = True
         self._store._dropped.append(self)
 
-    def under_way(self, *kinds: Kind) -> _Transfer | None:
+    def transfer_in_flight(self, *kinds: Kind) -> _Transfer | None:
         """Return the running transfer that is of one of these kinds; None: there is none."""
         return next((transfer for transfer in tuple(self.transfers) if transfer.kind in kinds), None)
 
@@ -150,14 +150,14 @@ class DiskStore:
         # Threads of its own: a copy that has ended shall not keep device memory until some writes have, too.
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="lema-drain")
         self._extents = Extents()
-        self._under_way: deque[_Transfer] = deque()
+        self._in_flight: deque[_Transfer] = deque()
         self._idle: OrderedDict[DiskPiece, None] = OrderedDict()  # with buffers that nothing touches
         self._dropped: deque[DiskPiece] = deque()  # without the lock, because a collector drops at any time
         self._failed: tuple[DiskPiece, BaseException] | None = None
         self.bytes_written = self.bytes_read = 0  # in whole blocks, as far as calls have seen
-        self._num_told = 0
+        self._num_raised = 0
 
-    def place(self, nbytes: int) -> DiskPiece:
+    def allocate(self, nbytes: int) -> DiskPiece:
         """Return room for `nbytes`. It waits for a write where no buffer is free. `DiskError`: the disk has no room, or
         not as much as is allowed, or something before could not be written."""
         size = whole_blocks(nbytes)
@@ -172,7 +172,7 @@ class DiskStore:
 
     def reserve(self, nbytes: int) -> None:
         """Make sure that the file has room for `nbytes` in whole blocks, beside those in which something waits. It
-        waits for what is under way of pieces that were dropped; `DiskError` as of `place`."""
+        waits for what is under way of pieces that were dropped; `DiskError` as of `allocate`."""
         with self._lock:
             while self._dropped:
                 self._await_dropped()
@@ -187,33 +187,33 @@ class DiskStore:
             self._closed = True
             self._file.close()
             self._drains.shutdown(wait=True)
-            self._look()
+            self._poll()
             while self._idle:
                 self._put_back(next(iter(self._idle)))
             self.staging.clear()
 
     def _check(self) -> None:
         """Raise what failed since the last time."""
-        self._look()
+        self._poll()
         if self._closed:
             what = "the file of activations was closed, so the activations in it are lost"
             how = "close it after the backward"
             raise DiskError(what, where=self._file.where, how=how)
         failed, self._failed = self._failed, None
         if failed is not None and not failed[0].dropped:  # a dropped piece needs no error
-            self._num_told += 1
+            self._num_raised += 1
             raise failed[1]
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Handle transfers that have ended, and pieces that were dropped."""
-        self._under_way = deque([transfer for transfer in self._under_way if not self._ended(transfer)])
+        self._in_flight = deque([transfer for transfer in self._in_flight if not self._ended(transfer)])
         for piece in [self._dropped.popleft() for _ in range(len(self._dropped))]:
             if not self._gone(piece):
                 self._dropped.append(piece)
 
     def _begin(self, transfer: _Transfer) -> None:
         transfer.piece.transfers.append(transfer)
-        self._under_way.append(transfer)
+        self._in_flight.append(transfer)
 
     def _ended(self, transfer: _Transfer) -> bool:
         """Say whether a transfer has ended, and if so take its outcome down."""
@@ -230,21 +230,21 @@ class DiskStore:
                 piece.checksum = None
             # Who reads is told by `memory`. A step that was told of one failure is given up, because of which the
             # failures of its other pieces are not told to the next step.
-            if kind != "read" and not piece.dropped and piece.num_told == self._num_told:
+            if kind != "read" and not piece.dropped and piece.num_raised == self._num_raised:
                 self._failed = piece, error
         elif kind == "write":
             self.bytes_written += piece.size
         elif kind == "read":
             self.bytes_read += piece.size
-        self._rest(piece, used=kind == "drain")
+        self._make_idle(piece, used=kind == "drain")
         return True
 
-    def _rest(self, piece: DiskPiece, *, used: bool = False) -> None:
+    def _make_idle(self, piece: DiskPiece, *, used: bool = False) -> None:
         """Free the buffer of a piece that is not in use; first one that was used already, perhaps for the last time."""
         if piece.buffer is None or piece.lent or piece.transfers or piece.dropped:
             return
         self._idle[piece] = None
-        crowded = self.staging.held_bytes > (self.staging.limit or 0)  # by one large piece, or many in use at once
+        crowded = self.staging.allocated_bytes > (self.staging.limit or 0)  # by one large piece, or many in use at once
         if crowded or piece.failure is not None:
             self._put_back(piece)
         elif used:
@@ -254,7 +254,7 @@ class DiskStore:
         """Give back what a dropped piece had; say whether that could be done, or had been before."""
         if piece.gone:
             return True
-        transfer = None if self._closed else piece.under_way("write", "read")
+        transfer = None if self._closed else piece.transfer_in_flight("write", "read")
         if transfer is not None and transfer.future.cancel() and transfer.landed is not None:
             # Because the write would have waited for that copy, and the buffer is not free before it has ended.
             self._begin(_Transfer(piece, "drain", self._drains.submit(transfer.landed)))
@@ -308,8 +308,8 @@ class DiskStore:
 
     def _await_dropped(self) -> None:
         """Wait for transfers of dropped pieces, because their room is free then."""
-        wait([transfer.future for transfer in self._under_way if transfer.piece.dropped])
-        self._look()
+        wait([transfer.future for transfer in self._in_flight if transfer.piece.dropped])
+        self._poll()
 
     def _buffer(self, size: int) -> Tensor:
         """Return a buffer that nothing touches, waiting for one if need be."""
@@ -317,8 +317,8 @@ class DiskStore:
         while (buffer := self.staging.take(size, must=must)) is None:
             if self._evict():
                 continue
-            if self._under_way:
-                wait([self._under_way[0].future])
+            if self._in_flight:
+                wait([self._in_flight[0].future])
             elif self._idle:  # because what is expected can be read again, and who asks now cannot wait for it
                 self._put_back(next(reversed(self._idle)))
             else:
@@ -333,8 +333,8 @@ class DiskStore:
         if buffer is not None:
             return buffer, []
         # Because a copy to the device has mostly ended before this thread can see it, a read is queued behind that.
-        for piece in [transfer.piece for transfer in self._under_way if transfer.kind == "drain"]:
-            only = piece.under_way("read", "write") is None and not piece.lent and not piece.expected
+        for piece in [transfer.piece for transfer in self._in_flight if transfer.kind == "drain"]:
+            only = piece.transfer_in_flight("read", "write") is None and not piece.lent and not piece.expected
             if only and piece.buffer is not None and len(piece.buffer) == size:
                 buffer, piece.buffer = piece.buffer, None
                 return buffer, [transfer.future for transfer in piece.transfers]

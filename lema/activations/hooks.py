@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lema.errors import ConfigError
 
-__all__ = ["Hooked", "Hooks", "Scope", "Sites", "current", "entered", "has_storage", "output_head", "wrapped"]
+__all__ = ["Hooked", "Hooks", "ModelHooks", "Scope", "current", "entered", "has_storage", "output_head", "wrapped"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Hooked:
     """The hooks of one owner. They are removed when it is closed or garbage-collected; it keeps no module alive."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[ref[nn.Module], Hooks]] = []
-        self._forgotten = weakref.finalize(self, _take_off, self._places)
+        self._hooked_modules: list[tuple[ref[nn.Module], Hooks]] = []
+        self._forgotten = weakref.finalize(self, _take_off, self._hooked_modules)
         self._forgotten.atexit = False
 
     def add(self, module: nn.Module, hooks: Hooks) -> None:
@@ -58,17 +58,17 @@ class Hooked:
             asked = _asked.setdefault(module, {})
             count, handles = asked[hooks] if hooks in asked else (0, _put_on(module, hooks))
             asked[hooks] = count + 1, handles
-            self._places.append((ref(module), hooks))
+            self._hooked_modules.append((ref(module), hooks))
 
     def close(self) -> None:
         """Ask for none any more. May be called twice."""
-        _take_off(self._places)
+        _take_off(self._hooked_modules)
 
 
-def _take_off(places: list[tuple[ref[nn.Module], Hooks]]) -> None:
+def _take_off(hooked_modules: list[tuple[ref[nn.Module], Hooks]]) -> None:
     with _lock:
-        while places:
-            where, hooks = places.pop()
+        while hooked_modules:
+            where, hooks = hooked_modules.pop()
             asked = None if (module := where()) is None else _asked.get(module)
             if asked is not None:
                 count, handles = asked.pop(hooks)
@@ -89,13 +89,13 @@ def _put_on(module: nn.Module, hooks: Hooks) -> list[RemovableHandle]:
 
 def _take_off_copies(module: nn.Module, hooks: Hooks) -> None:
     """Remove hooks that came with a copy of a hooked module, because they have no owner."""
-    for called, beside in (
+    for called, extra_dicts in (
         (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
         (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
     ):
         for number, hook in list(called.items()):
             if hook in (hooks.before, hooks.after):
-                handle = RemovableHandle(called, extra_dict=beside)
+                handle = RemovableHandle(called, extra_dict=extra_dicts)
                 handle.id = number
                 handle.remove()
 
@@ -177,7 +177,7 @@ UNTOUCHED = "liger"  # modules with this in their names keep what they save, for
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # parts of names that users do not write
 
 
-class Sites:
+class ModelHooks:
     """The hooks of one context on a model as the user has it: wrapped or not, adapted or not. `exclude` names further
     modules whose saved tensors stay: ends of their dotted names, or regular expressions that match the whole of them.
     `ConfigError`: nothing matches one of these, or it is no regular expression."""
@@ -215,9 +215,9 @@ def wrapped(model: nn.Module) -> list[nn.Module]:
     """Return `model` and what is in its wrappers, one in the other, the bare model last."""
     levels = [model]
     while True:
-        for found in _inner(levels[-1]):
-            if isinstance(found, nn.Module) and found not in levels:
-                levels.append(found)
+        for inner in _inner(levels[-1]):
+            if isinstance(inner, nn.Module) and inner not in levels:
+                levels.append(inner)
                 break
         else:
             return levels
@@ -245,7 +245,7 @@ def _inner(model: nn.Module) -> Iterator[Any]:
 
 
 def _at(model: Any, path: str) -> Any:
-    return reduce(lambda found, name: getattr(found, name, None), path.split("."), model)
+    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), model)
 
 
 def _untouched(model: nn.Module) -> list[nn.Module]:
@@ -262,25 +262,25 @@ def _matching(levels: Sequence[nn.Module], patterns: Sequence[str]) -> Iterator[
     # Users know the names of the model as it was before it was wrapped, or adapted.
     named = [(_plain(name), module) for level in levels for name, module in level.named_modules() if name]
     for pattern in patterns:
-        found = [module for name, module in named if f".{name}".endswith(f".{pattern}")]
-        if not found:
+        modules = [module for name, module in named if f".{name}".endswith(f".{pattern}")]
+        if not modules:
             try:
-                whole = re.compile(pattern)
+                expression = re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
                     f"{pattern!r} ends no module's name, and is no regular expression: {error}", where="exclude_modules"
                 ) from error
-            found = [module for name, module in named if whole.fullmatch(name)]
-        if not found:
-            known = {one for name, _ in named for one in (name, name.rpartition(".")[2])}
-            close = ", ".join(difflib.get_close_matches(pattern, sorted(known), n=3))
+            modules = [module for name, module in named if expression.fullmatch(name)]
+        if not modules:
+            names = {candidate for name, _ in named for candidate in (name, name.rpartition(".")[2])}
+            close = ", ".join(difflib.get_close_matches(pattern, sorted(names), n=3))
             how = f"close names are: {close}" if close else "give the end of a module's name, or a pattern"
             raise ConfigError(f"no module matches {pattern!r}", where="exclude_modules", how=how)
-        yield from found
+        yield from modules
 
 
 def _plain(name: str) -> str:
-    return reduce(lambda rest, part: rest.replace(part, ""), WRAPPERS, f"{name}.").removesuffix(".")
+    return reduce(lambda text, part: text.replace(part, ""), WRAPPERS, f"{name}.").removesuffix(".")
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lema.activations.boundaries import placed
+from lema.activations.boundaries import view_like
 from lema.backend import Carrier, Download, Upload
 
 __all__ = ["HostState", "HostStates", "on_device"]
@@ -37,7 +37,7 @@ class HostState:
         self.expect()
         assert self._upload is not None
         upload, self._upload = self._upload, None
-        return placed(upload.wait(), self._like)
+        return view_like(upload.wait(), self._like)
 
 
 class HostStates:
@@ -52,7 +52,7 @@ class HostStates:
         """Copy the hidden state of micro-batch `number` to host memory, over the one before; the caller goes on."""
         like = torch.empty_like(state, device="meta", requires_grad=False)
         memory = self._buffer(number, like.nbytes)[: like.nbytes]
-        target = placed(memory, like)
+        target = view_like(memory, like)
         source = state.detach()
         if source.stride() != target.stride():
             source = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=state.device).copy_(source)
@@ -61,7 +61,7 @@ class HostStates:
         self._leaving.append(self._carrier.download(source, target))
         return HostState(self._carrier, memory, like)
 
-    def turn(self) -> None:
+    def end_forward(self) -> None:
         """Hold no state on the device any more: the pass is over."""
         while self._leaving:
             self._leaving.popleft().release()

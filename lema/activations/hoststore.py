@@ -53,16 +53,16 @@ class HostPool:
         self._returned: deque[tuple[int, bool]] = deque()
         self._out: dict[int, tuple[Tensor, int]] = {}  # by address, with the number of bytes requested
         self._free: dict[int, deque[Tensor]] = {}  # by size, that which came back last at the end
-        self._held = self._wanted = self._most_wanted = 0
+        self._allocated_bytes = self._requested = self._most_wanted = 0
         self.allocated = self.reused = 0  # how many buffers were made, and how often one was handed out again
         self.peak_bytes = 0  # the most that all buffers ever had
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """The bytes of all buffers, free and in use."""
         with self._lock:
             self._sort()
-            return self._held
+            return self._allocated_bytes
 
     def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
         """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room. If it `must`, room
@@ -79,17 +79,19 @@ class HostPool:
             if buffer is None:
                 buffer = self._new(size)
             if buffer is None:
-                buffer = self._again(min((other for other in self._free if size < other <= 2 * size), default=size))
+                buffer = self._again(
+                    min((free_size for free_size in self._free if size < free_size <= 2 * size), default=size)
+                )
             while buffer is None and self._free:
                 self._let_go()
                 buffer = self._new(size)
             if buffer is None and must:
-                buffer = self._made(size)
+                buffer = self._allocate_buffer(size)
             if buffer is None:
                 return None
             self._out[buffer.data_ptr()] = buffer, size
-            self._wanted += size
-            self._most_wanted = max(self._most_wanted, self._wanted)
+            self._requested += size
+            self._most_wanted = max(self._most_wanted, self._requested)
             return buffer[:nbytes]
 
     def give(self, buffer: Tensor) -> None:
@@ -112,15 +114,15 @@ class HostPool:
         while self._returned:
             address, again = self._returned.popleft()
             assert address in self._out, "a buffer was given back twice, or is not of this pool"
-            buffer, wanted = self._out.pop(address)
-            self._wanted -= wanted
+            buffer, requested = self._out.pop(address)
+            self._requested -= requested
             size = len(buffer)
-            if again and (self.limit is None or self._held <= self.limit):
+            if again and (self.limit is None or self._allocated_bytes <= self.limit):
                 same = self._free.pop(size, deque())
                 same.append(buffer)
                 self._free[size] = same  # of all sizes, freed last
             else:
-                self._held -= size
+                self._allocated_bytes -= size
 
     def _again(self, size: int) -> Tensor | None:
         if size not in self._free:
@@ -133,18 +135,18 @@ class HostPool:
         return buffer
 
     def _new(self, size: int) -> Tensor | None:
-        if self._free and self._held + size > max(self._most_wanted, self._wanted + size):
+        if self._free and self._allocated_bytes + size > max(self._most_wanted, self._requested + size):
             return None
-        if self.limit is not None and self._held + size > self.limit:
+        if self.limit is not None and self._allocated_bytes + size > self.limit:
             return None
         if self._available() - size < self._floor:
             return None
-        return self._made(size)
+        return self._allocate_buffer(size)
 
-    def _made(self, size: int) -> Tensor:
+    def _allocate_buffer(self, size: int) -> Tensor:
         buffer = self._allocate(size)
-        self._held += size
-        self.peak_bytes = max(self.peak_bytes, self._held)
+        self._allocated_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._allocated_bytes)
         self.allocated += 1
         return buffer
 
@@ -155,7 +157,7 @@ class HostPool:
         same.popleft()
         if not same:
             del self._free[size]
-        self._held -= size
+        self._allocated_bytes -= size
 
 
 class HostStore:
@@ -166,11 +168,11 @@ class HostStore:
     def __init__(self, pool: HostPool, beyond: "DiskStore | None" = None) -> None:
         self.pool, self.beyond = pool, beyond
 
-    def place(self, nbytes: int) -> "HostPiece | DiskPiece | None":
+    def allocate(self, nbytes: int) -> "HostPiece | DiskPiece | None":
         """Return room for `nbytes`; None: there is none. What `beyond` raises, this does."""
         if (buffer := self.pool.take(nbytes)) is not None:
             return HostPiece(buffer, self.pool.give)
-        return None if self.beyond is None else self.beyond.place(nbytes)
+        return None if self.beyond is None else self.beyond.allocate(nbytes)
 
     def close(self) -> None:
         """Give back all that nothing waits in."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.activations.hooks import Hooked, Hooks, current, in_forward
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 
 __all__ = ["LayerInputs", "only_layer_inputs", "only_layer_values"]
 
@@ -54,21 +54,21 @@ class LayerInputs:
         self._layers.clear()
 
 
-def only_layer_inputs(tensor: Tensor) -> Kept | None:
+def only_layer_inputs(tensor: Tensor) -> StayReason | None:
     """The choice of what shares its memory with the input of a decoder layer that is being run, and nothing else."""
     scope = current()
     marked = scope is not None and ("storage", tensor.untyped_storage()._cdata) in scope.layer_inputs
-    return None if marked else Kept.UNCHOSEN
+    return None if marked else StayReason.UNCHOSEN
 
 
-def only_layer_values(tensor: Tensor) -> Kept | None:
+def only_layer_values(tensor: Tensor) -> StayReason | None:
     """The same choice on a device whose tensors have no storage: by the tensors themselves."""
     if torch._C._current_graph_task_id() != -1:
-        return Kept.BACKWARD  # a recomputation, whose saved tensors are used at once
+        return StayReason.BACKWARD  # a recomputation, whose saved tensors are used at once
     scope = current()
     if scope is not None and scope.excluded:
-        return Kept.EXCLUDED
-    return None if scope is not None and ("value", id(tensor)) in scope.layer_inputs else Kept.UNCHOSEN
+        return StayReason.EXCLUDED
+    return None if scope is not None and ("value", id(tensor)) in scope.layer_inputs else StayReason.UNCHOSEN
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -83,15 +83,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if layers := list(_outermost(model, is_layer)):
         return layers
     lists = list(_outermost(model, lambda module: isinstance(module, nn.ModuleList)))
-    return list(max(lists, key=lambda found: sum(1 for _ in found.children())).children()) if lists else []
+    return list(max(lists, key=lambda module_list: sum(1 for _ in module_list.children())).children()) if lists else []
 
 
-def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    if wanted(model):
+def _outermost(model: nn.Module, predicate: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    if predicate(model):
         yield model
     else:
         for child in model.children():
-            yield from _outermost(child, wanted)
+            yield from _outermost(child, predicate)
 
 
 _wrapped: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many contexts are open on each
@@ -102,7 +102,7 @@ class _Checkpoints:
     """The functions by which modules checkpoint, wrapped in one that marks what these are about to save."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[ref[nn.Module], str]] = []
+        self._checkpoint_attributes: list[tuple[ref[nn.Module], str]] = []
 
     def wrap(self, model: nn.Module) -> None:
         with _lock:
@@ -112,12 +112,12 @@ class _Checkpoints:
                     if not _is_marking(checkpoint):  # it may have been replaced since another context wrapped it
                         setattr(module, name, partial(_marking, checkpoint))
                     _wrapped[module] = _wrapped.get(module, 0) + 1
-                    self._places.append((ref(module), name))
+                    self._checkpoint_attributes.append((ref(module), name))
 
     def unwrap(self) -> None:
         with _lock:
-            while self._places:
-                where, name = self._places.pop()
+            while self._checkpoint_attributes:
+                where, name = self._checkpoint_attributes.pop()
                 if (module := where()) is None:
                     continue
                 left = _wrapped.pop(module) - 1
@@ -140,8 +140,8 @@ def _marking(checkpoint: Callable[..., Any], run: Callable[..., Any], *args: Any
     if isinstance(kwargs.get(INPUT), Tensor):
         run, args = partial(_with_input, run), (kwargs.pop(INPUT), *args)
     elif isinstance(run, partial) and isinstance(run.keywords.get(INPUT), Tensor):
-        others = {name: value for name, value in run.keywords.items() if name != INPUT}
-        run, args = partial(_with_input, partial(run.func, *run.args, **others)), (run.keywords[INPUT], *args)
+        keywords = {name: value for name, value in run.keywords.items() if name != INPUT}
+        run, args = partial(_with_input, partial(run.func, *run.args, **keywords)), (run.keywords[INPUT], *args)
     scope, state = current(), _input_of(args, {})
     if scope is None:
         return checkpoint(run, *args, **kwargs)

@@ -11,7 +11,7 @@ from weakref import WeakSet, ref
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lema.activations.offload import KeptTensor, Order, Packed
+from lema.activations.offload import Order, Packed, UnmovedTensor
 from lema.activations.protocols import Choice, Counters
 
 __all__ = ["ByValue"]
@@ -35,7 +35,9 @@ class ByValue:
         self._choice, self._sync = choice, sync
         self.counters = Counters()
         self._values: WeakSet[_Value] = WeakSet()
-        self._known: Any = WeakTensorKeyDictionary()  # by tensor: its version then, and a reference to the value
+        self._value_by_tensor: Any = (
+            WeakTensorKeyDictionary()
+        )  # by tensor: its version then, and a reference to the value
         self._order: Order[_Value] = Order()
 
     @property
@@ -53,7 +55,7 @@ class ByValue:
         self.counters.seen += 1
         if (why := self._choice(tensor)) is not None:
             self.counters.kept[why] += 1
-            return KeptTensor(tensor)
+            return UnmovedTensor(tensor)
         self.counters.moved += 1
         return _Away(self, self._value_of(tensor), order or self._order)
 
@@ -89,13 +91,13 @@ class ByValue:
         return value.host.to(value.device)
 
     def _value_of(self, tensor: Tensor) -> _Value:
-        version, found = self._known.get(tensor, (None, None))
-        value = None if found is None or version != tensor._version else found()
+        version, reference = self._value_by_tensor.get(tensor, (None, None))
+        value = None if reference is None or version != tensor._version else reference()
         if value is None:
             source = tensor.detach()
             self._sync()
             value = _Value(source)
-            self._known[tensor] = tensor._version, ref(value)
+            self._value_by_tensor[tensor] = tensor._version, ref(value)
             self._values.add(value)
             self.counters.copies_out += 1
             self.counters.bytes_out += value.nbytes
@@ -107,7 +109,7 @@ class _Away:
 
     def __init__(self, offload: ByValue, value: _Value, order: Order[_Value]) -> None:
         self._offload, self._value, self._order = offload, value, order
-        self._place = order.add(value)
+        self._position = order.add(value)
         value.waiting.add(self)
 
     def unpack(self) -> Tensor:
@@ -118,5 +120,5 @@ class _Away:
         value.waiting.discard(self)
         value.reached = bool(value.waiting)
         value.back = tensor if value.reached else None
-        offload.bring_ahead(self._order, self._place)
+        offload.bring_ahead(self._order, self._position)
         return tensor

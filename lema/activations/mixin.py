@@ -53,10 +53,10 @@ class ActivationOffloadingMixin(Below):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        place = cls.__mro__.index(ActivationOffloadingMixin)
-        before, after = cls.__mro__[:place], cls.__mro__[place + 1 :]
-        others = [base for base in before if not issubclass(base, ActivationOffloadingMixin)]
-        stepping = [base.__name__ for base in others if "training_step" in vars(base)]
+        index = cls.__mro__.index(ActivationOffloadingMixin)
+        before, after = cls.__mro__[:index], cls.__mro__[index + 1 :]
+        bases = [base for base in before if not issubclass(base, ActivationOffloadingMixin)]
+        stepping = [base.__name__ for base in bases if "training_step" in vars(base)]
         if stepping and not any("training_step" in vars(base) for base in after):
             raise TypeError(f"{cls.__name__}: ActivationOffloadingMixin must stand before {stepping[-1]} in the bases")
 
@@ -67,17 +67,19 @@ class ActivationOffloadingMixin(Below):
         activation_offloading_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given: Any = next((one for one in (*args, *kwargs.values()) if hasattr(one, "activation_offloading")), None)
+        arguments: Any = next(
+            (argument for argument in (*args, *kwargs.values()) if hasattr(argument, "activation_offloading")), None
+        )
         if activation_offloading is None:
-            activation_offloading = getattr(given, "activation_offloading", None)
-        asked: Any = getattr(given, "activation_offloading", False)
+            activation_offloading = getattr(arguments, "activation_offloading", None)
+        asked: Any = getattr(arguments, "activation_offloading", False)
         if asked:  # so that the trainer below prepares no offloading of its own
-            given.activation_offloading = False
+            arguments.activation_offloading = False
         try:
             super().__init__(*args, **kwargs)
         finally:
             if asked:
-                given.activation_offloading = asked
+                arguments.activation_offloading = asked
         if hasattr(self, THEIRS):
             setattr(self, THEIRS, nullcontext())  # because a subclass may have made one all the same
         if activation_offloading is None:
@@ -138,8 +140,8 @@ class ActivationOffloadingMixin(Below):
     def _check_offloading(self) -> None:
         """Raise if the mode is unknown, or if checkpoints move their inputs themselves, which our hooks cannot see."""
         if self.activation_offloading not in (*MODES, False):
-            known = ", ".join(map(repr, (*MODES, False)))
-            raise ConfigError(f"activation_offloading must be one of {known}, not {self.activation_offloading!r}")
+            modes = ", ".join(map(repr, (*MODES, False)))
+            raise ConfigError(f"activation_offloading must be one of {modes}, not {self.activation_offloading!r}")
         if not self.activation_offloading:
             return
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):

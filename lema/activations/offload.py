@@ -21,7 +21,7 @@ from torch import Tensor
 from lema.activations.diskstore import Store
 from lema.activations.pieces import Piece, span_of, view
 from lema.activations.policy import WeightView
-from lema.activations.protocols import Choice, Counters, Kept
+from lema.activations.protocols import Choice, Counters, StayReason
 from lema.backend import Carrier
 
 __all__ = ["Offload", "Order", "Packed"]
@@ -42,7 +42,7 @@ class Packed(Protocol):
         """Return the tensor, on its device, as it was saved; `RuntimeError`: it was written into since."""
 
 
-class KeptTensor:
+class UnmovedTensor:
     """A tensor that stays where it is. Under hooks autograd does not look whether it was written into; this does."""
 
     __slots__ = ("_tensor", "_version")
@@ -75,11 +75,11 @@ class Order(Generic[P]):
 class OffloadedTensor:
     """A tensor whose piece left the device."""
 
-    __slots__ = ("_dtype", "_first", "_offload", "_order", "_piece", "_place", "_round", "_shape", "_stride")
+    __slots__ = ("_dtype", "_first", "_offload", "_order", "_piece", "_position", "_round", "_shape", "_stride")
 
     def __init__(self, offload: "Offload", piece: Piece, order: Order[Piece], tensor: Tensor) -> None:
         self._offload, self._piece, self._order = offload, piece, order
-        self._place, self._round = order.add(piece), piece.round
+        self._position, self._round = order.add(piece), piece.round
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._first = int(tensor.storage_offset()) * tensor.element_size()
         piece.alive += 1
@@ -102,7 +102,7 @@ class OffloadedTensor:
             first = int(memory.storage_offset()) + self._first - piece.start
             tensor = view(memory, first, self._shape, self._stride, self._dtype)
             self._ask()
-        offload.fetch_ahead(self._order, self._place)
+        offload.fetch_ahead(self._order, self._position)
         return tensor
 
     def _ask(self) -> None:
@@ -110,8 +110,8 @@ class OffloadedTensor:
         piece = self._piece
         if self._round != piece.round:
             self._round = piece.round
-            piece.wanted -= 1
-        if piece.wanted == 0:
+            piece.num_pending -= 1
+        if piece.num_pending == 0:
             piece.spent = torch._C._current_graph_task_id()
             piece.forget()
 
@@ -170,10 +170,10 @@ class Offload:
             if why is None and (piece := self._piece_of(tensor)) is not None:
                 self.counters.moved += 1
                 return OffloadedTensor(self, piece, order or self._order, tensor)
-            self.counters.kept[why or Kept.FULL] += 1
-            if why is Kept.WEIGHT and (reference := WeightView.of(tensor)) is not None:
+            self.counters.kept[why or StayReason.FULL] += 1
+            if why is StayReason.WEIGHT and (reference := WeightView.of(tensor)) is not None:
                 return reference
-            return KeptTensor(tensor)
+            return UnmovedTensor(tensor)
 
     def expect(self, order: Order[Piece]) -> None:
         """Begin to bring back the tensors that were packed last, because their backward comes soon."""
@@ -242,14 +242,14 @@ class Offload:
             piece, came = self._lost.popleft()
             piece.alive -= 1
             if piece.alive == 0:
-                others = self._pieces[piece.key]
-                others.remove(piece)
-                if not others:
+                pieces = self._pieces[piece.key]
+                pieces.remove(piece)
+                if not pieces:
                     del self._pieces[piece.key]
                 piece.gone()
             elif came != piece.round:
-                piece.wanted -= 1
-                if piece.wanted == 0:
+                piece.num_pending -= 1
+                if piece.num_pending == 0:
                     piece.forget()
 
     def _piece_of(self, tensor: Tensor) -> Piece | None:
@@ -259,8 +259,8 @@ class Offload:
         for piece in pieces:
             if piece.covers(start, nbytes):
                 return piece
-        place = self._store.place(nbytes)
-        if place is None:
+        waiting_piece = self._store.allocate(nbytes)
+        if waiting_piece is None:
             if not self._full:
                 what = f"no space for {nbytes:,} bytes of activations in host memory, so they stay on the device; "
                 warnings.warn(f"{what}free memory, or give a directory on a disk for the rest", stacklevel=1)
@@ -274,9 +274,9 @@ class Offload:
             if (oldest := self._stash.popleft()()) is not None:
                 oldest.release()
         try:
-            piece = Piece(tensor, start, nbytes, place, self._carriers[device], self.counters)
+            piece = Piece(tensor, start, nbytes, waiting_piece, self._carriers[device], self.counters)
         except BaseException:
-            place.drop()
+            waiting_piece.drop()
             raise
         if self._certify:
             piece.certify()

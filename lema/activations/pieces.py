@@ -27,23 +27,23 @@ class Piece:
     """Bytes `start` to `start + nbytes` of a storage; begins to leave when it is made."""
 
     def __init__(
-        self, tensor: Tensor, start: int, nbytes: int, place: WaitingPiece, carrier: Carrier, counters: Counters
+        self, tensor: Tensor, start: int, nbytes: int, waiting_piece: WaitingPiece, carrier: Carrier, counters: Counters
     ) -> None:
         storage = tensor.untyped_storage()
         self.start, self.nbytes, self.version, self.device = start, nbytes, tensor._version, tensor.device
         self.key = (storage._cdata, self.version)
         self.alive = 0  # packed tensors in it
-        self.wanted = 0  # of these, those that were not requested since it came back
+        self.num_pending = 0  # of these, those that were not requested since it came back
         self.round = 0  # how often it came back
         self.spent: int | None = None  # the backward in which all of them were requested; None: there was none
         self._left_at = self.version
         self._guard = StorageWeakRef(storage)
-        self._place, self._carrier, self._counters = place, carrier, counters
+        self._waiting_piece, self._carrier, self._counters = waiting_piece, carrier, counters
         self._upload: Upload | None = None
         self._waited = False
         self.source: Tensor | None = tensor.detach()
-        self._download: Download = carrier.download(self._bytes(tensor), place.fill())
-        place.filled(self._download.landed)
+        self._download: Download = carrier.download(self._bytes(tensor), waiting_piece.fill())
+        waiting_piece.filled(self._download.landed)
         counters.copies_out += 1
         counters.bytes_out += nbytes
         self._original: Tensor | None = None
@@ -71,20 +71,20 @@ class Piece:
 
     def expect(self, *, fetch: bool) -> bool:
         """Be wanted soon; return whether the bytes are to be fetched now, without waiting for a disk. Never blocks."""
-        if fetch and self._place.ready():
+        if fetch and self._waiting_piece.ready():
             return True
-        self._place.expect()
+        self._waiting_piece.expect()
         return False
 
     def fetch(self) -> None:
         """Begin the copy to the device."""
         if self.here:
             return
-        upload = self._carrier.device_slots(self.nbytes, 1).upload(self._place.memory())
+        upload = self._carrier.device_slots(self.nbytes, 1).upload(self._waiting_piece.memory())
         self._upload, self._waited = upload, False
-        self._place.used(upload.drained)
+        self._waiting_piece.used(upload.drained)
         self.round += 1
-        self.wanted = self.alive
+        self.num_pending = self.alive
         self._counters.copies_back += 1
         self._counters.bytes_back += self.nbytes
 
@@ -121,7 +121,7 @@ class Piece:
         """Drop the bytes."""
         self.release()
         self.forget()
-        self._place.drop()
+        self._waiting_piece.drop()
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Choice", "Counters", "Kept"]
+__all__ = ["Choice", "Counters", "StayReason"]
 
 
-class Kept(StrEnum):
+class StayReason(StrEnum):
     """Why a tensor that autograd saves stays where it is."""
 
     ELSEWHERE = "not on the device"
@@ -26,7 +26,7 @@ class Kept(StrEnum):
     EXCLUDED = "in an excluded module"
     LOSS = "of the output head or the loss"
     BACKWARD = "saved while a backward runs"
-    HELD = "held by other code until the backward"
+    REFERENCED = "held by other code until the backward"
     UNCHOSEN = "not a tensor that this mode moves"
     FULL = "no space for it"
 
@@ -38,7 +38,7 @@ class Counters:
     seen: int = 0  # tensors that autograd saved
     moved: int = 0  # of these, those that wait elsewhere; several that share memory are moved together
     restored: int = 0  # how often a moved one was requested
-    kept: Counter[Kept] = field(default_factory=Counter)  # those that stayed, by reason
+    kept: Counter[StayReason] = field(default_factory=Counter)  # those that stayed, by reason
     copies_out: int = 0  # pieces of memory that were copied away
     copies_back: int = 0  # pieces of memory that were copied back
     bytes_out: int = 0  # of these, in bytes
@@ -55,5 +55,5 @@ class Counters:
         return {**plain, "kept": {reason.value: count for reason, count in self.kept.items()}}
 
 
-Choice = Callable[[Tensor], Kept | None]
+Choice = Callable[[Tensor], StayReason | None]
 """What to move: returns why a tensor that autograd is about to save stays where it is; None: it is to be moved."""

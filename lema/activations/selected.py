@@ -79,12 +79,12 @@ class _Keeping(TorchDispatchMode):
     def __init__(self, ops: frozenset[Any], offload: Offload) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
         self._ops, self._offload, self.calls = ops, offload, list[_Call]()
-        self._kept: dict[int, tuple[StorageWeakRef, Any]] = {}  # storages of outputs, and whose they are
+        self._outputs: dict[int, tuple[StorageWeakRef, Any]] = {}  # storages of outputs, and whose they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
-            self._refuse_if_kept(func, tensor)
+            self._refuse_write(func, tensor)
         if func not in self._ops:
             return func(*args, **kwargs)
         devices = {tensor.device for tensor in _tensors((*args, *kwargs.values()))}
@@ -95,7 +95,7 @@ class _Keeping(TorchDispatchMode):
         self.calls.append(_Call(func, tree_map_only(Tensor, self._packed, out), drawn))
         for tensor in _tensors(out):
             for key in storages_of(tensor):
-                self._kept[key] = StorageWeakRef(tensor.untyped_storage()), func
+                self._outputs[key] = StorageWeakRef(tensor.untyped_storage()), func
         return out
 
     def _packed(self, tensor: Tensor) -> _Waiting:
@@ -110,10 +110,10 @@ class _Keeping(TorchDispatchMode):
             finally:
                 scope.unmark(tensor)
 
-    def _refuse_if_kept(self, func: Any, tensor: Tensor) -> None:
+    def _refuse_write(self, func: Any, tensor: Tensor) -> None:
         for key in storages_of(tensor):
-            if key in self._kept:
-                op = self._kept[key][1]
+            if key in self._outputs:
+                op = self._outputs[key][1]
                 what = f"the output of {op} is kept for the backward, and {func} writes into it"
                 how = f"leave {op} out of the operators, or write to a copy"
                 raise ConfigError(what, where="offloaded_ops", how=how)
@@ -184,12 +184,12 @@ def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
     """Yield an operator's overloads that can be kept; if not `needed`, there may be no such operator."""
     if isinstance(op, str):
         space, _, name = op.partition("::")
-        found = getattr(getattr(torch.ops, space), name, None) if name else None
-        if found is None and needed:
+        packet = getattr(getattr(torch.ops, space), name, None) if name else None
+        if packet is None and needed:
             raise ConfigError(f"there is no operator {op!r}", where="offloaded_ops", how='name it as in "aten::mm"')
-        if found is None:
+        if packet is None:
             return
-        op = found
+        op = packet
     # Every overload, because which of them runs depends on how a model calls the operator.
     all_overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
     refused = [(overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None]

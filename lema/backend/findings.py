@@ -68,8 +68,8 @@ class Finding:
 class Pair:
     """Two requirements that must not both be met."""
 
-    one: str  # such as `"a>=2"`
-    other: str  # such as `"b<1.5"`
+    first: str  # such as `"a>=2"`
+    second: str  # such as `"b<1.5"`
     level: Level  # how bad it is
     what: str  # what goes wrong, as the end of a sentence that begins with the two packages
     how: str  # how to fix it
@@ -125,31 +125,31 @@ def program_versions(*names: str) -> dict[str, str]:
 def known_bad(pairs: Iterable[Pair], section: str) -> Iterator[Finding]:
     """Find the pairs that are installed."""
     for pair in pairs:
-        one, other = _met(pair.one), _met(pair.other)
-        if one is not None and other is not None:
-            name = f"{Requirement(pair.one).name} and {Requirement(pair.other).name}"
-            what, facts = f"{one} with {other}: {pair.what}.", {"one": one, "other": other}
+        first, second = _met(pair.first), _met(pair.second)
+        if first is not None and second is not None:
+            name = f"{Requirement(pair.first).name} and {Requirement(pair.second).name}"
+            what, facts = f"{first} with {second}: {pair.what}.", {"one": first, "other": second}
             yield Finding(section, name, pair.level, what, pair.how, pair.source, facts)
 
 
 def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
     """Find the stubs that are installed, by their version or by what their module says."""
     for stub in table:
-        found = installed_version(stub.name)
-        if found is not None and (found == stub.version or stub.mark in _source(stub.module)):
-            what, facts = f"{stub.name} {found} {stub.what}.", dict[str, Fact](installed=found, stub=True)
+        installed = installed_version(stub.name)
+        if installed is not None and (installed == stub.version or stub.mark in _source(stub.module)):
+            what, facts = f"{stub.name} {installed} {stub.what}.", dict[str, Fact](installed=installed, stub=True)
             yield Finding(section, stub.name, Level.WARNING, what, stub.how, stub.source, facts)
 
 
 def _met(requirement: str) -> str | None:
     """Return the package with its version if it meets the requirement."""
-    wanted = Requirement(requirement)
-    found = installed_version(wanted.name)
+    package = Requirement(requirement)
+    installed = installed_version(package.name)
     try:
-        met = found is not None and wanted.specifier.contains(found, prereleases=True)
+        met = installed is not None and package.specifier.contains(installed, prereleases=True)
     except InvalidVersion:
         return None
-    return f"{wanted.name} {found}" if met else None
+    return f"{package.name} {installed}" if met else None
 
 
 def _source(module: str) -> str:

@@ -31,8 +31,8 @@ class Alone:
     def sum(self, tensor: Tensor) -> None:
         """Leave the tensor as it is."""
 
-    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
-        whole.copy_(upload.wait())
+    def gather(self, upload: Upload, target: Tensor) -> Gathering:
+        target.copy_(upload.wait())
         upload.release()
         return self
 
@@ -75,8 +75,8 @@ class SingleProcess:
     def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
         from torch.nn.functional import cross_entropy
 
-        made = logits()
-        return cross_entropy(made.float().view(-1, made.shape[-1]), targets.reshape(-1), **options)
+        full_logits = logits()
+        return cross_entropy(full_logits.float().view(-1, full_logits.shape[-1]), targets.reshape(-1), **options)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Leave the gradients as they are."""
@@ -96,7 +96,7 @@ class SingleProcess:
         return hidden
 
 
-Found = TypeVar("Found")
+Outcome = TypeVar("Outcome")
 
 
 def sum_gradients(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
@@ -114,7 +114,7 @@ def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
 
     there = [parameter.grad is not None for parameter in parameters]
     flags = torch.tensor(there, dtype=parameters[0].dtype).to(parameters[0].device, non_blocking=True)
-    parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
     flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
     for parameter in parameters:
         parameter.grad = None  # before the sum is there, that the two do not add up
@@ -124,12 +124,12 @@ def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
     anywhere = there
     if not all(there):  # who has a gradient knows that there is one; only who has none must ask the device
         anywhere = [mine or count > 0 for mine, count in zip(there, sums[-1].tolist(), strict=True)]
-    for parameter, summed, wanted in zip(parameters, sums[:-1], anywhere, strict=True):
-        if wanted:
+    for parameter, summed, has_gradient in zip(parameters, sums[:-1], anywhere, strict=True):
+        if has_gradient:
             parameter.grad = summed.view_as(parameter)
 
 
-def first_alone(replicas: Replicas, work: Callable[[], Found]) -> Found:
+def first_alone(replicas: Replicas, work: Callable[[], Outcome]) -> Outcome:
     """Have the first process do `work`; return in all processes, when it is done, what it has found. Where it fails
     with a `LemaError`, that is raised in every process."""
     failure: LemaError | None = None
@@ -140,22 +140,22 @@ def first_alone(replicas: Replicas, work: Callable[[], Found]) -> Found:
         except LemaError as error:
             failure = error
     why = failure and (type(failure), failure.what, failure.where, failure.how)
-    (failed, found), *_ = replicas.everyone((why, mine))
+    (failed, outcome), *_ = replicas.everyone((why, mine))
     if failure is not None:
         raise failure
     if failed is not None:
         kind, what, where, how = failed
         raise kind(what, where=where, how=how)
-    first: Found = found
+    first: Outcome = outcome
     return first
 
 
 def check_alike(replicas: Replicas, about: Mapping[str, Any]) -> None:
     """Make sure that all processes train the same thing: `about` is plain data by the names that a user knows it by.
     Where something differs, every process raises `ConfigError`."""
-    first, *others = replicas.everyone(dict(about))
-    for rank, other in enumerate(others, 1):
-        if differing := sorted(name for name in first if first[name] != other.get(name)):
+    first, *peers = replicas.everyone(dict(about))
+    for rank, peer in enumerate(peers, 1):
+        if differing := sorted(name for name in first if first[name] != peer.get(name)):
             what = f"the processes do not train the same thing: {', '.join(differing)} differ"
             how = "start every process with the same config, data and code"
             raise ConfigError(what, where=f"rank {rank}, compared with rank 0", how=how)

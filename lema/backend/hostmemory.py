@@ -42,8 +42,10 @@ def anonymous(nbytes: int) -> Tensor:
     import torch
 
     huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
-    room = max(nbytes, 1) + (HUGE_PAGE if huge else 0)  # addresses, not memory: what is never touched takes none
-    private = private_pages(room)
+    mapped_bytes = max(nbytes, 1) + (
+        HUGE_PAGE if huge else 0
+    )  # addresses, not memory: what is never touched takes none
+    private = private_pages(mapped_bytes)
     start = -torch.frombuffer(private, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
     if huge:
         with suppress(OSError):  # a system without them has pages all the same
@@ -92,7 +94,7 @@ def relabelled(memory: Tensor, device: torch.device) -> Tensor:
     there = dlpack.to_dlpack(torch.empty(1, dtype=memory.dtype, device=device))  # type: ignore[attr-defined]
     kind_and_index = ctypes.c_int32 * 2
     address = ctypes.sizeof(ctypes.c_void_p)
-    source, target = (kind_and_index.from_address(pointer(one, b"dltensor") + address) for one in (there, here))
+    source, target = (kind_and_index.from_address(pointer(capsule, b"dltensor") + address) for capsule in (there, here))
     ctypes.memmove(target, source, ctypes.sizeof(target))
     return dlpack.from_dlpack(here)
 

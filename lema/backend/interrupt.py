@@ -104,8 +104,8 @@ def autograd_in_this_thread() -> AbstractContextManager[Any]:
     return torch.autograd.set_multithreading_enabled(False)
 
 
-def _first(given: Iterable[str | None]) -> str | None:
-    return next((one for one in given if one is not None), None)
+def _first(reasons: Iterable[str | None]) -> str | None:
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 NEVER = Interrupt(None)

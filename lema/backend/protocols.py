@@ -60,8 +60,8 @@ class Replicas(Protocol):
     def sum(self, tensor: Tensor) -> None:
         """Add up a tensor on the device over all processes, in place; queued like compute. All get the same bits."""
 
-    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
-        """Start to put an uploaded part of every process, all of one size, one after the other into `whole`. `whole`,
+    def gather(self, upload: Upload, target: Tensor) -> Gathering:
+        """Start to put an uploaded part of every process, all of one size, one after the other into `target`. `target`,
         uint8 `[size * part]` on the device, is overwritten only after the compute queued so far; the part is released
         once it has been sent."""
 
@@ -181,9 +181,9 @@ class Exchange:
     count: int = 0
     nbytes: int = 0
 
-    def plus(self, other: Exchange, times: int = 1) -> Exchange:
+    def plus(self, addend: Exchange, times: int = 1) -> Exchange:
         """Return these and the other ones, so many times; those since an earlier look are these `plus(before, -1)`."""
-        return Exchange(self.count + times * other.count, self.nbytes + times * other.nbytes)
+        return Exchange(self.count + times * addend.count, self.nbytes + times * addend.nbytes)
 
 
 class Parallel(Protocol):

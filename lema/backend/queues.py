@@ -95,12 +95,12 @@ class Copies:
     def download(self, target: Tensor, source: Tensor) -> Event:
         """Queue a copy of device memory to the host, after the compute queued so far; return when it is done."""
         done = self._downloads.copy(target, source, target, [self.queues.compute.record()])
-        self._landings[_place(target)] = done  # they end in order, so the last one is after all others
+        self._landings[_address(target)] = done  # they end in order, so the last one is after all others
         return done
 
     def landing(self, memory: Tensor) -> Event | None:
         """Return when the last download to host memory is done; None: there was none."""
-        return self._landings.get(_place(memory))
+        return self._landings.get(_address(memory))
 
     def forget_done(self) -> None:
         """Let go of the memory of copies that are done."""
@@ -113,7 +113,7 @@ class _Lane:
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
-        self._under_way: deque[tuple[Event, Tensor]] = deque()
+        self._in_flight: deque[tuple[Event, Tensor]] = deque()
 
     def copy(self, target: Tensor, source: Tensor, host: Tensor, after: Iterable[Event]) -> Event:
         for event in after:
@@ -123,15 +123,15 @@ class _Lane:
         self.forget_done()
         # Host memory is held here, because its owner may drop it before the copy is done. Device memory is not: it goes
         # back to an allocator that queues its next use, and so can be made to wait.
-        self._under_way.append((done, host))
+        self._in_flight.append((done, host))
         return done
 
     def forget_done(self) -> None:
-        while self._under_way and self._under_way[0][0].happened():
-            self._under_way.popleft()
+        while self._in_flight and self._in_flight[0][0].happened():
+            self._in_flight.popleft()
 
 
-def _place(memory: Tensor) -> int:
+def _address(memory: Tensor) -> int:
     return memory.untyped_storage().data_ptr()
 
 
@@ -258,7 +258,7 @@ class CopyDown:
         self._queues = copies.queues
         self._landed = copies.download(target, source)
         # Where this is dropped without `release`, the memory goes back to its allocator all the same.
-        self._forgotten = weakref.finalize(self, _wait_while_held, copies.queues.compute, self._landed, source)
+        self._forgotten = weakref.finalize(self, _wait_before_reuse, copies.queues.compute, self._landed, source)
         self._forgotten.atexit = False
 
     def release(self) -> None:
@@ -271,5 +271,5 @@ class CopyDown:
         self._landed.wait()
 
 
-def _wait_while_held(compute: Queue, landed: Event, source: Tensor) -> None:  # noqa: ARG001 - held until this was called
+def _wait_before_reuse(compute: Queue, landed: Event, source: Tensor) -> None:  # noqa: ARG001 - held until this was called
     compute.wait(landed)

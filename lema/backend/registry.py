@@ -25,12 +25,12 @@ __all__ = [
     "fused",
     "has_addresses",
     "in_host_memory",
-    "kept_unasked",
     "load",
     "own_attention",
     "planned",
+    "resident_fraction",
     "runs_anywhere",
-    "taken_beside",
+    "workspace_memory",
 ]
 
 GROUP = "lema.backends"
@@ -58,8 +58,8 @@ def has_addresses(device: torch.device) -> bool:
     """Return whether a tensor's memory can be pointed at: not on a lazy device, whose memory is its runtime's."""
     import torch
 
-    one = torch.empty(1, dtype=torch.uint8, device=device)
-    return one.is_meta or one.data_ptr() != 0
+    probe = torch.empty(1, dtype=torch.uint8, device=device)
+    return probe.is_meta or probe.data_ptr() != 0
 
 
 def in_host_memory(backend: Backend) -> bool:
@@ -68,40 +68,40 @@ def in_host_memory(backend: Backend) -> bool:
     return backend.device.type != "cpu" and backend.memory().shared
 
 
-def kept_unasked(backend: Backend | str) -> float:
+def resident_fraction(backend: Backend | str) -> float:
     """Return the part of its memory up to which a backend has layers stay where the settings set no limit; 0: none do.
     A backend says so by an attribute `keeps`; it is given open, or by name (as `load`)."""
     return float(getattr(_factory(_point(backend)) if isinstance(backend, str) else backend, "keeps", 0.0))
 
 
-def taken_beside(backend: Backend) -> tuple[int, int]:
+def workspace_memory(backend: Backend) -> tuple[int, int]:
     """Return the bytes of device memory that a backend's libraries of kernels take for themselves, and those of which
     memory for larger tensors is a multiple, which a plan counts; 0 and 1: none is known of. A backend says so by a
     function `workspace_bytes` and an attribute `allocation_granularity`."""
-    found: Callable[[], int] | None = getattr(backend, "workspace_bytes", None)
-    return 0 if found is None else found(), int(getattr(backend, "allocation_granularity", 1))
+    workspace_bytes: Callable[[], int] | None = getattr(backend, "workspace_bytes", None)
+    return 0 if workspace_bytes is None else workspace_bytes(), int(getattr(backend, "allocation_granularity", 1))
 
 
 def fast_dtype(backend: Backend | str, dtype: torch.dtype) -> torch.dtype:
     """Return the type in which a backend computes weights of `dtype` fast: that, or a wider one. A backend of devices
     that may be slow in some type has a static function `fast_dtype`; it is given open, or by name (as `load`)."""
-    given = _factory(_point(backend)) if isinstance(backend, str) else backend
-    found: Callable[[torch.dtype], torch.dtype] | None = getattr(given, "fast_dtype", None)
-    return dtype if found is None else found(dtype)
+    provider = _factory(_point(backend)) if isinstance(backend, str) else backend
+    choose_dtype: Callable[[torch.dtype], torch.dtype] | None = getattr(provider, "fast_dtype", None)
+    return dtype if choose_dtype is None else choose_dtype(dtype)
 
 
 def own_attention(backend: Backend) -> str | None:
     """Return the name that `transformers` knows a backend's own attention by, which `arithmetic: fast` computes with;
     None: it has none. A backend that does has a function `attention` that registers it and returns the name."""
-    found: Callable[[], str] | None = getattr(backend, "attention", None)
-    return None if found is None else found()
+    register: Callable[[], str] | None = getattr(backend, "attention", None)
+    return None if register is None else register()
 
 
 def fused(backend: Backend, model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
     """Have a backend fuse what modules of a model's decoder `layers` do, for `arithmetic: fast`; return what it says of
     that; None: it fuses nothing. A backend that does has a function `fuse` that takes both."""
-    found: Callable[[PreTrainedModel, nn.ModuleList], str] | None = getattr(backend, "fuse", None)
-    return None if found is None else found(model, layers)
+    fuse: Callable[[PreTrainedModel, nn.ModuleList], str] | None = getattr(backend, "fuse", None)
+    return None if fuse is None else fuse(model, layers)
 
 
 def runs_anywhere(device: str) -> bool:
@@ -125,7 +125,7 @@ def planned(device: str, options: BackendOptions = DEFAULTS) -> Parallel:
 
 def available() -> list[BackendInfo]:
     """Open every installed backend once and say which can run here."""
-    found = []
+    backends = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         reason, proven = None, ""
         try:
@@ -133,8 +133,8 @@ def available() -> list[BackendInfo]:
             _open(point, point.name).close()
         except BackendUnavailable as error:
             reason = error.what
-        found.append(BackendInfo(point.name, point.value, reason, proven))
-    return found
+        backends.append(BackendInfo(point.name, point.value, reason, proven))
+    return backends
 
 
 def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:

@@ -30,11 +30,11 @@ class SignalWatch:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            _forgotten_by_forks()
+            _disable_after_fork()
             numbers, self._out = socket.socketpair()  # because not every system has pipes that never wait
             self._out.setblocking(False)
             self._before = signal.set_wakeup_fd(self._out.fileno(), warn_on_full_buffer=False)
-            self._thread = threading.Thread(target=self._look, args=(numbers,), daemon=True)
+            self._thread = threading.Thread(target=self._observe, args=(numbers,), daemon=True)
             self._thread.start()
         return self
 
@@ -44,15 +44,15 @@ class SignalWatch:
             self._out.close()  # which ends the thread
             self._thread.join()
 
-    def _look(self, numbers: socket.socket) -> None:
+    def _observe(self, numbers: socket.socket) -> None:
         with numbers:
-            while found := numbers.recv(64):
-                for number in found:
+            while received := numbers.recv(64):
+                for number in received:
                     self._seen(number)
 
 
 @cache
-def _forgotten_by_forks() -> None:
+def _disable_after_fork() -> None:
     """Let no process that is forked tell its signals to this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -54,8 +54,8 @@ class Joined:
 def carriers(kind: str) -> str:
     """Return the libraries that carry tensors between hosts and between devices of a kind, as `join` takes them: what
     torch has for such devices."""
-    known: dict[str, str] = torch.distributed.Backend.default_device_backend_map
-    return f"cpu:gloo,{kind}:{known[kind]}" if kind in known else "gloo"
+    backend_by_kind: dict[str, str] = torch.distributed.Backend.default_device_backend_map
+    return f"cpu:gloo,{kind}:{backend_by_kind[kind]}" if kind in backend_by_kind else "gloo"
 
 
 def join(carrier: str, identity: Callable[[], str | None] | None = None) -> tuple[Replicas, Callable[[], None]]:
@@ -78,15 +78,15 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
     `torch.distributed` calls the library that carries tensors between the devices. `BackendUnavailable`: the variables
     that `torchrun` sets are there in part, or the others cannot be reached. `ConfigError`: the processes cannot be
     divided into such groups."""
-    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    if "WORLD_SIZE" not in given or given["WORLD_SIZE"] == "1":
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if "WORLD_SIZE" not in variables or variables["WORLD_SIZE"] == "1":
         _divide(1, parts)
         return Joined(Alone(), None, lambda: None)
-    if missing := [name for name in VARIABLES if not given.get(name, "").isdigit()]:
+    if missing := [name for name in VARIABLES if not variables.get(name, "").isdigit()]:
         what = f"{', '.join(missing)} should be numbers, as torchrun sets them"
         how = "start the processes with torchrun, or unset WORLD_SIZE"
         raise BackendUnavailable(what, where="environment", how=how)
-    rank, size, local_rank, local_size = (int(given[name]) for name in VARIABLES)
+    rank, size, local_rank, local_size = (int(variables[name]) for name in VARIABLES)
     parts = _divide(size, parts)
     import torch.distributed as dist
 
@@ -121,8 +121,8 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
 
 def local_processes() -> int | None:
     """Return how many processes `torchrun` started on this machine; None: it started none."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(given) if given.isdigit() else None
+    num_local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(num_local) if num_local.isdigit() else None
 
 
 def refuse_sharing(replicas: Replicas, identity: Callable[[], str | None]) -> None:
@@ -151,15 +151,15 @@ def _groups(rank: int, size: int, parts: int, patience: timedelta) -> tuple[Any,
     """Make every group of the grid, in the same order in each process; return this one's, of devices and of hosts."""
     import torch.distributed as dist
 
-    own: list[Any] = []
+    local_groups: list[Any] = []
     of_replicas = [range(part, size, parts) for part in range(parts)]
     of_copies = [range(start, start + parts) for start in range(0, size, parts)]
     for rows in (of_replicas, of_copies):
         devices = [dist.new_group(list(row), timeout=patience) for row in rows]
         hosts = [dist.new_group(list(row), timeout=patience, backend="gloo") for row in rows]
-        place = next(number for number, row in enumerate(rows) if rank in row)
-        own += [devices[place], hosts[place]]
-    return own[0], own[1], own[2], own[3]
+        index = next(number for number, row in enumerate(rows) if rank in row)
+        local_groups += [devices[index], hosts[index]]
+    return local_groups[0], local_groups[1], local_groups[2], local_groups[3]
 
 
 class ProcessGroup:
@@ -193,11 +193,11 @@ class ProcessGroup:
         with others_there():
             torch.distributed.all_reduce(tensor, group=self._devices)
 
-    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
+    def gather(self, upload: Upload, target: Tensor) -> Gathering:
         """Gather in the background; devices that queue their work do this in a queue of its own."""
         dist: Any = torch.distributed
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        return _Work(gather(whole, upload.wait(), group=self._devices, async_op=True), upload)
+        return _Work(gather(target, upload.wait(), group=self._devices, async_op=True), upload)
 
     def exchange(self, value: Any) -> list[Any]:
         return gather_objects(value, self.size, self._hosts)
@@ -214,9 +214,9 @@ class ProcessGroup:
         """Map a file that the first process of each machine makes; it goes with the last of them. Its only name is one
         of Linux below /proc, or, elsewhere, one among the temporary files, until every process has it open."""
         machine = self.rank - self.local_rank  # the rank of its first process
-        made, name = _shared_file(nbytes) if self.local_rank == 0 else (-1, "")
+        own_descriptor, name = _shared_file(nbytes) if self.local_rank == 0 else (-1, "")
         where = self.exchange(name)[machine]
-        descriptor = made if made >= 0 else os.open(where, os.O_RDWR | BINARY)
+        descriptor = own_descriptor if own_descriptor >= 0 else os.open(where, os.O_RDWR | BINARY)
         try:
             memory = mapped(descriptor, nbytes)
             self.exchange(None)  # every process has it open
@@ -241,10 +241,10 @@ def _shared_file(nbytes: int) -> tuple[int, str]:
 
 def gather_objects(value: Any, size: int, hosts: Any) -> list[Any]:
     """Return the value of each of `size` processes of a group, in rank order: plain data, from host to host."""
-    found: list[Any] = [None] * size
+    values: list[Any] = [None] * size
     with others_there():
-        torch.distributed.all_gather_object(found, value, group=hosts)
-    return found
+        torch.distributed.all_gather_object(values, value, group=hosts)
+    return values
 
 
 @contextmanager

@@ -68,11 +68,11 @@ class Trace(NoTrace):
         """What was recorded, as Chrome's trace events; times in microseconds since the trace began."""
         with self._lock:
             recorded, names = list(self._events), list(self._names)
-        found = []
+        chrome_events = []
         for row, name, began, length, details in recorded:
-            place = {"cat": names[row][0], "ts": (began - self._began) * 1e6, "pid": 0, "tid": row}
-            found.append({"name": name, "ph": "X", "dur": length * 1e6, **place, "args": details})
-        return found
+            common = {"cat": names[row][0], "ts": (began - self._began) * 1e6, "pid": 0, "tid": row}
+            chrome_events.append({"name": name, "ph": "X", "dur": length * 1e6, **common, "args": details})
+        return chrome_events
 
     @contextmanager
     def span(self, track: str, name: str, **details: Any) -> Iterator[None]:
@@ -108,7 +108,7 @@ class Trace(NoTrace):
     def _row(self, track: str) -> int:
         key = (track, threading.get_ident())
         if key not in self._rows:
-            beside = sum(known == track for known, _ in self._rows)
+            num_rows = sum(row_track == track for row_track, _ in self._rows)
             self._rows[key] = len(self._names)
-            self._names.append((track, track if beside == 0 else f"{track} {beside + 1}"))
+            self._names.append((track, track if num_rows == 0 else f"{track} {num_rows + 1}"))
         return self._rows[key]

@@ -51,17 +51,17 @@ class Watchdog:
         self._end_after, self._clock, self._end = end_after, clock, end
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)  # that layers took
         self._slow: list[str] = []  # what is under way that no layer is a measure of
-        self._told = False
+        self._reported = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._seen = moves()
-        self._moved = self._layer = self._looked = clock()
+        self._moved = self._layer = self._polled = clock()
 
     @property
     def limit(self) -> float:
         """Seconds without a move that are too many."""
-        known = max(AT_LEAST, FACTOR * statistics.median(self._seconds)) if self._seconds else AT_FIRST
-        return max(known, AT_FIRST) if self._slow else known
+        layer_limit = max(AT_LEAST, FACTOR * statistics.median(self._seconds)) if self._seconds else AT_FIRST
+        return max(layer_limit, AT_FIRST) if self._slow else layer_limit
 
     @contextmanager
     def patient(self, what: str) -> Iterator[None]:
@@ -74,28 +74,28 @@ class Watchdog:
             self._slow.pop()
             self._moved = self._layer = self._clock()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See whether anything has moved since the last look; if nothing has for too long, say so."""
         now, seen = self._clock(), self._moves()
-        if (gone := now - self._looked) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
+        if (gone := now - self._polled) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
             self._moved, self._layer = self._moved + gone, self._layer + gone
-        self._looked = now
+        self._polled = now
         if seen != self._seen:
             if count := seen[0] - self._seen[0]:
                 self._seconds.append((now - self._layer) / count)
                 self._layer = now
-            self._seen, self._moved, self._told = seen, now, False
+            self._seen, self._moved, self._reported = seen, now, False
             return
         idle = now - self._moved
         over = self._end_after is not None and idle >= self._end_after
-        if over or (idle >= self.limit and not self._told):
-            self._told = True
+        if over or (idle >= self.limit and not self._reported):
+            self._reported = True
             write_stacks(self._words(idle, over), self._directory)
         if over:
             self._end(EXIT)
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._look_on, name="lema-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._poll_loop, name="lema-watchdog", daemon=True)
         self._thread.start()
         return self
 
@@ -104,9 +104,9 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
-    def _look_on(self) -> None:
+    def _poll_loop(self) -> None:
         while not self._stopped.wait(INTERVAL):
-            self.look()
+            self.poll()
 
     def _words(self, idle: float, over: bool) -> str:
         where = ", ".join([*self._slow, self._awaited()])

@@ -32,7 +32,7 @@ from lema.errors import ConfigError, MemoryLimitError
 __all__ = ["app", "main"]
 
 app: typer.Typer  # the whole command line, which is put together when it is first asked for
-_own = typer.Typer(
+_core_app = typer.Typer(
     name="lema",
     cls=Verbs,
     help="Fine-tune language models larger than the device's memory.",
@@ -49,7 +49,7 @@ config_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-_own.add_typer(config_app, name="config")
+_core_app.add_typer(config_app, name="config")
 
 
 def main() -> NoReturn:
@@ -58,32 +58,32 @@ def main() -> NoReturn:
     hide_kernels()
     hush()  # `peft` and `transformers` import any optional package that is installed
     with ending_on_interrupt():
-        sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
+        sys.exit(run(_core_app if sys.argv[1:2] and sys.argv[1] in OWN else _full_app(), sys.argv[1:], by="main"))
 
 
 @cache
-def _whole() -> typer.Typer:
+def _full_app() -> typer.Typer:
     """Return the command line with the verbs of other packages, which take as long to find and import as its own."""
     for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
-        _own.command(name=point.name, cls=Verb)(point.load())
-    return _own
+        _core_app.command(name=point.name, cls=Verb)(point.load())
+    return _core_app
 
 
 def __getattr__(name: str) -> typer.Typer:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _whole()
+    return _full_app()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         import lema
 
         typer.echo(f"lema {lema.__version__}")
         raise typer.Exit
 
 
-@_own.callback()
+@_core_app.callback()
 def _common(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
@@ -194,19 +194,19 @@ def plan(
         from lema.train.phases.report import phase_report, show_report
 
         report = phase_report(file.config, file.plan, measure=True, **shared)
-        told, show, fits = report.to_dict(), partial(show_report, report), True
+        contents, show, fits = report.to_dict(), partial(show_report, report), True
     else:
         from lema.cli.tables import draw, show_plan
         from lema.plan import make_plan
 
-        made, planner = make_plan(checked, **shared)
-        told, show, fits = made.to_dict(), partial(show_plan, made, verbose=verbose), made.fits
+        run_plan, planner = make_plan(checked, **shared)
+        contents, show, fits = run_plan.to_dict(), partial(show_plan, run_plan, verbose=verbose), run_plan.fits
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(contents, indent=2))
     else:
         show(Console(highlight=False))
     if plot is not None:
-        draw(made, planner, plot)
+        draw(run_plan, planner, plot)
     if not fits:
         raise typer.Exit(MemoryLimitError.exit_code)
 
@@ -215,7 +215,7 @@ PICTURES = b"\x89PNG", b"%PDF", b"<?xml"  # as matplotlib writes them, and a pla
 VERBS = train, plan, tellcommands.backends
 OWN = {"config", *(verb.__name__ for verb in VERBS)}
 for verb in VERBS:
-    _own.command(name=verb.__name__, cls=Verb)(verb)
+    _core_app.command(name=verb.__name__, cls=Verb)(verb)
 config_app.command(cls=Verb)(tellcommands.show)
 config_app.command(cls=Verb)(tellcommands.schema)
 config_app.command(name="import", cls=Verb)(tellcommands.import_file)

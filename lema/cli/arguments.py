@@ -82,20 +82,22 @@ class Verb(TyperCommand):
         return left
 
     def _with_settings(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {*ctx.help_option_names, *(option for parameter in self.params for option in parameter.opts)}
-        if "--set" not in own or not any(one.startswith("--") and one.partition("=")[0] not in own for one in args):
+        options = {*ctx.help_option_names, *(option for parameter in self.params for option in parameter.opts)}
+        if "--set" not in options or not any(
+            argument.startswith("--") and argument.partition("=")[0] not in options for argument in args
+        ):
             return args
         from lema.config import LemaConfig
 
-        known, found, rest = LemaConfig.defaults(), list[str](), iter(args)
-        for one in rest:
-            name, equals, value = one.partition("=")
+        defaults, rewritten, remaining = LemaConfig.defaults(), list[str](), iter(args)
+        for argument in remaining:
+            name, equals, value = argument.partition("=")
             key = name.removeprefix("--").replace("-", "_")
-            if not name.startswith("--") or name in own or key not in known:
-                found.append(one)
+            if not name.startswith("--") or name in options or key not in defaults:
+                rewritten.append(argument)
             else:
-                found += ["--set", f"{key}={value if equals else next(rest, '')}"]
-        return found
+                rewritten += ["--set", f"{key}={value if equals else next(remaining, '')}"]
+        return rewritten
 
 
 def check_written(
@@ -107,21 +109,21 @@ def check_written(
     if target is None:
         return
     from lema.errors import named_in
-    from lema.storage.regular import check_apart, check_kind, check_target
+    from lema.storage.regular import check_kind, check_separate, check_target
     from lema.train.inputs import inputs_of
 
     with named_in(option):
         check_target(target)
-        check_apart(target, [*(place for place in reads if place is not None), *inputs_of(config)])
+        check_separate(target, [*(path for path in reads if path is not None), *inputs_of(config)])
         check_kind(target, *begins)
 
 
-def settings_of(given: list[str] | None) -> dict[str, Any]:
+def settings_of(assignments: list[str] | None) -> dict[str, Any]:
     """Return what `--set` gives, or raise a ConfigError: it is not KEY=VALUE."""
     from lema.config.yaml import parse_value
 
     pairs = {}
-    for item in given or []:
+    for item in assignments or []:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError("a setting is given as KEY=VALUE", where=f"--set {item}", how="--set lora_rank=8")

@@ -61,10 +61,10 @@ def _as_lema_error(error: Exception) -> LemaError:
     if isinstance(error, OSError) and error.strerror:
         return ConfigError(str(error.strerror), where=str(error.filename or ""), how="give another path")
     if is_out_of_memory(error):
-        said, *_ = str(error).splitlines() or [""]
+        message, *_ = str(error).splitlines() or [""]
         how = "lower prefetch_depth, micro_batch_size or max_length, or set device_memory"
         how += "; `lema plan` shows the memory by part"
-        return MemoryLimitError(f"the device is out of memory: {said}", how=how)
+        return MemoryLimitError(f"the device is out of memory: {message}", how=how)
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's error is a RuntimeError
         how = "lower micro_batch_size, host_memory or prefetch_depth"
         return MemoryLimitError("the machine is out of memory", how=how)

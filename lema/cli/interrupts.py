@@ -42,13 +42,13 @@ def ending_on_interrupt() -> Iterator[None]:
             came.set()
             end.start()
 
-    say = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def say_nothing_of_interrupts(what: "sys.UnraisableHookArgs") -> None:
+    def ignore_interrupts(what: "sys.UnraisableHookArgs") -> None:
         if what.exc_type is not KeyboardInterrupt:  # which came where an object was put away
-            say(what)
+            previous_hook(what)
 
-    sys.unraisablehook = say_nothing_of_interrupts
+    sys.unraisablehook = ignore_interrupts
     if before != signal.SIG_IGN:  # as in the background of a shell's script
         signal.signal(signal.SIGINT, raise_once)
     try:
@@ -62,7 +62,7 @@ def ending_on_interrupt() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGINT, before)
-        sys.unraisablehook = say
+        sys.unraisablehook = previous_hook
 
 
 def _end() -> None:

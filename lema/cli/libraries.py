@@ -65,11 +65,16 @@ def _import_transformers() -> None:
     import transformers
     from transformers.utils import import_utils
 
-    look, own = vars(import_utils)["define_import_structure"], "models."
-    found = look(Path(transformers.__file__).parent / "models", prefix="models").items()  # which it has kept
-    models = {key: {name[len(own) :]: one for name, one in some.items() if name.startswith(own)} for key, some in found}
+    define_structure, prefix = vars(import_utils)["define_import_structure"], "models."
+    structure = define_structure(
+        Path(transformers.__file__).parent / "models", prefix="models"
+    ).items()  # which it has kept
+    models = {
+        key: {name[len(prefix) :]: exports for name, exports in modules.items() if name.startswith(prefix)}
+        for key, modules in structure
+    }
     vars(import_utils)["define_import_structure"] = lambda _: models
     try:
         import transformers.models
     finally:
-        vars(import_utils)["define_import_structure"] = look
+        vars(import_utils)["define_import_structure"] = define_structure

@@ -59,7 +59,7 @@ class _Bar(Progress):
         if self.below is not None:
             yield Text(self.below, no_wrap=True, overflow="ellipsis")
 
-    def tell(self, **changes: Any) -> None:
+    def update_task(self, **changes: Any) -> None:
         """Change what is shown."""
         self.update(self._task, **changes)
 
@@ -88,7 +88,7 @@ class ProgressDisplay:
         """Step `step` is done."""
         self._step = step
         if self._bar is not None:
-            self._bar.tell(completed=step, total=max(1, self._total), done=self._done(), left=self._left())
+            self._bar.update_task(completed=step, total=max(1, self._total), done=self._done(), left=self._left())
 
     def show(self, logs: Mapping[str, Any], epoch: float | None = None) -> None:
         """Show one row of measurements; rows with neither a loss nor an evaluation loss are not for people."""
@@ -131,7 +131,9 @@ class ByteProgress:
         """`done` bytes of `total` are done."""
         self._bytes, rate = done, done / self._bar.seconds()
         left = f"{human_bytes(rate)}/s" + (f"  {human_duration((total - done) / rate)} left" if rate else "")
-        self._bar.tell(completed=done, total=total, done=f"{human_bytes(done)} of {human_bytes(total)}", left=left)
+        self._bar.update_task(
+            completed=done, total=total, done=f"{human_bytes(done)} of {human_bytes(total)}", left=left
+        )
         self._bar.start()
 
     def summary(self) -> str:
@@ -153,7 +155,7 @@ class TokenProgress:
         """So many tokens have been made, one of each text that goes on; so many more texts are done."""
         self._tokens, self._done = self._tokens + tokens, self._done + texts
         done, left = f"{self._done}/{self._total} texts", f"{human_count(self._tokens / self._bar.seconds())} tok/s"
-        self._bar.tell(completed=self._done, total=max(1, self._total), done=done, left=left)
+        self._bar.update_task(completed=self._done, total=max(1, self._total), done=done, left=left)
 
 
 def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallback":

@@ -31,7 +31,7 @@ class TextStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._told = ON_TERMINAL if stream.isatty() else IN_FILE
+        self._control_pattern = ON_TERMINAL if stream.isatty() else IN_FILE
         self._keeps = re.compile(DRAWING if stream.isatty() else r"\r")
         self.lost: Exception | None = None
 
@@ -42,7 +42,7 @@ class TextStream:
         """Write a text, and return how many characters it has."""
         if self.lost is None:
             try:
-                self._stream.write(self._encodable(self._told.sub(self._shown, text)))
+                self._stream.write(self._encodable(self._control_pattern.sub(self._shown, text)))
             except (OSError, ValueError) as error:  # the latter of a stream that was closed
                 self._lose(error)
         return len(text)
@@ -60,8 +60,8 @@ class TextStream:
             except (OSError, ValueError) as error:
                 self._lose(error)
 
-    def _shown(self, found: re.Match[str]) -> str:
-        return found[0] if self._keeps.fullmatch(found[0]) else printable(found[0])
+    def _shown(self, match: re.Match[str]) -> str:
+        return match[0] if self._keeps.fullmatch(match[0]) else printable(match[0])
 
     def _encodable(self, text: str) -> str:
         """Write out what the locale's encoding has no character for."""

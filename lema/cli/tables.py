@@ -73,8 +73,8 @@ def show_plan(plan: Plan, console: Console, *, verbose: bool = False) -> None:
     """Print whether and how well the run goes, then its sums; `verbose`: every part of them, the sums in bold."""
     console.print(plan.verdict, style="bold" if plan.fits else "bold red", soft_wrap=True)
     shown = [row for row in rows(plan) if verbose or row[1] in SUMS or row[0] in ("note", "the run")]
-    told = (tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in shown)
-    print_table(told, console, amounts=True)
+    styled_rows = (tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in shown)
+    print_table(styled_rows, console, amounts=True)
     if not verbose:
         console.print("--verbose shows the parts", style="dim")
 
@@ -96,7 +96,7 @@ def _step(plan: Plan) -> Iterator[Row]:
     waiting = ("layers' inputs wait", allocation.boundaries)
     if allocation.saved_on != "device":
         waiting = ("activations wait", allocation.saved_on)
-    told = {
+    amounts = {
         "tokens of full rows": human_count(plan.tokens),
         "layers that stay on the device": str(len(allocation.residents)),
         "layers kept in host memory": str(len(allocation.host_cached)),
@@ -116,8 +116,8 @@ def _step(plan: Plan) -> Iterator[Row]:
         "tokens per second": human_count(plan.tokens_per_second or 0),
     }
     if not step.seconds:
-        told = {what: amount for what, amount in told.items() if what not in TIMED}
-    for what, amount in told.items():
+        amounts = {what: amount for what, amount in amounts.items() if what not in TIMED}
+    for what, amount in amounts.items():
         yield "a step", what, amount
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from lema.config import types
 from lema.config.peft import contradictions
 from lema.config.problems import Problem
-from lema.config.settings import OfAdapter, Said, Settings, Silent
+from lema.config.settings import OfAdapter, Reported, Settings, Silent
 
 __all__ = ["AdapterSettings"]
 
@@ -25,7 +25,7 @@ class AdapterSettings(Settings):
     """The adapter's output is multiplied by lora_alpha / lora_rank."""
     lora_target_modules: OfAdapter[types.Targets | None] = None
     """Modules to adapt: names or one regular expression; None: every linear module of the layers, and experts."""
-    lora_dropout: Said[types.Beta] = 0.0
+    lora_dropout: Reported[types.Beta] = 0.0
     """Dropout on the adapter's input."""
     lora_exclude_modules: OfAdapter[types.Targets | None] = None
     """Modules to leave out although `lora_target_modules` matches them: names or one regular expression."""

@@ -33,14 +33,14 @@ def backend_settings() -> Mapping[str, EntryPoint]:
 
 def backend_setting(name: str) -> BackendSetting:
     """Return what a backend says of its setting."""
-    found = backend_settings()[name].load()
-    assert isinstance(found, BackendSetting), f"{GROUP}: {name} is not a BackendSetting"
-    return found
+    setting = backend_settings()[name].load()
+    assert isinstance(setting, BackendSetting), f"{GROUP}: {name} is not a BackendSetting"
+    return setting
 
 
-def check_backend_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def check_backend_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each setting that no backend has, or that has a wrong value, with the problem and how to fix it."""
-    for name, value in given.items():
+    for name, value in settings.items():
         if name not in backend_settings():
             how = meant(name, backend_settings()) or "leave it out"
             yield "backend_settings", f"backend_settings: no backend that is installed has a setting {name!r} ({how})"

@@ -41,9 +41,9 @@ def disagreements_of_batches(config: "LemaConfig") -> Iterator[Problem]:
     for name, rows in (("tokens_per_step", in_rows), ("micro_batch_tokens", in_rows[2:])):
         if getattr(config, name) is None:
             continue
-        for one in rows:
-            if getattr(config, one) != type(config).model_fields[one].default:
-                yield Problem(one, f"{name} counts tokens, and {one} counts rows", "leave one of them out")
+        for setting in rows:
+            if getattr(config, setting) != type(config).model_fields[setting].default:
+                yield Problem(setting, f"{name} counts tokens, and {setting} counts rows", "leave one of them out")
         if config.objective != "sft":
             what = f"objective: {config.objective} counts examples, not tokens"
             yield Problem(name, what, "leave it out, and set batch_size or micro_batch_size")

@@ -6,7 +6,7 @@ The names are those of TRL's settings, of axolotl's, and of others that call the
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["CALLED_HERE", "SAID_HERE", "imported"]
+__all__ = ["CALLED_HERE", "FOREIGN_HINTS", "imported"]
 
 # What the columns of a data set, and of a message in it, are called by `field_...` and `message_field_...`.
 _COLUMNS = ("messages", "tools", "system", "instruction", "input", "output")
@@ -21,7 +21,7 @@ _HUB_DATA = "here: train_data: {path: org/name, name: subset, split: train}, or 
 _TOKENISED = "not needed: LEMA tokenises rows once, with several processes, before the first step"
 _EVALUATES = "not needed: LEMA evaluates eval_data or eval_split every eval_steps, or at the end of each epoch"
 
-SAID_HERE: Mapping[str, str] = {
+FOREIGN_HINTS: Mapping[str, str] = {
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "train_on_responses_only"), _ANSWERS),
     **dict.fromkeys(
         ("response_template", "instruction_template"), f"{_ANSWERS}; the chat template says where they begin"
@@ -118,47 +118,47 @@ _FIELDS = {"field": "text"} | {f"field_{ours}": ours for ours in _COLUMNS}
 _FIELDS |= {f"message_field_{ours}": ours for ours in _OF_MESSAGES}
 
 
-def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def imported(values: Mapping[str, Any], setting_names: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings that say what a file of axolotl or TRL says, and of each of its keys that none says, why.
     What a device accumulates over several batches becomes one batch, because the layers then stream once for all of it.
-    `values`: the file's keys; one without a value counts as not given. `known`: the settings there are here."""
-    given = {key: value for key, value in values.items() if value is not None and value != ""}
-    found: dict[str, Any] = {}
+    `values`: the file's keys; one without a value counts as not given. `setting_names`: the settings there are here."""
+    foreign = {key: value for key, value in values.items() if value is not None and value != ""}
+    settings: dict[str, Any] = {}
     notes: dict[str, str] = {}
     files: list[Any] = []
     columns: dict[str, str] = {}
-    named: Any = given.get("datasets") or given.get("dataset_name")
-    for one in named if isinstance(named, list) else [named]:
-        about = one if isinstance(one, Mapping) else {"path": one}
+    named: Any = foreign.get("datasets") or foreign.get("dataset_name")
+    for dataset in named if isinstance(named, list) else [named]:
+        about = dataset if isinstance(dataset, Mapping) else {"path": dataset}
         files += [about["path"]] if about.get("path") else []
         form = about.get("type")
         if form is not None and str(form).partition(".")[0] not in _FORMS:
             notes["datasets"] = f"the type {form!r} is not known; docs/data.md lists the columns that LEMA reads"
         columns |= {ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)}
-    if isinstance(text := given.get("dataset_text_field"), str):
+    if isinstance(text := foreign.get("dataset_text_field"), str):
         columns["text"] = text
-    found |= {key: value for key, value in (("train_data", files), ("columns", columns)) if value}
-    rows = given.pop("per_device_train_batch_size", given.get("micro_batch_size"))
-    if isinstance(rows, int) and isinstance(batches := given.pop("gradient_accumulation_steps", 1), int):
-        found |= {"batch_size": rows * batches, "micro_batch_size": rows}
+    settings |= {key: value for key, value in (("train_data", files), ("columns", columns)) if value}
+    rows = foreign.pop("per_device_train_batch_size", foreign.get("micro_batch_size"))
+    if isinstance(rows, int) and isinstance(batches := foreign.pop("gradient_accumulation_steps", 1), int):
+        settings |= {"batch_size": rows * batches, "micro_batch_size": rows}
     for name, dtype in {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}.items():
-        if given.pop(name, None) is True:
-            found["dtype"] = dtype
+        if foreign.pop(name, None) is True:
+            settings["dtype"] = dtype
     for name, attention in _ATTENTION.items():
-        if given.pop(name, False) is True:
-            found["attn_implementation"] = attention
-    if given.get("adapter", "lora") != "lora":
-        qlora = given["adapter"] == "qlora"
-        notes["adapter"] = SAID_HERE["load_in_4bit"] if qlora else "LEMA trains only LoRA adapters"
-    if "wandb_project" in given:
-        found["report_to"] = ["wandb"]
+        if foreign.pop(name, False) is True:
+            settings["attn_implementation"] = attention
+    if foreign.get("adapter", "lora") != "lora":
+        qlora = foreign["adapter"] == "qlora"
+        notes["adapter"] = FOREIGN_HINTS["load_in_4bit"] if qlora else "LEMA trains only LoRA adapters"
+    if "wandb_project" in foreign:
+        settings["report_to"] = ["wandb"]
         notes["wandb_project"] = "set the environment variable WANDB_PROJECT"
-    for key, value in given.items():
+    for key, value in foreign.items():
         ours = CALLED_HERE.get(key, key)
-        if key in notes or key in _NEEDLESS or ours in found or (value is False and ours not in known):
+        if key in notes or key in _NEEDLESS or ours in settings or (value is False and ours not in setting_names):
             continue
-        if ours not in known:
-            notes[key] = SAID_HERE.get(key, "LEMA has no such setting")
+        if ours not in setting_names:
+            notes[key] = FOREIGN_HINTS.get(key, "LEMA has no such setting")
         elif (ours, value) not in (("eval_split", 0), ("lora_target_modules", "all-linear")):  # what is so without
-            found[ours] = value
-    return {name: found[name] for name in known if name in found}, notes
+            settings[ours] = value
+    return {name: settings[name] for name in setting_names if name in settings}, notes

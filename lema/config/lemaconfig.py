@@ -18,7 +18,7 @@ from lema.config.batching import BatchSettings, disagreements_of_batches
 from lema.config.objective import ObjectiveName, Reference, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
-from lema.config.settings import OfAdapter, OfData, Refused, Said, Settings, Silent
+from lema.config.settings import OfAdapter, OfData, Refused, Reported, Settings, Silent
 from lema.errors import ConfigError, DiskError, unreadable
 
 __all__ = ["CONFIG_NAME", "LemaConfig"]
@@ -50,7 +50,7 @@ class _First(Settings):
     """Directory for the adapter, checkpoints and metrics."""
     lora_rank: OfAdapter[types.Count] = 16
     lora_alpha: OfAdapter[types.Scale] = 32
-    learning_rate: Said[Annotated[float, Field(ge=0)]] = 1e-4
+    learning_rate: Reported[Annotated[float, Field(ge=0)]] = 1e-4
     """Peak learning rate."""
     gradient_checkpointing: Silent[bool | Literal["auto"]] = "auto"
     """Recompute each layer in the backward, and keep only its input; auto: recompute only if memory requires it."""
@@ -69,7 +69,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
 
     dtype: Refused[types.Dtype | None] = None
     """Type of the frozen weights; None: the checkpoint's."""
-    attn_implementation: Said[types.Name | None] = None
+    attn_implementation: Reported[types.Name | None] = None
     """Attention implementation of `transformers` ("eager", "sdpa", ...); None: the default of `transformers`."""
     micro_batch_size: Silent[types.AutoCount] = None
     """Rows that are computed at once; a pair is two rows. None or auto: the whole batch, or as many as `device_memory`
@@ -78,7 +78,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     original length: results then depend on which rows are computed at once."""
     gradient_accumulation_steps: Refused[Annotated[int, Field(ge=1, le=100_000)]] = 1
     """Batches per optimizer step."""
-    max_grad_norm: Said[Annotated[float, Field(gt=0)] | None] = None
+    max_grad_norm: Reported[Annotated[float, Field(gt=0)] | None] = None
     """Gradients with a larger norm are scaled down to this norm; None: no clipping."""
     prefetch_depth: Silent[types.AutoCount] = None
     """Layers that are read ahead of the current layer; None or auto: 2, or 1 if memory is short."""
@@ -92,7 +92,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Limit of host memory for weights and activations, in the same forms."""
     seed: Refused[Annotated[int, Field(ge=0, lt=2**32)]] = 42
     """Seed of adapters, shuffling and dropout."""
-    loss_chunk_tokens: Said[types.AutoCount] = None
+    loss_chunk_tokens: Reported[types.AutoCount] = None
     """Tokens whose logits exist at once; None or auto: 1024, or fewer if memory is short."""
     batch_size: Refused[types.Count] = 8
     """Rows per batch, or pairs for objectives with pairs; all processes together."""
@@ -122,15 +122,15 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     (XDG_CACHE_HOME); false: no folder, and every start tokenises the data in memory."""
     shuffle: Refused[bool] = True
     """Draw the rows of each epoch in a random order that the seed determines."""
-    num_train_epochs: Said[Annotated[float, Field(gt=0)]] = 1.0
+    num_train_epochs: Reported[Annotated[float, Field(gt=0)]] = 1.0
     """Passes over the data; `max_steps` overrides it."""
-    max_steps: Said[types.Count | None] = None
+    max_steps: Reported[types.Count | None] = None
     """Optimizer steps of the run; None: `num_train_epochs` decides."""
-    weight_decay: Said[Annotated[float, Field(ge=0)]] = 0.0
+    weight_decay: Reported[Annotated[float, Field(ge=0)]] = 0.0
     """AdamW's decoupled weight decay (arXiv:1711.05101)."""
-    adam_beta1: Said[types.Beta] = 0.9
+    adam_beta1: Reported[types.Beta] = 0.9
     """Decay of AdamW's first moment."""
-    adam_beta2: Said[types.Beta] = 0.999
+    adam_beta2: Reported[types.Beta] = 0.999
     """Decay of AdamW's second moment."""
     optim: Refused[types.Optimizer] = "adamw_torch"
     """The optimizer of adapters, by `transformers`' name. Weights of the model that train always use adamw_torch."""
@@ -138,31 +138,31 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Further arguments of the optimizer in the form of `transformers`, such as "alpha=2,beta3=0.999" for ademamix."""
     loraplus_lr_ratio: Refused[Annotated[float, Field(gt=0)] | None] = None
     """LoRA+ (arXiv:2402.12354): the learning rate of B divided by that of A; None: they are the same."""
-    adam_epsilon: Said[Annotated[float, Field(gt=0)]] = 1e-8
+    adam_epsilon: Reported[Annotated[float, Field(gt=0)]] = 1e-8
     """Added to AdamW's denominator."""
-    lr_scheduler_type: Said[types.Scheduler] = "linear"
+    lr_scheduler_type: Reported[types.Scheduler] = "linear"
     """Schedule of the learning rate, by `transformers`' name; or wsd, wsds, cosine_rewarm (`lema.engine.schedules`)."""
-    lr_scheduler_kwargs: Said[dict[str, Any] | None] = None
+    lr_scheduler_kwargs: Reported[dict[str, Any] | None] = None
     """Further arguments of a `transformers` schedule, such as {min_lr_rate: 0.1} for cosine_with_min_lr."""
-    warmup_steps: Said[types.NotNegative] = 0
+    warmup_steps: Reported[types.NotNegative] = 0
     """Optimizer steps in which the learning rate rises from 0. A number below 1, such as 0.1, sets `warmup_ratio`."""
-    warmup_ratio: Said[types.Beta] = 0.0
+    warmup_ratio: Reported[types.Beta] = 0.0
     """The same as a fraction of all steps. If both are 0, wsd, wsds and cosine_rewarm use 0.01."""
     train_data: OfData[types.DataFiles | None] = None
     """Files, directories or globs of .jsonl, .txt (also .gz or .zst of these), .json, .csv, .parquet or .arrow; a data
     set of the hub, {path: org/name, name: subset, split: train}; or several data sets with names."""
-    eval_data: Said[types.DataFiles | None] = None
+    eval_data: Reported[types.DataFiles | None] = None
     """Data to evaluate on, in the same forms."""
     eval_split: OfData[types.RowSplit | None] = None
     """Instead: rows to hold back from `train_data`, as a fraction or a number of rows."""
     max_train_samples: OfData[types.Count | None] = None
     """Train only on the first N rows that are left after the split; None: on all."""
-    max_eval_samples: Said[types.Count | None] = None
+    max_eval_samples: Reported[types.Count | None] = None
     """Evaluate only on the first N rows; None: on all."""
     adapter_name_or_path: Silent[types.Location | None] = None
     """A saved PEFT adapter to continue from: a directory or a hub id. Its rank, targets and options apply. None: a new
     adapter."""
-    neftune_noise_alpha: Said[Annotated[float, Field(gt=0)] | None] = None
+    neftune_noise_alpha: Reported[Annotated[float, Field(gt=0)] | None] = None
     """Noise on the input embeddings in training (NEFTune, arXiv:2310.05914), drawn as `transformers` draws it."""
     revision: Silent[types.Name | None] = None
     """Branch, tag or commit of a hub id; None: its main branch. A directory has no revisions."""
@@ -172,12 +172,12 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Directory for data that does not fit in memory, such as the inputs of layers; None: `output_dir`."""
     cache_frozen_prefix: Silent[bool] = False
     """Write the output of the layers below the lowest adapter to disk. Later epochs then skip these layers."""
-    tf32: Said[bool] = False
+    tf32: Reported[bool] = False
     """Allow TF32 for fp32 matrix products, which keeps 10 bits of their inputs, on devices that have it."""
-    deterministic: Said[bool] = False
+    deterministic: Reported[bool] = False
     """Compute the same bits in every run and after every resumption, also on devices whose operations add in the order
     in which numbers arrive. Slower there; an operation without such a form is an error. CPUs do so anyway."""
-    torch_compile: Said[bool] = False
+    torch_compile: Reported[bool] = False
     """Compile one decoder layer of each kind with `torch.compile`, and keep the compiled code in the user's cache
     directory for later starts (or in TORCHINDUCTOR_CACHE_DIR). This changes the last bits."""
     page_locked: Silent[bool | None] = None
@@ -185,7 +185,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     embeddings: Silent[Literal["auto", "device", "host", "disk"]] = "auto"
     """Where frozen embeddings stay: in the model's files or in host memory, from where the device gets the rows of the
     current tokens, or whole on the device. auto: tables of 16 MiB and more stay in the files."""
-    head: Said[Literal["auto", "device", "stream"]] = "auto"
+    head: Reported[Literal["auto", "device", "stream"]] = "auto"
     """Where the head's weight is: on the device, or streamed in pieces after the layers, twice per step, which changes
     the last bits. auto: streamed if `device_memory` does not hold it and it has 16 MiB or more."""
     shard_weights: Silent[bool] = False
@@ -197,11 +197,11 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Move tensors that wait for the backward off the device: with `gradient_checkpointing` the inputs of layers,
     without it everything that layers keep, so that nothing is recomputed. true: to host memory; "disk": to
     `offload_dir`; "hidden_states": only inputs of layers; "legacy": as true, and wait for each copy."""
-    tensor_parallel_size: Said[types.Count | None] = None
+    tensor_parallel_size: Reported[types.Count | None] = None
     """Processes that hold each layer together; None: all processes on a backend that divides layers, otherwise 1."""
-    sequence_parallel: Said[bool] = False
+    sequence_parallel: Reported[bool] = False
     """With `tensor_parallel_size`: between attention and MLP, each process holds only its part of the sequence."""
-    pad_to_multiple_of: Said[types.Count | None] = None
+    pad_to_multiple_of: Reported[types.Count | None] = None
     """Pad rows to a multiple of N tokens, so that devices that compile see few shapes; with N equal to `max_length`
     they see one. It changes results only by rounding, with dropout also the random numbers, and with rotary embeddings
     of type `dynamic` or `longrope` as `micro_batch_size` does. None: pad to the longest row of the micro-batch, or as
@@ -218,36 +218,36 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     reference: Refused[Reference | None] = None
     """What dpo, ipo and kto compare with: the `adapter` that training begins with, as it is at the start, or the `base`
     model without adapters. None: adapter with `adapter_name_or_path`, otherwise base."""
-    loss_type: Said[types.Name | None] = None
+    loss_type: Reported[types.Name | None] = None
     """Variant of the loss, by TRL's name. sft: nll or dft; dpo: sigmoid, hinge, robust, ...; kto: kto or
     apo_zero_unpaired. None: the first of these."""
-    beta: Said[Annotated[float, Field(gt=0)] | None] = None
+    beta: Reported[Annotated[float, Field(gt=0)] | None] = None
     """How strongly a preference loss keeps the model near its reference, or the loss's weight; None: 0.1."""
-    label_smoothing: Said[Annotated[float, Field(ge=0, lt=0.5)] | None] = None
+    label_smoothing: Reported[Annotated[float, Field(ge=0, lt=0.5)] | None] = None
     """Probability that a pair is in the wrong order, for simpo and for robust and exo_pair of dpo; None: 0."""
-    label_smoothing_factor: Said[Annotated[float, Field(ge=0, lt=1)]] = 0.0
+    label_smoothing_factor: Reported[Annotated[float, Field(ge=0, lt=1)]] = 0.0
     """For sft: every target gets 1 minus this, and the vocabulary shares the rest. `eval_loss` includes it, too."""
-    router_aux_loss_coef: Said[Annotated[float, Field(ge=0)] | None] = None
+    router_aux_loss_coef: Reported[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the routers' load-balancing loss in sft; None: the coefficient of config.json if it has
     output_router_logits, otherwise 0."""
-    simpo_gamma: Said[Annotated[float, Field(ge=0)] | None] = None
+    simpo_gamma: Reported[Annotated[float, Field(ge=0)] | None] = None
     """Margin of simpo between chosen and rejected; None: 0.5."""
-    cpo_alpha: Said[Annotated[float, Field(ge=0)] | None] = None
+    cpo_alpha: Reported[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the chosen rows' cross-entropy in simpo; None: 0, as SimPO is published."""
-    desirable_weight: Said[Annotated[float, Field(ge=0)] | None] = None
+    desirable_weight: Reported[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the desirable rows of kto; None: 1."""
-    undesirable_weight: Said[Annotated[float, Field(ge=0)] | None] = None
+    undesirable_weight: Reported[Annotated[float, Field(ge=0)] | None] = None
     """Weight of the undesirable rows of kto; None: 1."""
-    arithmetic: Said[Literal["exact", "fast"]] = "exact"
+    arithmetic: Reported[Literal["exact", "fast"]] = "exact"
     """`fast`: LoRA modules with the same input share one product with their A, add each B in place, and share one
     backward. Attention is the device's own if it has one and `attn_implementation` names none; norms, rotary embeddings
     and gated MLPs are, too. It equals PEFT except for rounding. Other modules are computed as PEFT does."""
-    compute_dtype: Said[types.ComputeDtype] = "auto"
+    compute_dtype: Reported[types.ComputeDtype] = "auto"
     """Type that layers compute in. weights: that of the weights; auto: the same, or float32 where the device is slow in
     half precision, as processors without instructions for it are. A run keeps what it began with, and phases that train
     weights of the model have theirs. With float32 the numbers are those of `dtype: float32`, and weights in half
     precision stay so on disk and in host memory until they are leased."""
-    backend_settings: Said[dict[str, Any]] = Field(default_factory=dict)
+    backend_settings: Reported[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 
     def __init__(self, *positional: Any, **settings: Any) -> None:
@@ -257,9 +257,12 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         by_position = dict(zip(names, positional, strict=False))
         if twice := sorted(by_position.keys() & settings.keys()):
             raise SettingsError([Problem(key, f"{key} is given by position and by name") for key in twice])
-        given, own = settings.get("backend_settings") or {}, settings.keys() & backend_settings().keys()
-        if (found := {key: settings.pop(key) for key in own}) and isinstance(given, Mapping):
-            settings["backend_settings"] = {**given, **found}
+        backend_values, backend_names = (
+            settings.get("backend_settings") or {},
+            settings.keys() & backend_settings().keys(),
+        )
+        if (named_values := {key: settings.pop(key) for key in backend_names}) and isinstance(backend_values, Mapping):
+            settings["backend_settings"] = {**backend_values, **named_values}
         settings = by_position | settings
         # As transformers 5 has it, warmup_steps below 1 are a share of all steps.
         if (
@@ -273,13 +276,13 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:
             raise SettingsError([unknown_setting(name, type(self).model_fields)])
-        before, given = dict(self.__dict__), set(self.model_fields_set)
+        before, fields_set = dict(self.__dict__), set(self.model_fields_set)
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
             # Checks between settings run after pydantic has stored the value: a refused value must not stay.
             self.__dict__.update(before)
-            self.__pydantic_fields_set__.intersection_update(given)
+            self.__pydantic_fields_set__.intersection_update(fields_set)
             raise SettingsError(problems_of(error, self.defaults())) from error
 
     def __getattr__(self, name: str) -> Any:
@@ -292,9 +295,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         yield from super().disagreements()
         for key, what in check_backend_settings(self.backend_settings):
             yield Problem(key, what)
-        for one, other in (("eval_data", "eval_split"), ("warmup_steps", "warmup_ratio")):
-            if getattr(self, one) and getattr(self, other):
-                yield Problem("", f"{one} and {other} exclude each other; leave one of them out")
+        for setting, conflict in (("eval_data", "eval_split"), ("warmup_steps", "warmup_ratio")):
+            if getattr(self, setting) and getattr(self, conflict):
+                yield Problem("", f"{setting} and {conflict} exclude each other; leave one of them out")
         if self.max_steps is not None and self.warmup_steps > self.max_steps:
             yield Problem("", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})")
         yield from self._about_offloading()
@@ -318,8 +321,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
             what = "stream works only with objective: sft, loss_type: nll and no label smoothing"
             yield Problem("head", f"{what}; set it to auto")
         if self.neftune_noise_alpha and (self.cache_frozen_prefix or self.sequence_parallel):
-            other = "cache_frozen_prefix has" if self.cache_frozen_prefix else "with sequence_parallel a process has"
-            what = f"{other} other noise than neftune_noise_alpha draws; leave one of them out"
+            conflict = "cache_frozen_prefix has" if self.cache_frozen_prefix else "with sequence_parallel a process has"
+            what = f"{conflict} other noise than neftune_noise_alpha draws; leave one of them out"
             yield Problem("neftune_noise_alpha", what)
         if self.shard_weights and self.cache_frozen_prefix:
             what = "with cache_frozen_prefix some processes skip layers that others need; set one of them to false"
@@ -332,16 +335,16 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
             yield Problem("pad_to_multiple_of", what)
 
     def _about_offloading(self) -> Iterator[Problem]:
-        mode, place = self.activation_offloading, self.boundary_activations
-        if place in ("host", "disk") and not self.gradient_checkpointing:
+        mode, tier = self.activation_offloading, self.boundary_activations
+        if tier in ("host", "disk") and not self.gradient_checkpointing:
             what = "without gradient_checkpointing layers do not keep inputs; set gradient_checkpointing: true"
             yield Problem("boundary_activations", what)
         if mode == "hidden_states" and not self.gradient_checkpointing:
             what = "without gradient_checkpointing layers keep more than their inputs; set one of the two to true"
             yield Problem("activation_offloading", what)
         offloaded = self.offloading_tier
-        if offloaded is not None and self.gradient_checkpointing and place not in ("auto", offloaded):
-            what = f"with activation_offloading the layers' inputs wait {_AT[offloaded]}, not {_AT[place]}"
+        if offloaded is not None and self.gradient_checkpointing and tier not in ("auto", offloaded):
+            what = f"with activation_offloading the layers' inputs wait {_AT[offloaded]}, not {_AT[tier]}"
             yield Problem("boundary_activations", f"{what}; leave one out")
 
     @property

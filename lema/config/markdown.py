@@ -19,21 +19,21 @@ MARKUP = re.compile(r"[&<>|`*~$\\@]|(?<![^\W_])_|_(?![^\W_])|\](?=[\[(:])|:(?=//
 LINES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
-def text(given: object) -> str:
+def text(raw: object) -> str:
     """Return a text for a line or a cell of a table, shown letter by letter. Line breaks are written out."""
-    return MARKUP.sub(lambda found: f"&#{ord(found[0])};", _line(given))
+    return MARKUP.sub(lambda match: f"&#{ord(match[0])};", _line(raw))
 
 
-def code(given: object) -> str:
+def code(raw: object) -> str:
     """Return a span of code with a text, for a line; not for a table, where a `|` would end the cell within it."""
-    shown = _line(given)
+    shown = _line(raw)
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     return f"{fence}{shown}{fence}" if "`" not in shown else f"{fence} {shown} {fence}"
 
 
-def python_text(given: str) -> str:
+def python_text(raw: str) -> str:
     """Return a text as a program in a block of code writes it."""
-    return json.dumps(given)
+    return json.dumps(raw)
 
 
 def table(title: str, rows: Mapping[str, Any]) -> str:
@@ -42,5 +42,5 @@ def table(title: str, rows: Mapping[str, Any]) -> str:
     return "\n".join([f"## {title}\n\n| | |\n|---|---|", *lines]) if rows else ""
 
 
-def _line(given: object) -> str:
-    return re.sub(r"[\n\r\t]", lambda found: LINES[found[0]], printable(str(given)))
+def _line(raw: object) -> str:
+    return re.sub(r"[\n\r\t]", lambda match: LINES[match[0]], printable(str(raw)))

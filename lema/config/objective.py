@@ -30,7 +30,7 @@ SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")  # the losses of pairs 
 OF_TOKENS = ("eval_loss", "eval_perplexity")  # what an evaluation of sft measures
 
 # The objectives that each further setting says something of.
-SAYS = {
+OBJECTIVES_BY_SETTING = {
     "loss_type": tuple(LOSS_TYPES),
     "reference": ("sft", *WITH_REFERENCE),  # of sft, because a loop in Python may set an objective of its own
     "beta": (*OF_PAIRS, "kto"),
@@ -40,7 +40,7 @@ SAYS = {
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
-OF_OBJECTIVES = ("objective", *SAYS)
+OF_OBJECTIVES = ("objective", *OBJECTIVES_BY_SETTING)
 
 
 def reference_of(config: "LemaConfig", *, begun: bool = False) -> Reference | None:
@@ -56,9 +56,9 @@ def reference_of(config: "LemaConfig", *, begun: bool = False) -> Reference | No
 def disagreements_of_objective(config: "LemaConfig") -> Iterator[Problem]:
     """Yield what does not go with the objective."""
     objective, kind = config.objective, config.loss_type
-    for name, known in SAYS.items():
-        if getattr(config, name) is not None and objective not in known:
-            how = f"leave it out, or set objective to {' or '.join(known)}"
+    for name, objectives in OBJECTIVES_BY_SETTING.items():
+        if getattr(config, name) is not None and objective not in objectives:
+            how = f"leave it out, or set objective to {' or '.join(objectives)}"
             how += "; of sft it is label_smoothing_factor" if (name, objective) == ("label_smoothing", "sft") else ""
             yield Problem(name, f"{name} has no effect with objective: {objective}", how)
     types = LOSS_TYPES.get(objective)

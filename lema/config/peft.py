@@ -83,9 +83,9 @@ def refusals(config: Mapping[str, Any], task: str = "CAUSAL_LM") -> Iterator[str
     for name, reason in REFUSED.items():
         if config.get(name) not in (None, False):  # PEFT takes an empty one for one with its defaults
             yield f"{name}, which {reason}"
-    if (found := config.get("task_type")) not in (None, task):
+    if (task_type := config.get("task_type")) not in (None, task):
         model = "causal language model" if task == "CAUSAL_LM" else "model that scores texts"
-        yield f"task_type {found}, which is not that of a {model}"
+        yield f"task_type {task_type}, which is not that of a {model}"
     initial = config.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower() not in (*INITIAL_VALUES, "eva"):
         yield f'init_lora_weights "{initial}", which {why_not_initial(initial) or "PEFT does not have"}'
@@ -112,6 +112,6 @@ def contradictions(settings: Any) -> Iterator[tuple[str, str]]:
     if initial == "orthogonal" and parameters:
         what = 'lora_target_parameters and lora_init: "orthogonal" exclude each other; leave one of them out'
         yield "lora_init", what
-    for one, other in EXCLUSIVE:
-        if getattr(settings, one) and getattr(settings, other):
-            yield other, f"{one} and {other} exclude each other; leave one of them out"
+    for setting, conflict in EXCLUSIVE:
+        if getattr(settings, setting) and getattr(settings, conflict):
+            yield conflict, f"{setting} and {conflict} exclude each other; leave one of them out"

@@ -47,15 +47,15 @@ def print_table(
         return
     from rich.table import Table
 
-    known = list(rows)
-    width = max(map(len, [headers, *known]))
+    all_rows = list(rows)
+    width = max(map(len, [headers, *all_rows]))
     table = Table(box=None, pad_edge=False, show_header=bool(headers))
     for column in range(width):
         right = amounts and column == width - 1
         title = headers[column] if headers else ""
         table.add_column(title, justify="right" if right else "left", no_wrap=column == 0, overflow="fold")
     last = ""
-    for row in known:
+    for row in all_rows:
         table.add_row("" if str(row[0]) == last and not headers else row[0], *row[1:])
         last = str(row[0])
     console.print(table, markup=False, highlight=False)

@@ -6,8 +6,8 @@ from typing import Annotated
 from pydantic import Field
 
 from lema.config.problems import Problem
-from lema.config.settings import Refused, Said, Settings, Silent
-from lema.config.types import Count, Kept, Location, Name, Reports
+from lema.config.settings import Refused, Reported, Settings, Silent
+from lema.config.types import Count, Location, Name, Reports, RetainedCount
 
 __all__ = ["OF_PLAIN_RUNS", "ResultSettings"]
 
@@ -32,9 +32,9 @@ class ResultSettings(Settings):
     `lema generate --prompts` takes it."""
     eval_prompts_max_new_tokens: Silent[Count] = 64
     """Most new tokens per prompt; always the most likely ones."""
-    early_stopping_patience: Said[Count | None] = None
+    early_stopping_patience: Reported[Count | None] = None
     """Evaluations without improvement after which the run ends; None: it does not end early."""
-    early_stopping_threshold: Said[Annotated[float, Field(ge=0)]] = 0.0
+    early_stopping_threshold: Reported[Annotated[float, Field(ge=0)]] = 0.0
     """An evaluation must be better than the best one by this much to count as an improvement."""
     load_best_model_at_end: Silent[bool] = False
     """Save a checkpoint after each evaluation that is the best so far, and leave that adapter in `output_dir`."""
@@ -49,7 +49,7 @@ class ResultSettings(Settings):
     """Optimizer steps between lines of metrics.jsonl."""
     overwrite_output_dir: Silent[bool] = False
     """Allow a new run to replace an adapter, or the metrics of another run, in `output_dir`, but never checkpoints."""
-    save_total_limit: Silent[Kept | None] = None
+    save_total_limit: Silent[RetainedCount | None] = None
     """How many of the newest checkpoints to keep, at least 2. The best one is kept, too. None: all."""
     report_to: Silent[Reports] = Field(default_factory=list)
     """Where else to report: "tensorboard", "wandb", ..., by `transformers`' names; "all" installed ones; "none"."""
@@ -67,8 +67,8 @@ class ResultSettings(Settings):
     @property
     def best_by(self) -> tuple[str, bool]:
         """What evaluations are compared by, and whether more of it is better."""
-        given = self.metric_for_best_model or "eval_loss"
-        name = given if given.startswith("eval_") else f"eval_{given}"
+        metric = self.metric_for_best_model or "eval_loss"
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
         more = self.greater_is_better
         return name, not name.endswith(("loss", "perplexity")) if more is None else more
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, fi
 from lema.config.problems import Problem, SettingsError, Several, problems_of
 from lema.config.yaml import read_yaml
 
-__all__ = ["Change", "OfAdapter", "OfData", "Refused", "Said", "Settings", "Silent", "part"]
+__all__ = ["Change", "OfAdapter", "OfData", "Refused", "Reported", "Settings", "Silent", "part"]
 
 
 class Change(Enum):
@@ -25,7 +25,7 @@ class Change(Enum):
     REFUSED = "it would be another run"
     ADAPTER = "LEMA compares what it means for PEFT, and refuses a difference"
     DATA = "the fingerprint of the rows decides; shown if that differs"
-    SAID = "later numbers change, sometimes only in their last bits; a line says so"
+    REPORTED = "later numbers change, sometimes only in their last bits; a line says so"
     SILENT = "no number changes, or LEMA compares something else: the files of the model, the content of the checkpoint"
 
 
@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 Refused = Annotated[Value, Change.REFUSED]
 OfAdapter = Annotated[Value, Change.ADAPTER]
 OfData = Annotated[Value, Change.DATA]
-Said = Annotated[Value, Change.SAID]
+Reported = Annotated[Value, Change.REPORTED]
 Silent = Annotated[Value, Change.SILENT]
 
 
@@ -68,7 +68,7 @@ class Settings(BaseModel):
         try:
             return cls(**{**file.values, **overrides})
         except SettingsError as error:
-            raise error.located(file.places(cls._spellings), overrides) from error.__cause__
+            raise error.located(file.locations(cls._spellings), overrides) from error.__cause__
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain JSON types."""
@@ -107,15 +107,15 @@ def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple
     elif isinstance(value, float) and 0 < abs(value) < SMALLEST:
         yield path, f"must be 0 or at least {SMALLEST:g} in size: numbers are computed in float32, in which this is 0"
     elif isinstance(value, Mapping | list | tuple):
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+        for key, nested in value.items() if isinstance(value, Mapping) else enumerate(value):
             inner = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".removeprefix(".")
-            yield from (*_unreasonable(key, path, depth - 1), *_unreasonable(one, inner, depth - 1))
+            yield from (*_unreasonable(key, path, depth - 1), *_unreasonable(nested, inner, depth - 1))
 
 
 def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:
     """Return a validator that makes a mapping a `kind`, by `make` or itself; one passes as is, None if `optional`."""
 
-    def made(value: Any) -> Any:
+    def as_kind(value: Any) -> Any:
         if isinstance(value, kind) or (optional and value is None):
             return value
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -125,4 +125,4 @@ def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool =
         except SettingsError as error:
             raise Several(error.problems) from error
 
-    return BeforeValidator(made)
+    return BeforeValidator(as_kind)

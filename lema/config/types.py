@@ -43,7 +43,7 @@ def _day(value: str) -> str:
         raise ValueError(f"must be a date such as 2026-03-31, not {value!r}") from None
 
 
-def _kept(value: int) -> int:
+def _retained_count(value: int) -> int:
     if value < 2:
         raise ValueError(f"must be 2 or more, not {value}, so that a run can continue if the newest one is damaged")
     return value
@@ -87,8 +87,8 @@ COLUMNS = (*_OF_TOKENS, *_OF_CHATS, *_OF_TEXT, "train", "weight", "role", "conte
 
 def _columns(value: dict[str, str]) -> dict[str, str]:
     if wrong := [name for name in value if name not in COLUMNS]:
-        turned = value[wrong[0]] in COLUMNS
-        how = f"; write {{{value[wrong[0]]}: {wrong[0]}}}" if turned else f"; there are {', '.join(COLUMNS)}"
+        is_reversed = value[wrong[0]] in COLUMNS
+        how = f"; write {{{value[wrong[0]]}: {wrong[0]}}}" if is_reversed else f"; there are {', '.join(COLUMNS)}"
         raise ValueError(f"must map LEMA's names of columns to yours, not {wrong[0]!r}{how}")
     if len(set(value.values())) < len(value):
         raise ValueError("must name each of your columns once")
@@ -110,11 +110,12 @@ def _source(value: Any) -> Any:
     """Return a data set of the hub as the text that names it, and any other value unchanged."""
     if isinstance(value, dict) and isinstance(value.get("path"), str):
         if wrong := [key for key in value if key not in ("path", "name", "split", "revision", "streaming")]:
-            known = "path, name, split, revision and streaming"
-            raise ValueError(f"has {wrong[0]!r}; of a data set of the hub there are {known}")
-        said = {key: one for key, one in value.items() if key != "path" and one is not None}
+            choices = "path, name, split, revision and streaming"
+            raise ValueError(f"has {wrong[0]!r}; of a data set of the hub there are {choices}")
+        options = {key: option for key, option in value.items() if key != "path" and option is not None}
         about = urlencode(
-            {key: "true" if one is True else one for key, one in said.items() if one is not False}, safe="/"
+            {key: "true" if option is True else option for key, option in options.items() if option is not False},
+            safe="/",
         )
         return f"hub:{value['path']}" + f"?{about}" * bool(about)
     if isinstance(value, list | tuple | set):
@@ -146,10 +147,10 @@ def _pattern(value: str) -> str:
 def _initial(value: Any) -> Any:
     if value in INITIAL_VALUES and isinstance(value, bool | str):
         return value
-    known = ", ".join(json.dumps(one) for one in INITIAL_VALUES)
+    choices = ", ".join(json.dumps(choice) for choice in INITIAL_VALUES)
     if isinstance(value, str) and (reason := why_not_initial(value)) is not None:
-        raise ValueError(f"{json.dumps(value)} {reason}; use one of {known}")
-    raise ValueError(f"must be one of {known}, not {value!r}")
+        raise ValueError(f"{json.dumps(value)} {reason}; use one of {choices}")
+    raise ValueError(f"must be one of {choices}, not {value!r}")
 
 
 def _dtype(value: Any) -> Any:
@@ -160,7 +161,7 @@ Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 # A number, or None where the plan of the run chooses it, which may be written as auto.
 AutoCount = Annotated[Count | None, BeforeValidator(_auto)]
-Kept = Annotated[int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_kept)]
+RetainedCount = Annotated[int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_retained_count)]
 Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[Name, BeforeValidator(_path)]
 Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]

@@ -89,8 +89,8 @@ def human_count(count: float) -> str:
 
 def human_duration(seconds: float) -> str:
     """`48s`, `3m 05s`, `2h 07m`, `4d 01h`."""
-    whole = max(0, round(seconds))
-    minutes, second = divmod(whole, 60)
+    total_seconds = max(0, round(seconds))
+    minutes, second = divmod(total_seconds, 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     if days:

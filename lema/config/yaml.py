@@ -37,14 +37,14 @@ class YamlFile:
     values: dict[str, Any]  # the mapping at the top of the file
     lines: dict[str, int]  # the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`
 
-    def places(self, spellings: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    def locations(self, spellings: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
         """`file:line` of every key by its path, and of "" the file, for error messages. `spellings` are other names in
         the file, each with the setting's, which is there as well then."""
-        found = {"": str(self.path)} | {key: f"{self.path}:{line}" for key, line in self.lines.items()}
-        for other, name in spellings.items():
-            given = [key for key in found if key == other or key.startswith((f"{other}[", f"{other}."))]
-            found |= {name + key.removeprefix(other): found[key] for key in given}
-        return found
+        by_path = {"": str(self.path)} | {key: f"{self.path}:{line}" for key, line in self.lines.items()}
+        for spelling, name in spellings.items():
+            keys = [key for key in by_path if key == spelling or key.startswith((f"{spelling}[", f"{spelling}."))]
+            by_path |= {name + key.removeprefix(spelling): by_path[key] for key in keys}
+        return by_path
 
 
 def read_yaml(path: str | PathLike[str]) -> YamlFile:
@@ -122,26 +122,26 @@ def _yaml() -> YAML:
 
 def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:
     brackets = list(re.finditer(r"[\[\]{}]", text))
-    depths = accumulate(1 if one[0] in "[{" else -1 for one in brackets)
-    deep = next((one for one, depth in zip(brackets, depths, strict=True) if depth > MAX_OPEN), None)
+    depths = accumulate(1 if bracket[0] in "[{" else -1 for bracket in brackets)
+    deep = next((bracket for bracket, depth in zip(brackets, depths, strict=True) if depth > MAX_OPEN), None)
     if deep is not None:
-        place = f"{where}:{text.count(chr(10), 0, deep.start()) + 1}" if lines else where
-        raise ConfigError("nested too deeply", where=place, how="settings are not nested")
+        location = f"{where}:{text.count(chr(10), 0, deep.start()) + 1}" if lines else where
+        raise ConfigError("nested too deeply", where=location, how="settings are not nested")
     try:
         return read(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{where}:{mark.line + 1}" if mark is not None and lines else where
+        location = f"{where}:{mark.line + 1}" if mark is not None and lines else where
         what, how = _explained(error)
-        raise ConfigError(what, where=place, how=how) from error
+        raise ConfigError(what, where=location, how=how) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        place = f"{where}:{line}" if lines else where
+        location = f"{where}:{line}" if lines else where
         what, how = "not YAML: a control character is in the text", "delete it"
         if any("\udc80" <= character <= "\udcff" for character in text):  # as Python has such a byte of an argument
             what = "the text has a byte that is not UTF-8, as names of files in another encoding have"
             how = "rename the file or directory, or go to it and give its name from there; or set LC_ALL=C.UTF-8"
-        raise ConfigError(what, where=place, how=how) from error
+        raise ConfigError(what, where=location, how=how) from error
     except (YAMLError, ValueError) as error:
         raise ConfigError(f"not YAML: {error}", where=where) from error
     except RecursionError as error:
@@ -162,15 +162,15 @@ def _explained(error: MarkedYAMLError) -> tuple[str, str]:
     return f"not YAML: {problem}", "check the quotes, brackets and colons on this line and the one before"
 
 
-def _num_values(node: Node, known: dict[int, int]) -> int:
+def _num_values(node: Node, counts: dict[int, int]) -> int:
     """How many values a node stands for if every alias is written out; one that holds itself is more than allowed."""
-    if id(node) not in known:
-        known[id(node)] = MAX_VALUES + 1  # until it is counted
+    if id(node) not in counts:
+        counts[id(node)] = MAX_VALUES + 1  # until it is counted
         inside = list(node.value) if isinstance(node, SequenceNode) else []
         if isinstance(node, MappingNode):
-            inside = [one for pair in node.value for one in pair]
-        known[id(node)] = 1 + sum(_num_values(one, known) for one in inside)
-    return known[id(node)]
+            inside = [child for pair in node.value for child in pair]
+        counts[id(node)] = 1 + sum(_num_values(child, counts) for child in inside)
+    return counts[id(node)]
 
 
 def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
@@ -183,6 +183,6 @@ def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
             yield inner, key.start_mark.line + 1
             yield from _lines(value, inner, seen)
     elif isinstance(node, SequenceNode):
-        for place, value in enumerate(node.value):
-            yield f"{path}[{place}]", value.start_mark.line + 1
-            yield from _lines(value, f"{path}[{place}]", seen)
+        for index, value in enumerate(node.value):
+            yield f"{path}[{index}]", value.start_mark.line + 1
+            yield from _lines(value, f"{path}[{index}]", seen)

@@ -21,7 +21,7 @@ from lema.errors import WeightsError, named_in
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import free_directory
 from lema.storage.header import damaged, read_json
-from lema.storage.regular import check_apart
+from lema.storage.regular import check_separate
 from lema.storage.rendering import carry_rendering
 from lema.storage.verify import base_fingerprint
 
@@ -91,21 +91,25 @@ def apply_delta(
             dtype=about.dtype,
             trust_remote_code=trust_remote_code,
         )
-    check_apart(out, [delta, stored.directory])
-    if (found := base_fingerprint(stored.index)) != about.fingerprint:
-        what = f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}"
+    check_separate(out, [delta, stored.directory])
+    if (fingerprint := base_fingerprint(stored.index)) != about.fingerprint:
+        what = f"the base is not the model that was trained: its fingerprint is {fingerprint}, and it was {about.fingerprint}"
         how = f"name the directory of the unchanged base model ({about.base})"
         raise WeightsError(what, where=str(stored.index.path), how=how)
     # Each of the delta's tensors must be one of the model's, of its shape and the type it is written in.
     single = delta / f"{STEM}.safetensors"
     new = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
-    if other := sorted(new.keys() ^ set(about.tensors)):
-        raise damaged(delta / DELTA_NAME, f"it and the other files list different tensors: {other[0]!r}")
+    if mismatch := sorted(new.keys() ^ set(about.tensors)):
+        raise damaged(delta / DELTA_NAME, f"it and the other files list different tensors: {mismatch[0]!r}")
     state = stored.skeleton.state_dict()
     for name, record in new.items():
-        own = stored.classes.in_own(name)
-        wanted = (stored_name(own, stored.dtypes[own]), tuple(state[own].shape)) if own in stored.records else None
-        if (record.dtype, record.shape) != wanted:
+        model_name = stored.classes.in_own(name)
+        expected = (
+            (stored_name(model_name, stored.dtypes[model_name]), tuple(state[model_name].shape))
+            if model_name in stored.records
+            else None
+        )
+        if (record.dtype, record.shape) != expected:
             what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the base model"
             raise WeightsError(what, where=str(record.file), how="the delta is of another model")
     form, trained = stored.form(), stored.by_own_names(new)
@@ -125,5 +129,5 @@ def apply_delta(
         stored.directory,
         changes,
         code=trust_remote_code,
-        beside=partial(carry_rendering, delta),
+        write_extra=partial(carry_rendering, delta),
     )

@@ -55,11 +55,11 @@ class StoredModel:
     def by_own_names(self, tensors: Mapping[str, Value]) -> dict[str, Value]:
         """Return what is known by the names of the class that trains by the names of this one; of tensors that are tied
         by each name."""
-        found = {self.classes.in_own(name): one for name, one in tensors.items()}
+        by_name = {self.classes.in_own(name): tensor for name, tensor in tensors.items()}
         for pair in self.skeleton.all_tied_weights_keys.items():
-            if (one := next((found[name] for name in pair if name in found), None)) is not None:
-                found |= dict.fromkeys(pair, one)
-        return found
+            if (tied := next((by_name[name] for name in pair if name in by_name), None)) is not None:
+                by_name |= dict.fromkeys(pair, tied)
+        return by_name
 
     def form(self) -> PublishedForm:
         """Return how it is written again; to be asked before an adapter is attached. Of what is not written there is a
@@ -106,13 +106,15 @@ def published_skeleton(
             return model, map_names(model, index), {}
         except WeightsError as error:
             names = map_names(trains, index)
-            said = f"config.json names {type(model).__name__}, which these files do not have all of ({error.what:.200})"
-            warnings.warn(f"{said}; what is written is a {type(trains).__name__}", stacklevel=3)
+            message = (
+                f"config.json names {type(model).__name__}, which these files do not have all of ({error.what:.200})"
+            )
+            warnings.warn(f"{message}; what is written is a {type(trains).__name__}", stacklevel=3)
         return trains, names, {"architectures": [type(trains).__name__]}
     names = map_names(trains, index)
     reads = named_reader(config)
-    names.ignored += [one for one in names.unused if reads(one.name)]
-    names.unused = [one for one in names.unused if not reads(one.name)]
+    names.ignored += [record for record in names.unused if reads(record.name)]
+    names.unused = [record for record in names.unused if not reads(record.name)]
     return trains, names, {}
 
 
@@ -132,16 +134,16 @@ def write_model(
     changes: Mapping[str, Any],
     *,
     code: bool,
-    beside: Callable[[Path], object] = lambda _: None,
+    write_extra: Callable[[Path], object] = lambda _: None,
 ) -> Path:
     """Write a model as a directory that appears when it is complete, and return that. What else belongs to it is copied
-    from the directory `source`: its own code too if `code`, and the `config.json` with `changes`. At last `beside`
+    from the directory `source`: its own code too if `code`, and the `config.json` with `changes`. At last `write_extra`
     writes what else is to be there. A file that could not be written is a `DiskError`."""
     with appearing(out) as partial, torch.no_grad():
         write_shards(partial, specs, max_shard_size, pieces)
         copy_companions(source, partial, code=code)
         write_config(source / "config.json", partial, changes)
-        beside(partial)
+        write_extra(partial)
     return out
 
 

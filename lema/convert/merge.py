@@ -28,7 +28,7 @@ from lema.lora.files import adapter_config, load_weights, read_settings, setting
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
-from lema.storage.regular import check_apart
+from lema.storage.regular import check_separate
 from lema.storage.rendering import carry_rendering
 
 __all__ = ["merge_adapter", "untied"]
@@ -97,19 +97,21 @@ def _alike(model: nn.Module, *names: str) -> bool:
         # Only rows that PEFT ties are the same ones; those of a map with other rows are two adapters.
         rows = first.token_adapter, second.token_adapter
         return rows[0].tied_adapter is rows[1] or rows[1].tied_adapter is rows[0]
-    if any(isinstance(one, LoraLayer | TrainableTokensWrapper) for one in (first, second)):
+    if any(isinstance(module, LoraLayer | TrainableTokensWrapper) for module in (first, second)):
         return False
-    one, other = (_whole(module, name) for module, name in zip((first, second), names, strict=True))
-    if one.is_meta or other.is_meta:  # as it is stored
-        return one.is_meta and other.is_meta
-    return torch.equal(one, other)
+    first_tensor, second_tensor = (
+        _unadapted_tensor(module, name) for module, name in zip((first, second), names, strict=True)
+    )
+    if first_tensor.is_meta or second_tensor.is_meta:  # as it is stored
+        return first_tensor.is_meta and second_tensor.is_meta
+    return torch.equal(first_tensor, second_tensor)
 
 
-def _whole(module: nn.Module, name: str) -> Tensor:
+def _unadapted_tensor(module: nn.Module, name: str) -> Tensor:
     """The tensor `name` in the end, of a module that has no matrices or rows of an adapter; on `meta`: as stored."""
     trained: Any = module.modules_to_save[ADAPTER] if isinstance(module, ModulesToSaveWrapper) else module
-    found: Tensor = getattr(trained, name.rpartition(".")[2])
-    return found
+    tensor: Tensor = getattr(trained, name.rpartition(".")[2])
+    return tensor
 
 
 def merge_adapter(
@@ -144,8 +146,8 @@ def merge_adapter(
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
-    place = {} if base_dir is None else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
-    settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **place)
+    overrides = {} if base_dir is None else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
+    settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **overrides)
     with named_in(settings_file(adapter) if base_dir is None else None):
         base = open_stored(
             settings.model_name_or_path,
@@ -154,7 +156,7 @@ def merge_adapter(
             dtype=settings.dtype,
             trust_remote_code=trust_remote_code,
         )
-    check_apart(out, [adapter, base.directory])
+    check_separate(out, [adapter, base.directory])
     lora = configured_lora(base.skeleton, settings) if saved is None else adapter_config(base.skeleton, saved, adapter)
     form = base.form()
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
@@ -165,8 +167,10 @@ def merge_adapter(
     changes = dict(base.config_changes) | ({"tie_word_embeddings": False} if parted else {})
     merged = MergedTensors(base, rounding, seed)
     if parted:
-        apart = " and ".join(sorted({name for pair in base.skeleton.all_tied_weights_keys.items() for name in pair}))
-        note(f"{apart} are no longer one: each is written, and config.json has tie_word_embeddings: false")
+        untied_names = " and ".join(
+            sorted({name for pair in base.skeleton.all_tied_weights_keys.items() for name in pair})
+        )
+        note(f"{untied_names} are no longer one: each is written, and config.json has tie_word_embeddings: false")
 
     def pieces(name: str) -> Iterable[memoryview]:
         return form.pieces(name, merged.changed, merged.value)
@@ -179,5 +183,5 @@ def merge_adapter(
         base.directory,
         changes,
         code=trust_remote_code,
-        beside=partial(carry_rendering, adapter),
+        write_extra=partial(carry_rendering, adapter),
     )

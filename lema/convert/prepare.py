@@ -33,8 +33,8 @@ from lema.storage.atomic import appearing, directories_for
 from lema.storage.header import DTYPE_BITS
 from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, SOURCES_MARK, origin_of
-from lema.storage.regular import check_apart, expanded
-from lema.storage.tensorfile import TensorSpec, ends_apart, tensor_file
+from lema.storage.regular import check_separate, expanded
+from lema.storage.tensorfile import TensorSpec, is_unaligned, tensor_file
 from lema.storage.verify import base_fingerprint
 
 __all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors"]
@@ -71,16 +71,16 @@ class Prepared:
                 "left out, because they are quantised and no model reads them": list(self.left_out),
                 "left out, because no class reads them": [record.name for record in names.unused],
             }
-            return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
+            return [f"{len(tensors)} tensors {what}: {grouped(tensors)}" for what, tensors in lines.items() if tensors]
         lines = {
             "rearranged": names.rearranged,
             "left out, because transformers does not load them into this type": [r.name for r in names.ignored],
             "left out, because the model does not have them": [r.name for r in names.unused],
-            "not stored, so written with the model's own values": names.kept,
+            "not stored, so written with the model's own values": names.unstored_buffers,
             "not quantised, because of their shape": list(self.refused),
             "not quantised, because they stay in pieces": list(self.in_pieces),
         }
-        return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
+        return [f"{len(tensors)} tensors {what}: {grouped(tensors)}" for what, tensors in lines.items() if tensors]
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class _Opened:
 
     def form(self, *, assembled: bool) -> PublishedForm:
         """Return the form in which it is written."""
-        kept = read_as_they_are(self.model, self.readers) if assembled else None
-        return PublishedForm(self.model, self.names or NameMap(), self.index, self.dtypes, kept)
+        readable = read_as_they_are(self.model, self.readers) if assembled else None
+        return PublishedForm(self.model, self.names or NameMap(), self.index, self.dtypes, readable)
 
 
 def _open(source: Source, dtype: torch.dtype | None, trust: bool) -> _Opened:
@@ -114,7 +114,7 @@ def _open(source: Source, dtype: torch.dtype | None, trust: bool) -> _Opened:
     readers += [] if type(trains) is type(model) else [(trains, rename)]
     state = model.state_dict()
     # What is not loaded is not widened either.
-    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
+    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.unstored_buffers}
     return _Opened(model, dtypes, rename, readers, index, names, changes)
 
 
@@ -132,20 +132,20 @@ def write_weights(
     arguments and errors as of `prepare`."""
     opened = _open(source, dtype, trust)
     form = opened.form(assembled=assembled)
-    quantizer = None if quantize is None else Quantizer.of(quantize, opened.model, opened.dtypes, form.places)
+    quantizer = None if quantize is None else Quantizer.of(quantize, opened.model, opened.dtypes, form.file_names)
     owners: dict[str, str] = {}
     specs: list[TensorSpec] = []
-    for spec in (whole := form.specs(parted=assembled)):
+    for spec in (form_specs := form.specs(parted=assembled)):
         parts = [spec] if quantizer is None else quantizer.specs(spec)
         specs += parts
         owners |= {name: form.owner(spec[0]) for name, _, _ in parts}
     specs = _aligned(specs, find_layers(opened.model)[0], owners.__getitem__)
     metadata = METADATA if assembled else {"format": "pt"}
     if quantizer is not None:
-        metadata = quantizer.metadata([name for name, _, _ in whole])
+        metadata = quantizer.metadata([name for name, _, _ in form_specs])
     origin = {} if opened.index is None else _origin(opened.index)
     with directories_for(file), tensor_file(file, specs, metadata | origin, progress) as out:
-        for name, _, _ in whole:
+        for name, _, _ in form_specs:
             tensor = form.tensors[name]
             if quantizer is not None and name in quantizer.chosen:
                 quantizer.write(out, name, form.read(form.owner(name)))
@@ -181,7 +181,7 @@ def _aligned(specs: list[TensorSpec], layers_name: str, owner: Callable[[str], s
         return name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
 
     def order(spec: TensorSpec) -> tuple[bool, int]:
-        return ends_apart(spec), -DTYPE_BITS[spec[1]]
+        return is_unaligned(spec), -DTYPE_BITS[spec[1]]
 
     return [spec for _, group in groupby(specs, layer) for spec in sorted(group, key=order)]
 
@@ -231,22 +231,22 @@ def prepare(
     `dtype` is what they expand to. None: nothing is quantised. `progress`: called with the bytes given to the disk, and
     how many there are in all."""
     check_kind(quantize)
-    place, wanted = Path(out), _parse_dtype(dtype)
+    target, target_dtype = Path(out), _parse_dtype(dtype)
     if not isinstance(model_or_dir, PreTrainedModel):
         # A new file of weights belongs beside a `config.json`, and beside one that is read there may be anything.
-        alone = ".safetensors" in (place.suffix, expanded(model_or_dir).suffix)
-        check_apart(place, [resolve_model(model_or_dir)], below=not alone)
-    if place.suffix == ".safetensors" and not place.is_dir():
+        alone = ".safetensors" in (target.suffix, expanded(model_or_dir).suffix)
+        check_separate(target, [resolve_model(model_or_dir)], below=not alone)
+    if target.suffix == ".safetensors" and not target.is_dir():
         if quantize is not None:
             what = "a single file cannot hold a quantised model, because config.json describes the quantisation"
-            raise ConfigError(what, where=str(place), how="name a directory")
-        return write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress, assembled=True)
-    options = (wanted, quantize, trust_remote_code, progress)
+            raise ConfigError(what, where=str(target), how="name a directory")
+        return write_weights(model_or_dir, target, target_dtype, None, trust_remote_code, progress, assembled=True)
+    options = (target_dtype, quantize, trust_remote_code, progress)
     with ExitStack() as stack:
-        part = place
-        if not place.exists():  # one that is there may hold other files, or be where a disk is mounted
-            stack.enter_context(directories_for(place))
-            part = stack.enter_context(appearing(place))
+        part = target
+        if not target.exists():  # one that is there may hold other files, or be where a disk is mounted
+            stack.enter_context(directories_for(target))
+            part = stack.enter_context(appearing(target))
         written = write_weights(model_or_dir, part / SINGLE_NAME, *options, assembled=quantize is not None)
         if isinstance(model_or_dir, PreTrainedModel):
             model_or_dir.config.save_pretrained(part)
@@ -254,16 +254,16 @@ def prepare(
                 model_or_dir.generation_config.save_pretrained(part)
             names: dict[str, Any] = {
                 "architectures": [type(model_or_dir).__name__],
-                "dtype": wanted or model_or_dir.dtype,
+                "dtype": target_dtype or model_or_dir.dtype,
             }
             source: Path = part
         else:
             source = resolve_model(model_or_dir)
             copy_companions(source, part, code=trust_remote_code)
-            names = {} if wanted is None else {"dtype": wanted}
+            names = {} if target_dtype is None else {"dtype": target_dtype}
         # Last, because a directory that was there is visibly not complete without it.
         write_config(source / "config.json", part, names | written.changes)
-    return replace(written, path=place, weights=place / SINGLE_NAME)
+    return replace(written, path=target, weights=target / SINGLE_NAME)
 
 
 def prepare_monolithic_safetensors(

@@ -61,11 +61,11 @@ class Quantizer:
 
     @classmethod
     def of(
-        cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], places: Mapping[str, str]
+        cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], file_names: Mapping[str, str]
     ) -> Self:
         """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype, and
         those that are written in pieces. Parameters may be on `meta`; `dtypes` say what each tensor of the state dict
-        is written as, `places` under which name. `ConfigError`: the library that quantises to `kind` is not installed;
+        is written as, `file_names` under which name. `ConfigError`: the library that quantises to `kind` is not installed;
         `ModelError`: there is nothing to quantise."""
         layers_name, layers = find_layers(model)
         sampled = {round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)}
@@ -79,22 +79,22 @@ class Quantizer:
                 name = f"{layers_name}.{number}.{inner}"
                 if dtypes[name].itemsize > narrow:
                     continue
-                if name not in places:
+                if name not in file_names:
                     in_pieces.append(name)
                 elif not library.takes(weight.shape):
                     refused.append(name)
                 else:
                     specs, about = library.specs(kind, weight.shape, dtypes[name])
                     label = re.sub(r"(?<![^.])\d+(?![^.])", "*", inner.removesuffix(".weight"))
-                    chosen[places[name]] = _Chosen(specs, about, label, number in sampled)
+                    chosen[file_names[name]] = _Chosen(specs, about, label, number in sampled)
         if not chosen:
             why = f"none of their shapes fits {kind}" if refused else "no decoder layer has a linear module"
             what = f"there is nothing to quantise: {why}"
             how = "quantise to another kind" if refused else "prepare it without --quantize"
             raise ModelError(what, where=f"model_type {model.config.model_type!r}", how=how)
         linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
-        unchanged = [name for name in linears if places.get(f"{name}.weight") not in chosen]
-        expands_to = next(dtypes[name] for name, place in places.items() if place in chosen)
+        unchanged = [name for name in linears if file_names.get(f"{name}.weight") not in chosen]
+        expands_to = next(dtypes[name] for name, file_name in file_names.items() if file_name in chosen)
         return cls(kind, expands_to, chosen, unchanged, refused, in_pieces)
 
     def specs(self, spec: TensorSpec) -> list[TensorSpec]:
@@ -130,11 +130,13 @@ class Quantizer:
     @property
     def precision(self) -> tuple[Precision, ...]:
         """What quantising has cost, by kind of module."""
-        found = []
+        precisions = []
         for module, errors in self._errors.items():
             weights, outputs = zip(*errors, strict=True)
-            found.append(Precision(module, len(errors), max(weights), median(weights), max(outputs), median(outputs)))
-        return tuple(found)
+            precisions.append(
+                Precision(module, len(errors), max(weights), median(weights), max(outputs), median(outputs))
+            )
+        return tuple(precisions)
 
     def _measure(self, kind: str, weight: Tensor, parts: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         expanded = torch.empty_like(weight)

@@ -30,15 +30,15 @@ STORED_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def read_tensor(record: Stored, dtype: torch.dtype) -> Tensor:
     """Return the whole tensor in memory, as `dtype`; expanded, where it is quantised. `ReadError`: its bytes could not
     be read; `ModelError`: it is stored in a form no model computes with."""
-    for one in records_of(record):
-        _torch_dtype(one)
+    for part in records_of(record):
+        _torch_dtype(part)
     return read_stored(record, dtype)
 
 
 def records_of(record: Stored) -> Iterable[TensorRecord]:
     """Return the stored tensors that a tensor is made of."""
     if isinstance(record, QuantizedRecord):
-        return [one for part in record.parts.values() for one in records_of(part)]
+        return [leaf for part in record.parts.values() for leaf in records_of(part)]
     return [piece.record for piece in record.pieces] if isinstance(record, AssembledRecord) else [record]
 
 
@@ -88,8 +88,8 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
     code is copied as well if `code`. `WeightsError`: one of them is a link that leaves the directory; `DiskError`: one
     could not be written."""
     patterns = COMPANIONS + (CODE if code else ())
-    found = {file.name: file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
-    for name, file in sorted(found.items()):
+    files = {file.name: file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
+    for name, file in sorted(files.items()):
         if name != "config.json" and not name.endswith(".index.json"):
             replace_file(out / name, read_regular(file, MAX_BYTES, inside=True))
     for file in sorted((directory / TEMPLATES).glob("*.jinja")):
@@ -124,13 +124,13 @@ def _changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
     """Return a config, or a part of one, with what it says already changed."""
     changes = {**changes, **({"torch_dtype": changes["dtype"]} if "dtype" in changes else {})}
     inside = {key: value for key, value in changes.items() if key in OF_PARTS}
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for key, value in config.items():
         if key in changes:
-            found |= {} if changes[key] is None else {key: changes[key]}
+            changed |= {} if changes[key] is None else {key: changes[key]}
         else:
-            found[key] = _changed(value, inside) if isinstance(value, dict) else value
-    return found
+            changed[key] = _changed(value, inside) if isinstance(value, dict) else value
+    return changed
 
 
 def _drop_quantization(config: dict[str, Any]) -> None:

@@ -100,40 +100,40 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
     that ask for the same at once, one makes them and the others wait. `DataError`: as `gather`; or the files have
     changed while they were read. `DiskError`: the tokens could not be written."""
     name = key()
-    place = root / name
-    with _alone(place) as locked:
-        found = _opened(place)
-        if isinstance(found, Table):
+    directory = root / name
+    with _alone(directory) as locked:
+        opened = _opened(directory)
+        if isinstance(opened, Table):
             with contextlib.suppress(OSError):  # another user's
-                os.utime(place)
-            return found
+                os.utime(directory)
+            return opened
         began = time.monotonic()
-        with _made(place, locked) as part:
+        with _part_folder(directory, locked) as part:
             note = _write(part, files, gather)
             if key() != name:
                 what = "the data or the tokenizer's files changed while LEMA read them"
                 raise DataError(what, where=", ".join(map(str, files)), how="start again when they no longer change")
-        made = _opened(place)
-        if not isinstance(made, Table):
-            raise DiskError(f"the disk returns other bytes: {made}", where=str(place), how="check the disk")
-    _evict(root, place)
-    note = f"tokenised in {human_duration(time.monotonic() - began)} {note}; kept in {place}"
-    again = (f"kept tokens were damaged ({found}), so LEMA makes them again",) if found else ()
-    return replace(made, notes=(*again, note, *made.notes))
+        table = _opened(directory)
+        if not isinstance(table, Table):
+            raise DiskError(f"the disk returns other bytes: {table}", where=str(directory), how="check the disk")
+    _evict(root, directory)
+    note = f"tokenised in {human_duration(time.monotonic() - began)} {note}; kept in {directory}"
+    again = (f"kept tokens were damaged ({opened}), so LEMA makes them again",) if opened else ()
+    return replace(table, notes=(*again, note, *table.notes))
 
 
 class Entry:
     """The tokens of an entry, read on request, and the rest of the entry. Reading leaves no page in the
     process, where those of a mapped file would stay until memory is short. The entry is locked while this lives."""
 
-    def __init__(self, place: Path) -> None:
-        self.place, self.file = place, place / "tokens" / TOKENS
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.file = directory, directory / "tokens" / TOKENS
         self._descriptor = os.open(self.file, os.O_RDONLY | BINARY)
         weakref.finalize(self, os.close, self._descriptor)
         lock(self._descriptor, shared=True, wait=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Entry, (self.place,)
+        return Entry, (self.directory,)
 
     def __getitem__(self, where: slice) -> npt.NDArray[np.int32]:
         content = read_at(self._descriptor, self.file, 4 * where.start, 4 * (where.stop - where.start))
@@ -144,13 +144,13 @@ class Entry:
         file = self.file.with_name(SKIPPED)
         try:
             with file.open(encoding="utf-8") as lines:
-                for one in map(json.loads, lines):
+                for record in map(json.loads, lines):
                     yield {
-                        **one,
-                        "file": one["file"],
-                        "line": one["line"],
-                        "why": one["why"],
-                        "tokens": int(one["tokens"]),
+                        **record,
+                        "file": record["file"],
+                        "line": record["line"],
+                        "why": record["why"],
+                        "tokens": int(record["tokens"]),
                     }
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             what, how = "the list of rows that were cut or left out is damaged", "delete its folder: it is made anew"
@@ -159,19 +159,19 @@ class Entry:
     def get(self, name: str) -> str | None:
         """Return a digest that is kept under a name; None: there is none."""
         with contextlib.suppress(OSError, ValueError):
-            found = (self.place / name).read_text(encoding="ascii")
-            return found if re.fullmatch("[0-9a-f]{32}", found) else None
+            digest = (self.directory / name).read_text(encoding="ascii")
+            return digest if re.fullmatch("[0-9a-f]{32}", digest) else None
         return None
 
     def put(self, name: str, text: str) -> None:
         """Keep a digest; where it cannot be, it is computed again another time."""
         with contextlib.suppress(DiskError):
-            replace_file(self.place / name, text.encode())
+            replace_file(self.directory / name, text.encode())
 
 
-def _opened(place: Path) -> Table | str:
+def _opened(directory: Path) -> Table | str:
     """Return the rows of an entry; or what is wrong with it, which is nothing where it is not there."""
-    folder = place / "tokens"
+    folder = directory / "tokens"
     if not folder.is_dir():
         return ""
     try:
@@ -191,7 +191,7 @@ def _opened(place: Path) -> Table | str:
         counts = int(about["dropped"]), int(about["left_out"])
         if about["sizes"][SKIPPED]:
             notes += (f"rows that were cut or left out are listed in {folder / SKIPPED}",)
-        entry = Entry(place)
+        entry = Entry(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"{error.__class__.__name__}: {error}"
     return Table(rows, entry, sources, *counts, notes, entry, entry)
@@ -200,29 +200,29 @@ def _opened(place: Path) -> Table | str:
 def _lie_in(rows: npt.NDArray[Any], num_tokens: int, num_sources: int) -> bool:
     """Whether each row is a part of so many tokens, and of one of so many sources."""
     for begin in range(0, len(rows), 1 << 20):  # so that memory does not grow with the rows
-        some = rows[begin : begin + (1 << 20)]
-        stored = some["length"].astype(np.int64) * np.where(some["mark"] & LABELLED, 2, 1)
-        inside = (some["start"] >= 0) & (stored >= 0) & (some["start"] <= num_tokens - stored)
-        if not np.all(inside & (some["source"] >= 0) & (some["source"] < num_sources)):
+        chunk = rows[begin : begin + (1 << 20)]
+        stored = chunk["length"].astype(np.int64) * np.where(chunk["mark"] & LABELLED, 2, 1)
+        inside = (chunk["start"] >= 0) & (stored >= 0) & (chunk["start"] <= num_tokens - stored)
+        if not np.all(inside & (chunk["source"] >= 0) & (chunk["source"] < num_sources)):
             return False
     return True
 
 
 @contextlib.contextmanager
-def _made(place: Path, locked: bool) -> Iterator[Path]:
+def _part_folder(directory: Path, locked: bool) -> Iterator[Path]:
     """Give a folder to write an entry's files into, which is as a start that was stopped or killed has left it. Where
     nobody can be kept from writing there at the same time it is a new one, which goes if it is not completed."""
     if not locked:
-        with appearing(place / "tokens") as part:
+        with appearing(directory / "tokens") as part:
             yield part
             (part / PARTS).unlink()
         return
-    part = place / "unfinished"
+    part = directory / "unfinished"
     try:
         part.mkdir(exist_ok=True)
-        with appearing(place / "tokens", part):
+        with appearing(directory / "tokens", part):
             yield part
-        (place / "tokens" / PARTS).unlink(missing_ok=True)
+        (directory / "tokens" / PARTS).unlink(missing_ok=True)
     except Exception as error:
         if not isinstance(
             error.__cause__, BrokenProcessPool
@@ -236,9 +236,9 @@ def _write(folder: Path, files: Sequence[Path], gather: Gather) -> str:
     total = sum(file.stat().st_size for file in files if not is_stream(file))
     processes = _num_processes()
     todo = (piece for file in files for piece in pieces_of(file))
-    with _line() as tell:
-        found = Parts(folder, total, tell).write(todo, lambda left: _each(left, gather, processes))
-    went_on = f", after {found:,} parts that a start before had made" if found else ""
+    with _line() as report:
+        num_parts = Parts(folder, total, report).write(todo, lambda left: _gathered_pieces(left, gather, processes))
+    went_on = f", after {num_parts:,} parts that a start before had made" if num_parts else ""
     return f"by {processes} processes{went_on}"
 
 
@@ -256,7 +256,7 @@ def _num_processes() -> int:
     return min(usable_threads(), MOST_PROCESSES)
 
 
-def _each(todo: Pieces, gather: Gather, processes: int) -> Iterator[tuple[Where, Columns]]:
+def _gathered_pieces(todo: Pieces, gather: Gather, processes: int) -> Iterator[tuple[Where, Columns]]:
     """Yield the rows of one piece after another, in the order of the data, and which piece it was. What is wrong with a
     row is raised when all rows before it have been yielded."""
     if processes == 1:
@@ -294,8 +294,8 @@ def _gathered(piece: Piece, first: Row) -> Columns:
 def _pool(gather: Gather, processes: int) -> Iterator[ProcessPoolExecutor]:
     """Give workers that end with the `with` block, and with this process, however it ends."""
     global _gather
-    _gather, (alive, held) = gather, os.pipe()
-    pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, (alive, held))
+    _gather, (alive, write_end) = gather, os.pipe()
+    pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, (alive, write_end))
     try:
         with warnings.catch_warnings():  # threads are there that hold nothing a worker needs
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
@@ -305,22 +305,22 @@ def _pool(gather: Gather, processes: int) -> Iterator[ProcessPoolExecutor]:
         how = "the system probably killed it because memory ran out: free memory, or allow fewer cores (taskset -c 0)"
         raise DataError("a process that tokenised rows ended unexpectedly", where="train_data", how=how) from error
     except KeyboardInterrupt:
-        os.write(held, bytes(processes))  # each worker reads one of them and ends
+        os.write(write_end, bytes(processes))  # each worker reads one of them and ends
         raise
     finally:
         pool.shutdown(cancel_futures=True)
         os.close(alive)
-        os.close(held)
+        os.close(write_end)
         _gather = None
 
 
-def _begin(alive: int, held: int) -> None:
+def _begin(alive: int, write_end: int) -> None:
     """Prepare a worker: Ctrl-C is its parent's, threads of the tokenizer's are not there any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()  # because a collection would write to every page that is shared with the parent
-    os.close(held)
+    os.close(write_end)
     # When the parent has ended, no end of this pipe is open for writing, and reading it returns.
     threading.Thread(target=lambda: (os.read(alive, 1), os._exit(1)), daemon=True).start()
 
@@ -332,7 +332,7 @@ def _line() -> Iterator[Callable[[int, int, float, int], None]]:
 
     shown = draws(Console(stderr=True))
 
-    def tell(done: int, total: int, left: float, tokens: int) -> None:
+    def report(done: int, total: int, left: float, tokens: int) -> None:
         if shown:
             text = f"{tokens:,} tokens"
             if done:  # it is 0 for a stream, because its end is unknown
@@ -341,7 +341,7 @@ def _line() -> Iterator[Callable[[int, int, float, int], None]]:
             sys.stderr.flush()
 
     try:
-        yield tell
+        yield report
     finally:
         if shown:
             sys.stderr.write("\r\x1b[K")
@@ -349,17 +349,17 @@ def _line() -> Iterator[Callable[[int, int, float, int], None]]:
 
 
 @contextlib.contextmanager
-def _alone(place: Path) -> Iterator[bool]:
+def _alone(directory: Path) -> Iterator[bool]:
     """Wait until no other process makes an entry, and have it to oneself in a `with` block; False: there are no locks
     there, and others may make it at the same time."""
     while True:
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            descriptor = open_directory(place)
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = open_directory(directory)
         except OSError as error:
             how = "set data_cache to a folder that may be written to, or data_cache: false"
             what = f"tokens cannot be kept there: {error.strerror}"
-            raise DiskError(what, where=str(place.parent), how=how) from error
+            raise DiskError(what, where=str(directory.parent), how=how) from error
         if descriptor is None:
             yield False
             return
@@ -367,21 +367,21 @@ def _alone(place: Path) -> Iterator[bool]:
             locked = lock(descriptor)
             # Another process may have removed it meanwhile; then a third has the lock of a new one of that name.
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), place.stat()):
+                if os.path.samestat(os.fstat(descriptor), directory.stat()):
                     yield locked is not None
                     return
         finally:
             os.close(descriptor)
 
 
-def _evict(root: Path, kept: Path) -> None:
+def _evict(root: Path, current: Path) -> None:
     """Remove the entries that were used longest ago until the others are below the bound; none that is in use."""
     with contextlib.suppress(OSError):  # what another process removes, or owns, is not ours to touch
-        entries = [place for place in root.iterdir() if re.fullmatch("[0-9a-f]{32}", place.name)]
-        sizes = {place: sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) for place in entries}
+        entries = [entry for entry in root.iterdir() if re.fullmatch("[0-9a-f]{32}", entry.name)]
+        sizes = {entry: sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()) for entry in entries}
         used = sum(sizes.values())
-        for place in sorted(entries, key=lambda place: place.stat().st_mtime):
+        for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime):
             if used <= BOUND:
                 return
-            if place != kept and discard_unused(place, place / "tokens" / TOKENS):
-                used -= sizes[place]
+            if entry != current and discard_unused(entry, entry / "tokens" / TOKENS):
+                used -= sizes[entry]

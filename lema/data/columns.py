@@ -38,7 +38,7 @@ KINDS: tuple[Kind, ...] = (
 )
 
 # What else is read of a row of a kind, by the first column of the kind.
-_BESIDE: dict[str, tuple[str, ...]] = {
+_EXTRA_COLUMNS: dict[str, tuple[str, ...]] = {
     "input_ids": ("attention_mask",),
     "messages": ("tools",),
     "conversations": ("tools", "system"),
@@ -100,22 +100,22 @@ def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
     for kind in KINDS:
         if present.issuperset(kind) and named.issubset(kind):
             return kind
-    found = ", ".join(sorted(map(str, present))) or "none"
-    known = "; ".join(" + ".join(kind) for kind in KINDS)
-    how = f"use one of these sets of columns: {known}; or map your columns, for example `columns: {{prompt: question}}`"
-    raise row.broken(f"the columns say nothing to train on (found: {found})", how=how)
+    columns = ", ".join(sorted(map(str, present))) or "none"
+    supported = "; ".join(" + ".join(kind) for kind in KINDS)
+    how = f"use one of these sets of columns: {supported}; or map your columns, for example `columns: {{prompt: question}}`"
+    raise row.broken(f"the columns say nothing to train on (found: {columns})", how=how)
 
 
 def unused(row: Row, kind: Kind) -> list[str]:
     """The names of the columns that hold something and that nothing is read from."""
-    known = {*kind, *_BESIDE.get(kind[0], ()), *FLAGS}
-    return sorted(str(name) for name, value in row.values.items() if value is not None and name not in known)
+    used = {*kind, *_EXTRA_COLUMNS.get(kind[0], ()), *FLAGS}
+    return sorted(str(name) for name, value in row.values.items() if value is not None and name not in used)
 
 
 def left_out(row: Row) -> bool:
     """Whether `train: false` or `weight: 0` keeps the row from training. `DataError`: one is no truth value, 1 or 0."""
-    said = [flag_of(row, row.values[name], f"'{name}'") for name in sorted(FLAGS) if row.values.get(name) is not None]
-    return not all(said)
+    flags = [flag_of(row, row.values[name], f"'{name}'") for name in sorted(FLAGS) if row.values.get(name) is not None]
+    return not all(flags)
 
 
 def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS) -> Example:
@@ -138,9 +138,9 @@ def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS
 
 def _ints(row: Row, column: str) -> list[int]:
     values = list_of(row, column)
-    for place, value in enumerate(values):
+    for position, value in enumerate(values):
         if type(value) is not int:  # bool is an int to isinstance, and is never a token
-            raise row.broken(f"'{column}' should hold whole numbers, not {value!r}", at=f"position {place}")
+            raise row.broken(f"'{column}' should hold whole numbers, not {value!r}", at=f"position {position}")
     return values
 
 
@@ -155,8 +155,8 @@ def _tokens(row: Row, *, labelled: bool) -> Tokens:
     mask = _ints(row, "attention_mask")
     if len(mask) != len(ids):
         raise row.broken(f"{len(ids)} input_ids but an attention_mask of {len(mask)}")
-    kept = [i for i, seen in enumerate(mask) if seen]  # padding is put back per batch, as much as that batch needs
-    return Tokens([ids[i] for i in kept], [labels[i] for i in kept])
+    attended = [i for i, seen in enumerate(mask) if seen]  # padding is put back per batch, as much as that batch needs
+    return Tokens([ids[i] for i in attended], [labels[i] for i in attended])
 
 
 def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
@@ -184,8 +184,8 @@ def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
 
 def _instruction(row: Row, chat_template: bool) -> Example:
     instruction, output = _text(row, "instruction"), _text(row, "output")
-    given = row.values.get("input")
-    extra = text_of(row, given, "'input'") if given is not None else ""
+    raw_input = row.values.get("input")
+    extra = text_of(row, raw_input, "'input'") if raw_input is not None else ""
     if chat_template:
         question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
         return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": output}])

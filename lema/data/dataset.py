@@ -20,7 +20,7 @@ from lema.data.columns import IGNORED
 from lema.data.files import Row
 from lema.errors import DataError
 
-__all__ = ["ROW", "Columns", "Counts", "Skipped", "Table", "TokenDataset", "first_rows", "held_out"]
+__all__ = ["ROW", "Columns", "Counts", "Skipped", "Table", "TokenDataset", "eval_mask", "first_rows"]
 
 TokenRow = dict[str, list[int]]
 Skipped = dict[str, Any]
@@ -107,11 +107,11 @@ class Columns:
 
     def append(self, row: Row, ids: Any, labels: Any, cut: Any, mark: int = 0) -> None:
         """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were cut off its end."""
-        stored, given = np.array(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32)
-        learnt = given != IGNORED
+        stored, label_ids = np.array(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32)
+        learnt = label_ids != IGNORED
         start, lost = len(self.tokens), int(np.count_nonzero(np.asarray(cut) != IGNORED))
-        if labelled := not np.array_equal(stored[learnt], given[learnt]):
-            stored = np.concatenate([stored, given])
+        if labelled := not np.array_equal(stored[learnt], label_ids[learnt]):
+            stored = np.concatenate([stored, label_ids])
         else:
             np.invert(stored, out=stored, where=~learnt)
         self.tokens.frombytes(stored.tobytes())
@@ -225,8 +225,8 @@ class TokenDataset(Sequence[TokenRow]):
 
     def num_rows_of(self) -> dict[str, int]:
         """How many rows each file has given."""
-        found = np.bincount(self._table.rows["source"][self._rows], minlength=len(self._table.sources))
-        return {name: int(count) for name, count in zip(self._table.sources, found, strict=True)}
+        counts = np.bincount(self._table.rows["source"][self._rows], minlength=len(self._table.sources))
+        return {name: int(count) for name, count in zip(self._table.sources, counts, strict=True)}
 
     def skipped(self, count: int | None = None) -> Iterator[Skipped]:
         """The rows of the data that were cut, dropped or left out, in their order; the first `count` of them."""
@@ -234,36 +234,36 @@ class TokenDataset(Sequence[TokenRow]):
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> "TokenDataset":
         """The rows at these places, in this order; shares the tokens with this data set."""
-        found = TokenDataset(self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True)
-        found.shares = self.shares
-        return found
+        selection = TokenDataset(self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True)
+        selection.shares = self.shares
+        return selection
 
     def mixed(self, sets: Mapping[str, str], rates: Mapping[str, float], seed: int) -> "TokenDataset":
         """The rows of several data sets as often as makes up their rates, in an order that the seed draws. Each row is
         there once at least. What a data set lacks for its rate is made up by giving all its rows again, and at last
         some of them. `sets` has the data set of each file, `rates` sum to 1. `DataError`: a data set has no rows."""
         names = np.array([sets[source] for source in self._table.sources])[self._table.rows["source"][self._rows]]
-        own = {name: self._rows[names == name] for name in sorted(rates)}
-        if empty := [name for name, rows in own.items() if not len(rows)]:
+        rows_by_name = {name: self._rows[names == name] for name in sorted(rates)}
+        if empty := [name for name, rows in rows_by_name.items() if not len(rows)]:
             what, how = f"the data set {empty[0]!r} has no rows", "give it some, or leave it out"
             raise DataError(what, where="mixture", how=how)
-        total = max(math.ceil(len(rows) / rates[name] - 1e-9) for name, rows in own.items())
-        parts, said = [], []
-        for number, (name, rows) in enumerate(own.items()):
-            wanted = max(len(rows), round(total * rates[name]))
-            whole, more = divmod(wanted, len(rows))
-            parts += [rows] * whole + [rows[shuffled(len(rows), seed, stream=2**33 + number)[:more]]]
-            said.append(f"{name} {wanted:,} rows, each {wanted / len(rows):.3g} times")
+        total = max(math.ceil(len(rows) / rates[name] - 1e-9) for name, rows in rows_by_name.items())
+        parts, descriptions = [], []
+        for number, (name, rows) in enumerate(rows_by_name.items()):
+            num_rows = max(len(rows), round(total * rates[name]))
+            repeats, more = divmod(num_rows, len(rows))
+            parts += [rows] * repeats + [rows[shuffled(len(rows), seed, stream=2**33 + number)[:more]]]
+            descriptions.append(f"{name} {num_rows:,} rows, each {num_rows / len(rows):.3g} times")
         order = np.concatenate(parts)
-        found = TokenDataset(self._table, order[shuffled(len(order), seed, stream=2**33 - 1)], part=self._part)
-        found.notes, found.shares = (*self.notes, f"an epoch has of {'; of '.join(said)}"), dict(rates)
-        return found
+        mixture = TokenDataset(self._table, order[shuffled(len(order), seed, stream=2**33 - 1)], part=self._part)
+        mixture.notes, mixture.shares = (*self.notes, f"an epoch has of {'; of '.join(descriptions)}"), dict(rates)
+        return mixture
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
         """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data. The same
         seed draws the same rows from the same data, on every machine. `eval_split` is a fraction between 0 and 1, or a
         number of rows. `DataError`: one of the two would be empty."""
-        chosen = held_out(len(self), eval_split, seed)
+        chosen = eval_mask(len(self), eval_split, seed)
         train = TokenDataset(self._table, self._rows[~chosen], part=self._part)
         return train, self.select(np.flatnonzero(chosen))
 
@@ -271,8 +271,8 @@ class TokenDataset(Sequence[TokenRow]):
         """A digest of all tokens and labels in order, kept with them: whether a run resumes on the same data."""
         which = f"fingerprint-{hashlib.blake2b(self._rows.tobytes(), digest_size=8).hexdigest()}"
         keeper = self._table.keeper
-        if keeper is not None and (known := keeper.get(which)) is not None:
-            return known
+        if keeper is not None and (stored_digest := keeper.get(which)) is not None:
+            return stored_digest
         digest = hashlib.blake2b(digest_size=16)
         for index in range(len(self)):
             ids, labels = self._row(index)
@@ -282,15 +282,15 @@ class TokenDataset(Sequence[TokenRow]):
         return digest.hexdigest()
 
 
-def held_out(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.bool_]:
+def eval_mask(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.bool_]:
     """Say of each row whether it is held back to evaluate on (`TokenDataset.split`). `DataError`: none is, or all."""
-    wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
-    if not 0 < wanted < total:
-        what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"
+    num_eval = eval_split if isinstance(eval_split, int) else round(eval_split * total)
+    if not 0 < num_eval < total:
+        what = f"leaves {max(total - num_eval, 0)} of {total} rows to train on and {max(num_eval, 0)} to evaluate on"
         how = "both need at least one row: choose another split, or set eval_data"
         raise DataError(f"an evaluation split of {eval_split} {what}", where="eval_split", how=how)
     chosen = np.zeros(total, dtype=bool)
-    chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True
+    chosen[shuffled(total, seed, stream=2**32)[:num_eval]] = True
     return chosen
 
 
@@ -304,9 +304,9 @@ def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
 
 def lengths_of(rows: Any) -> npt.NDArray[np.int64]:
     """The tokens of each row, int64 `[rows]`; rows that do not know how many they have are read for it."""
-    if (known := getattr(rows, "lengths", None)) is not None:
-        return np.asarray(known, dtype=np.int64)
-    of = getattr(rows, "num_tokens", lambda place: len(rows[place]["input_ids"]))
+    if (lengths := getattr(rows, "lengths", None)) is not None:
+        return np.asarray(lengths, dtype=np.int64)
+    of = getattr(rows, "num_tokens", lambda index: len(rows[index]["input_ids"]))
     return np.fromiter(map(of, range(len(rows))), dtype=np.int64, count=len(rows))
 
 
@@ -317,10 +317,10 @@ def grouped_by_length(
     Rows stay in the part of the order where they were, of up to 50 steps, as by `transformers`' function
     `get_length_grouped_indices`, whose `batch_size` is `per_step`."""
     part = per_step * max(1, min(len(order) // (4 * per_step), 50))
-    found = np.lexsort((-lengths[order], np.arange(len(order)) // part))  # stable, so that equals stay in order
-    longest = int(lengths[order[found[::part]]].argmax()) * part
-    found[[0, longest]] = found[[longest, 0]]
-    return order[found]
+    indices = np.lexsort((-lengths[order], np.arange(len(order)) // part))  # stable, so that equals stay in order
+    longest = int(lengths[order[indices[::part]]].argmax()) * part
+    indices[[0, longest]] = indices[[longest, 0]]
+    return order[indices]
 
 
 def first_rows(rows: Any, count: int | None) -> Any:
@@ -329,7 +329,7 @@ def first_rows(rows: Any, count: int | None) -> Any:
         return rows
     if not hasattr(rows, "select"):
         return [rows[index] for index in range(count)]
-    found, notes = rows.select(range(count)), getattr(rows, "notes", None)
+    selection, notes = rows.select(range(count)), getattr(rows, "notes", None)
     if notes:
-        found.notes = notes
-    return found
+        selection.notes = notes
+    return selection

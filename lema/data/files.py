@@ -51,23 +51,23 @@ def find_files(paths: str | Path | Iterable[str | Path], first: int | None = Non
     `DataError`: a path does not exist, matches nothing, or is of a kind which cannot be read."""
     if isinstance(paths, Mapping):
         return [file for files in paths.values() for file in find_files(files, first)]
-    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    if not given:
+    path_list = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    if not path_list:
         raise DataError("no data files were given", how="set train_data to a file, a directory or a glob")
-    return [file for path in given for file in _expand(path, first)]
+    return [file for path in path_list for file in _expand(path, first)]
 
 
-def local_places(paths: Any) -> list[Path]:
+def local_paths(paths: Any) -> list[Path]:
     """Return the files and directories that the settings of data name, globs as what they match, without opening any;
     a data set of the hub is none."""
     if isinstance(paths, Mapping):
-        return [place for named in paths.values() for place in local_places(named)]
+        return [local_path for named in paths.values() for local_path in local_paths(named)]
     if isinstance(paths, (str, Path)):
         if is_stream(paths):
             return []
         path = expanded(paths)
         return [path] if path.exists() else [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207
-    return [place for path in paths or () for place in local_places(path)]
+    return [local_path for path in paths or () for local_path in local_paths(path)]
 
 
 def _kind(path: Path) -> str:
@@ -78,29 +78,29 @@ def _kind(path: Path) -> str:
     return inner if kind in _COMPRESSED and inner in _OF_LINES else kind
 
 
-def _expand(given: str | Path, first: int | None) -> list[Path]:
-    if is_stream(given):
-        with hub_data(str(given)) as (datasets, name, options, how):
+def _expand(source: str | Path, first: int | None) -> list[Path]:
+    if is_stream(source):
+        with hub_data(str(source)) as (datasets, name, options, how):
             if how.get("streaming") == "true":
-                return [Path(given if first is None or "take" in how else f"{given}&take={first}")]
-            kept = datasets.load_dataset(name, keep_in_memory=False, split=how["split"], **options)
-            return [Path(file["filename"]) for file in kept.cache_files]
-    path = expanded(given)
+                return [Path(source if first is None or "take" in how else f"{source}&take={first}")]
+            dataset = datasets.load_dataset(name, keep_in_memory=False, split=how["split"], **options)
+            return [Path(file["filename"]) for file in dataset.cache_files]
+    path = expanded(source)
     if path.is_dir():
-        found = sorted(p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith("."))
-        if not found:
+        files = sorted(p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith("."))
+        if not files:
             raise DataError("the directory holds no data files", where=str(path), how=f"it may hold {_accepted()}")
-        return found
+        return files
     matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207 (absolute globs)
     if not matches:
         fix = "check the path; it is relative to the shell's; of the hub, give {path: org/name, split: train}"
         raise DataError("no such data file", where=str(path), how=fix)
-    found = [Path(match) for match in sorted(matches)]
-    for file in found:
+    files = [Path(match) for match in sorted(matches)]
+    for file in files:
         if _kind(file) not in _READERS:
             what = f"cannot read a {file.suffix or 'nameless'} file"
             raise DataError(what, where=str(file), how=f"give {_accepted()}")
-    return found
+    return files
 
 
 def _accepted() -> str:
@@ -177,7 +177,7 @@ def _pieces(path: Path) -> Iterator[Piece]:
             if path.suffix.lower() in _COMPRESSED:
                 with path.open("rb") as raw, _expanded(raw, path) as file:
                     blocks = iter(partial(file.read, 1 << 20), b"")
-                    _check_unpacked(path, (len(one) + one.count(b"\n") * ROW_BYTES for one in blocks))
+                    _check_unpacked(path, (len(block) + block.count(b"\n") * ROW_BYTES for block in blocks))
             line = 1
             with path.open("rb") as raw, _expanded(raw, path) as file:
                 while content := file.read(PIECE_BYTES):
@@ -281,7 +281,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object's values by name; of two values under one name neither is taken."""
     values = dict(pairs)
     if len(values) != len(pairs):
-        twice = next(name for number, (name, _) in enumerate(pairs) if name in {one for one, _ in pairs[:number]})
+        twice = next(
+            name for number, (name, _) in enumerate(pairs) if name in {earlier for earlier, _ in pairs[:number]}
+        )
         raise ValueError(f"{twice!r} is given twice")
     return values
 
@@ -402,7 +404,7 @@ def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             parts = (batch.slice(at, most) for at in range(0, len(batch), most))
             for values in (row for part in parts for row in _within_memory(path, number, part.to_pylist)):
                 number += 1
-                left -= ROW_BYTES + sum(len(one) for one in values.values() if isinstance(one, str))
+                left -= ROW_BYTES + sum(len(cell) for cell in values.values() if isinstance(cell, str))
                 if left < 0:
                     raise _error(UNPACKS, path, number, DISTRUST)
                 yield number, values

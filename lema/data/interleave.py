@@ -34,7 +34,7 @@ STEEPNESS = 10.0  # of the sigmoid: a tenth of the fade before its middle, the w
 
 
 def _sigmoid(x: float) -> float:
-    bent, first, last = (1.0 / (1.0 + math.exp(STEEPNESS * (place - 0.5))) for place in (x, 0.0, 1.0))
+    bent, first, last = (1.0 / (1.0 + math.exp(STEEPNESS * (position - 0.5))) for position in (x, 0.0, 1.0))
     return (bent - last) / (first - last)
 
 
@@ -49,8 +49,8 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
 @lru_cache(maxsize=len(SHAPES))
 def _tables(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Weights at the ends of the pieces in units of 2**-20, and twice the sum of all pieces before each end."""
-    weights = tuple(round(UNIT * SHAPES[shape](place / PIECES)) for place in range(PIECES + 1))
-    return weights, tuple(accumulate((one + other for one, other in pairwise(weights)), initial=0))
+    weights = tuple(round(UNIT * SHAPES[shape](piece / PIECES)) for piece in range(PIECES + 1))
+    return weights, tuple(accumulate((left + right for left, right in pairwise(weights)), initial=0))
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,20 @@ class Fade:
             how = f"use one of {', '.join(SHAPES)}"
             raise ConfigError(f"there is no fade {self.shape!r}", where="shape", how=how)
 
-    def given(self, count: int) -> int:
+    def num_before(self, count: int) -> int:
         """Return how many of the first `count` slots are the mixture's before: the sum of weights, halves up. It is the
         integral of the weight from 0 to `count`, exactly, so no slot is given twice and none is left out."""
         weights, sums = _tables(self.shape)
         count = min(count, self.samples)
-        piece, rest = divmod(count * PIECES, self.samples)
+        piece, remainder = divmod(count * PIECES, self.samples)
         # In units of UNIT * PIECES * 2 * samples: whole pieces are trapezoids, and so is the part of the last one.
         total = self.samples**2 * sums[piece]
-        if rest:
-            total += 2 * self.samples * weights[piece] * rest + (weights[piece + 1] - weights[piece]) * rest**2
-        whole = 2 * UNIT * PIECES * self.samples
-        return (2 * total + whole) // (2 * whole)
+        if remainder:
+            total += (
+                2 * self.samples * weights[piece] * remainder + (weights[piece + 1] - weights[piece]) * remainder**2
+            )
+        denominator = 2 * UNIT * PIECES * self.samples
+        return (2 * total + denominator) // (2 * denominator)
 
 
 WINDOW = 1024  # samples that are shuffled among each other; another number is another order of every run
@@ -99,9 +101,9 @@ class _Node:
 
     def to_left(self, slots: int) -> int:
         if isinstance(self.share, Fade):
-            return self.share.given(slots)
-        part, whole = self.share.as_integer_ratio()
-        return (2 * slots * part + whole) // (2 * whole)
+            return self.share.num_before(slots)
+        part, denominator = self.share.as_integer_ratio()
+        return (2 * slots * part + denominator) // (2 * denominator)
 
 
 _Tree: TypeAlias = _Node | str
@@ -142,8 +144,8 @@ class Interleaving:
     def counts(self, count: int) -> dict[str, int]:
         """Return how many of the first `count` samples each data set gives."""
         first, order = self._window(count)
-        given, part = _slots(self._tree, first), order[: count - first]
-        return {name: given[name] + part.count(which) for which, name in enumerate(self._names)}
+        num_slots, part = _slots(self._tree, first), order[: count - first]
+        return {name: num_slots[name] + part.count(which) for which, name in enumerate(self._names)}
 
     def _window(self, index: int) -> tuple[int, "array[int]"]:
         """Return the first sample of a sample's window, and the data set of each in the window, by place in `names`."""
@@ -160,8 +162,8 @@ class Interleaving:
 @lru_cache(maxsize=16)
 def _order(tree: _Tree, names: tuple[str, ...], first: int, count: int, key: tuple[int | str, ...]) -> "array[int]":
     """Return the data sets of a window's samples, by place in `names`; the latest are kept for the next calls."""
-    shuffled, places = Permutation(count, *key), {name: place for place, name in enumerate(names)}
-    return array("L", (places[_owner(tree, first + shuffled(place))] for place in range(count)))
+    shuffled, numbers = Permutation(count, *key), {name: number for number, name in enumerate(names)}
+    return array("L", (numbers[_owner(tree, first + shuffled(index))] for index in range(count)))
 
 
 def _owner(tree: _Tree, slot: int) -> str:
@@ -177,9 +179,9 @@ def _slots(tree: _Tree, slots: int) -> Counter[str]:
     if isinstance(tree, str):
         return Counter({tree: slots})
     left = tree.to_left(slots)
-    given = _slots(tree.left, left)
-    given.update(_slots(tree.right, slots - left))
-    return given
+    slot_counts = _slots(tree.left, left)
+    slot_counts.update(_slots(tree.right, slots - left))
+    return slot_counts
 
 
 def _tree(rates: Mapping[str, float]) -> _Tree:
@@ -191,7 +193,7 @@ def _tree(rates: Mapping[str, float]) -> _Tree:
     heapq.heapify(heap)
     while len(heap) > 1:
         small, name, right = heapq.heappop(heap)
-        large, other, left = heapq.heappop(heap)
+        large, left_name, left = heapq.heappop(heap)
         node = _Node(left, right, large / (small + large))
-        heapq.heappush(heap, (small + large, min(name, other), node))
+        heapq.heappush(heap, (small + large, min(name, left_name), node))
     return heap[0][2]

@@ -43,7 +43,7 @@ class Mixture:
     """The samples of one stage of training, at rates that hold as `Interleaving` says. Each epoch of a data set gives
     every row once, in an order that seed and stage decide.
 
-    `sources` and `held_out` are rows by `Sampling.full_name`; others may be among them. A sample has `block` tokens,
+    `sources` and `eval_sources` are rows by `Sampling.full_name`; others may be among them. A sample has `block` tokens,
     padding counted. `fade` is how the mixture of the stage before goes over into this one; `starts` is where the stages
     before left data sets, by name, for this one to go on there. One that is not in it begins in an order of its own.
     `ConfigError`: the rates make no mixture, a data set is unknown, or its style is another than its source's.
@@ -57,7 +57,7 @@ class Mixture:
         block: int,
         *,
         stage: int = 0,
-        held_out: Mapping[str, Source] | None = None,
+        eval_sources: Mapping[str, Source] | None = None,
         pad_token_id: int = 0,
         fade: Fade | None = None,
         starts: Mapping[str, Start] | None = None,
@@ -65,18 +65,18 @@ class Mixture:
         check_rates(samplings)
         self.samplings, self.seed, self.block, self.stage = tuple(samplings), seed, block, stage
         self.pad_token_id, self.fade, self.starts = pad_token_id, fade, dict(starts or {})
-        self._sources = _found(samplings, sources, block)
+        self._sources = _checked_sources(samplings, sources, block)
         if fade is not None:
-            self._sources |= _found(fade.before, sources, block)
-        self._held_out = None if held_out is None else _found(samplings, held_out, block)
-        self._turns = Interleaving(rates_of(samplings), "turns", seed, stage, fade=fade)
-        self._own = Interleaving(rates_of(samplings))
+            self._sources |= _checked_sources(fade.before, sources, block)
+        self._eval_sources = None if eval_sources is None else _checked_sources(samplings, eval_sources, block)
+        self._interleaving = Interleaving(rates_of(samplings), "turns", seed, stage, fade=fade)
+        self._eval_interleaving = Interleaving(rates_of(samplings))
 
     def sample(self, index: int) -> Draw:
         """Which row the `index`-th sample is."""
         if index < 0:
             raise IndexError(f"samples count from 0, not {index}")
-        name, taken = self._turns.sample(index)
+        name, taken = self._interleaving.sample(index)
         start = self.starts.get(name, Start(self.stage, 0))
         rows = len(self._sources[name])
         return Draw(name, *shuffled_row(rows, start.taken + taken, "rows", self.seed, start.stage, name))
@@ -99,17 +99,19 @@ class Mixture:
         """The first `count` samples of the rows held out, shared among processes as `rows` does. They are the same
         whatever the seed, the stage and a fade, so losses compare between runs. Where a data set holds fewer rows than
         its rate asks for, its rows come again. `ConfigError`: no rows were held out."""
-        if self._held_out is None:
+        if self._eval_sources is None:
             what = "there is nothing to validate on: the mixture has no held-out rows"
             raise ConfigError(what, where="eval_data", how="give rows for validation, of every data set")
-        taken = map(self._own.slot, _span(0, count))  # not shuffled, so that a small batch has all rates too
-        rows = self._held_out
+        taken = map(
+            self._eval_interleaving.slot, _span(0, count)
+        )  # not shuffled, so that a small batch has all rates too
+        rows = self._eval_sources
         draws = [Draw(name, *shuffled_row(len(rows[name]), count, "held out", name)) for name, count in taken]
         return self._batch(self._share(draws, rows, rank, size, micro_batch_size), rows, size)
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
         """How many of `count` samples from `start` each data set gives, as in `samplings`; then those of a fade."""
-        before, after = self._turns.counts(start), self._turns.counts(start + count)
+        before, after = self._interleaving.counts(start), self._interleaving.counts(start + count)
         return {name: after[name] - before[name] for name in after}
 
     def fingerprint(self) -> str:
@@ -123,11 +125,14 @@ class Mixture:
         return blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def _described(self, samplings: Sequence[Sampling]) -> dict[str, tuple[float, str, int]]:
-        return {one.full_name: (one.rate, one.style, len(self._sources[one.full_name])) for one in samplings}
+        return {
+            sampling.full_name: (sampling.rate, sampling.style, len(self._sources[sampling.full_name]))
+            for sampling in samplings
+        }
 
     def _share(self, draws: list[Draw], sources: Mapping[str, Source], *process: Any) -> list[Draw]:
         lengths = [self._length(sources[draw.source], draw.row) for draw in draws]
-        return [draws[place] for group in dealt(lengths, *process) for place in group]
+        return [draws[index] for group in dealt(lengths, *process) for index in group]
 
     def _length(self, source: Source, row: int) -> int:
         if isinstance(source, PackedTokens):
@@ -152,20 +157,20 @@ def _span(start: int, count: int) -> range:
     return range(start, start + count)
 
 
-def _found(samplings: Sequence[Sampling], sources: Mapping[str, Source], block: int) -> dict[str, Source]:
+def _checked_sources(samplings: Sequence[Sampling], sources: Mapping[str, Source], block: int) -> dict[str, Source]:
     """The source of each data set, checked."""
-    found = {}
+    checked = {}
     for sampling in samplings:
         name = sampling.full_name
         if name not in sources:
             near = nearest(name, sources) or sorted(sources)[:3]
             how = f"did you mean {' or '.join(near)}?" if near else "give its rows"
             raise ConfigError(f"there is no data set {name!r}", where="train_data", how=how)
-        found[name] = source = sources[name]
+        checked[name] = source = sources[name]
         packed = isinstance(source, PackedTokens)
         if packed != (sampling.style is Style.PMD):
-            given, fit = ("packed", Style.PMD) if packed else ("rows", Style.PADDED)
-            what = f"the data set {name!r} has the style {sampling.style}, and its tokens are {given}"
+            form, fit = ("packed", Style.PMD) if packed else ("rows", Style.PADDED)
+            what = f"the data set {name!r} has the style {sampling.style}, and its tokens are {form}"
             raise ConfigError(what, where=name, how=f"use style: {fit}, or the other form of the data")
         if not len(source):
             raise DataError(f"the data set {name!r} is empty", where=name, how="give at least one row")
@@ -175,7 +180,7 @@ def _found(samplings: Sequence[Sampling], sources: Mapping[str, Source], block: 
         if isinstance(source, TokenDataset) and (longer := np.flatnonzero(source.lengths > block)).size:
             row = int(longer[0])
             raise _too_long(name, source.origin(row), source.num_tokens(row), block)
-    return found
+    return checked
 
 
 def _too_long(name: str, where: str, length: int, block: int) -> DataError:

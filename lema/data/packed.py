@@ -97,8 +97,10 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
         if (largest := int(tokens.max())) >= self._limit:
             where = f"{self.path}, token {first + int(tokens.argmax()):,}"
             what = f"token id {largest} is outside the vocabulary of {self._limit:,} tokens"
-            made = f" ({self.header.tokenizer})" if self.header.tokenizer else ""
-            raise DataError(what, where=where, how=f"use the model whose tokenizer{made} packed it; or {AGAIN}")
+            tokenizer_note = f" ({self.header.tokenizer})" if self.header.tokenizer else ""
+            raise DataError(
+                what, where=where, how=f"use the model whose tokenizer{tokenizer_note} packed it; or {AGAIN}"
+            )
         return tokens
 
     def verify(self) -> None:
@@ -203,36 +205,36 @@ def _array(ids: Any) -> npt.NDArray[Any]:
 
 
 def _read_header(file: Path) -> PackedHeader:
-    beside = file.with_suffix(".json")
-    for needed in (file, beside):
+    header_path = file.with_suffix(".json")
+    for needed in (file, header_path):
         if not needed.is_file():
             there = sorted(path.name for path in file.parent.glob("*.bin")) if file.parent.is_dir() else []
             packed = f"the directory has {', '.join(there)}" if there else "there are no packed tokens"
             how = f"{packed}; check the name, or write it with write_packed"
-            if needed == beside:
+            if needed == header_path:
                 how = f"{AGAIN}; a run that was killed while it replaced the tokens leaves them without"
             kind = "packed tokens" if needed == file else f"the header of {file.name}"
             raise DataError(f"{needed.name} is missing: {kind}", where=str(needed), how=how)
     try:
-        fields = json.loads(read_regular(beside))
+        fields = json.loads(read_regular(header_path))
     except OSError as error:
-        raise unreadable(beside, error) from error
+        raise unreadable(header_path, error) from error
     except (DataError, ValueError, RecursionError) as error:
-        raise _damaged(beside, f"it cannot be read ({str(error)[:200]})") from error
+        raise _damaged(header_path, f"it cannot be read ({str(error)[:200]})") from error
     if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
-        raise _damaged(beside, "it is not the header of packed tokens")
+        raise _damaged(header_path, "it is not the header of packed tokens")
     if (version := fields.pop("version", None)) != VERSION:
-        what = f"{beside.name} is of version {version!r}; this program reads version {VERSION}"
-        raise DataError(what, where=str(beside), how="use the program that wrote it, or pack the tokens again")
+        what = f"{header_path.name} is of version {version!r}; this program reads version {VERSION}"
+        raise DataError(what, where=str(header_path), how="use the program that wrote it, or pack the tokens again")
     names = PackedHeader.__dataclass_fields__.keys()
     if unknown := sorted(fields.keys() - names):
-        raise _damaged(beside, f"it has the unknown keys {', '.join(unknown)}")
+        raise _damaged(header_path, f"it has the unknown keys {', '.join(unknown)}")
     try:
         header = TypeAdapter(PackedHeader).validate_python({name: fields.get(name) for name in names})
     except ValidationError as error:
         detail = error.errors()[0]
-        wanted = detail["msg"].removeprefix("Input should be ").replace("'", "")
-        raise _damaged(beside, f"{detail['loc'][0]} is {detail['input']!r}, not {wanted}") from error
+        expected = detail["msg"].removeprefix("Input should be ").replace("'", "")
+        raise _damaged(header_path, f"{detail['loc'][0]} is {detail['input']!r}, not {expected}") from error
     size, needed_bytes = file.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
     if size != needed_bytes:
         what = f"it has {size:,} bytes, and its header says {header.num_tokens:,} tokens of {header.dtype}"

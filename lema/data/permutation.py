@@ -32,17 +32,17 @@ class Permutation:
         digests = [blake2b(text, digest_size=8, salt=bytes([number])).digest() for number in rounds]
         self._keys = [int.from_bytes(digest, "little") for digest in digests]
 
-    def __call__(self, place: int) -> int:
-        """Return what stands at `place`; IndexError: there is no such place."""
-        if not 0 <= place < self.count:
-            raise IndexError(f"place {place} of {self.count}")
-        place = self._network(place)
-        while place >= self.count:
-            place = self._network(place)
-        return place
+    def __call__(self, index: int) -> int:
+        """Return what stands at `index`; IndexError: there is no such place."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"place {index} of {self.count}")
+        index = self._network(index)
+        while index >= self.count:
+            index = self._network(index)
+        return index
 
-    def _network(self, place: int) -> int:
-        high, low = place >> self._low, place & self._low_mask
+    def _network(self, index: int) -> int:
+        high, low = index >> self._low, index & self._low_mask
         keys = iter(self._keys)
         for first, second in zip(keys, keys, strict=True):
             high ^= _mixed(low + first) & self._high_mask
@@ -64,5 +64,5 @@ permutation = lru_cache(maxsize=256)(Permutation)
 def shuffled_row(count: int, index: int, *key: int | str) -> tuple[int, int]:
     """Return epoch and row of the `index`-th row drawn from `count` rows, with a different order in each epoch.
     Every row comes once in an epoch: in `count` draws from a multiple of `count` on."""
-    epoch, place = divmod(index, count)
-    return epoch, permutation(count, *key, epoch)(place)
+    epoch, position = divmod(index, count)
+    return epoch, permutation(count, *key, epoch)(position)

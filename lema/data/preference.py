@@ -22,7 +22,7 @@ from lema.data.chat.messages import read_messages, read_tools
 from lema.data.chat.template import Ahead, date_for, open_template, render_ahead
 from lema.data.chat.tokens import DATED, encoded
 from lema.data.columns import IGNORED, left_out, parse
-from lema.data.dataset import Columns, TokenDataset, held_out
+from lema.data.dataset import Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EXAMPLE", "Of", "PreferenceDataset", "prepare_preferences"]
+__all__ = ["EXAMPLE", "ExampleColumn", "PreferenceDataset", "prepare_preferences"]
 
 EXAMPLE = "example"
 """The name, in a micro-batch, of int64 `[rows, 7]`, with the values that `Of` names for each row."""
 
 
-class Of(IntEnum):
+class ExampleColumn(IntEnum):
     """The columns of what is said of a row."""
 
     BATCH = 0  # the number of its batch in the step
-    PLACE = 1  # of its example in the batch
+    INDEX = 1  # of its example in the batch
     LABEL = 2  # 1: chosen, or desirable; 0: rejected
     EXAMPLES = 3  # how many examples the batch has, in all processes
     BATCHES = 4  # how many batches the step has
     TOKENS = 5  # how many tokens of completions the chosen rows of the batch have, in all processes
-    WHOLE = 6  # in the same way, with their prompts, less the first token of each row
+    ALL_TOKENS = 6  # in the same way, with their prompts, less the first token of each row
 
 
 BATCH, BATCH_CHARACTERS = 32, 1 << 17  # rows that are rendered at once
@@ -79,7 +79,7 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     def __getitem__(self, index: int | slice) -> list[TokenRow] | list[list[TokenRow]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return [self._cut(self.rows[index * self.rows_each + one]) for one in range(self.rows_each)]
+        return [self._cut(self.rows[index * self.rows_each + side]) for side in range(self.rows_each)]
 
     def _cut(self, row: TokenRow) -> TokenRow:
         return {name: values[: self._max_length] for name, values in row.items()}
@@ -87,8 +87,8 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
         """The length of each example's longest row in tokens, int32 `[examples]`; no token is read for it."""
-        found: npt.NDArray[np.int32] = self.rows.lengths.reshape(-1, self.rows_each).max(axis=1)
-        return np.minimum(found, self._max_length)
+        longest: npt.NDArray[np.int32] = self.rows.lengths.reshape(-1, self.rows_each).max(axis=1)
+        return np.minimum(longest, self._max_length)
 
     def fingerprint(self) -> str:
         """A digest of all examples in order: whether a run resumes on the data it began with."""
@@ -98,14 +98,14 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
 
     def select(self, examples: Sequence[int] | npt.NDArray[np.int64]) -> PreferenceDataset:
         """The examples at these places, in this order."""
-        places = np.asarray(examples, dtype=np.int64)
-        rows = (places[:, None] * self.rows_each + np.arange(self.rows_each)).reshape(-1)
-        labels = None if self._labels is None else self._labels[places]
+        indices = np.asarray(examples, dtype=np.int64)
+        rows = (indices[:, None] * self.rows_each + np.arange(self.rows_each)).reshape(-1)
+        labels = None if self._labels is None else self._labels[indices]
         return PreferenceDataset(self.rows.select(rows), labels, self._max_length)
 
     def split(self, eval_split: float | int, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
         """Examples to train on and examples to evaluate on, drawn as `TokenDataset.split` draws rows."""
-        chosen = held_out(len(self), eval_split, seed)
+        chosen = eval_mask(len(self), eval_split, seed)
         return self.select(np.flatnonzero(~chosen)), self.select(np.flatnonzero(chosen))
 
     def num_tokens(self, index: int) -> int:
@@ -119,35 +119,41 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         """Return the rows of `mine`, which this process has of a batch of `examples`, the `number`-th of `count` in its
         step. Each row of labelled examples also comes with the completion of the one before it in the batch, the first
         with that of the last: `mismatched_input_ids` and so on."""
-        rows = [row for place in mine for row in self[place]]
+        rows = [row for index in mine for row in self[index]]
         batch = collate(rows, pad_token_id, untrained=True)
-        about = torch.zeros((len(rows), len(Of)), dtype=torch.long)
-        known = [self[place][0] for place in examples]
-        wanted = [row for row, place in zip(known, examples, strict=True) if self._label(place, 0)]
-        about[:, Of.TOKENS] = sum(sum(one != IGNORED for one in row["labels"][1:]) for row in wanted)
-        about[:, Of.WHOLE] = sum(len(row["labels"]) - 1 for row in wanted)
-        about[:, Of.EXAMPLES], about[:, Of.BATCH], about[:, Of.BATCHES] = len(examples), number, count
-        at = {place: number for number, place in enumerate(examples)}
-        for number, place in enumerate(place for place in mine for _ in range(self.rows_each)):
-            about[number, Of.PLACE] = at[place]
-            about[number, Of.LABEL] = self._label(place, number % self.rows_each)
+        about = torch.zeros((len(rows), len(ExampleColumn)), dtype=torch.long)
+        first_rows = [self[index][0] for index in examples]
+        chosen_rows = [row for row, index in zip(first_rows, examples, strict=True) if self._label(index, 0)]
+        about[:, ExampleColumn.TOKENS] = sum(
+            sum(label != IGNORED for label in row["labels"][1:]) for row in chosen_rows
+        )
+        about[:, ExampleColumn.ALL_TOKENS] = sum(len(row["labels"]) - 1 for row in chosen_rows)
+        about[:, ExampleColumn.EXAMPLES], about[:, ExampleColumn.BATCH], about[:, ExampleColumn.BATCHES] = (
+            len(examples),
+            number,
+            count,
+        )
+        at = {index: number for number, index in enumerate(examples)}
+        for number, index in enumerate(index for index in mine for _ in range(self.rows_each)):
+            about[number, ExampleColumn.INDEX] = at[index]
+            about[number, ExampleColumn.LABEL] = self._label(index, number % self.rows_each)
         batch[EXAMPLE] = about  # type: ignore[literal-required] # of rows alone
         if self._labels is not None:
-            others = collate([self._mismatched(place, examples[at[place] - 1]) for place in mine], untrained=True)
-            others.setdefault("attention_mask", torch.ones_like(others["input_ids"]))
-            batch.update({f"mismatched_{name}": one for name, one in others.items()})  # type: ignore[typeddict-item]
+            mismatched = collate([self._mismatched(index, examples[at[index] - 1]) for index in mine], untrained=True)
+            mismatched.setdefault("attention_mask", torch.ones_like(mismatched["input_ids"]))
+            batch.update({f"mismatched_{name}": tensor for name, tensor in mismatched.items()})  # type: ignore[typeddict-item]
         return batch
 
     def _label(self, example: int, row: int) -> int:
         return int(row == 0) if self._labels is None else int(self._labels[example])
 
-    def _mismatched(self, example: int, other: int) -> TokenRow:
+    def _mismatched(self, example: int, other_example: int) -> TokenRow:
         """The prompt of one example with the completion of another."""
-        own, given = self.rows[example], self.rows[other]
-        start, begins = _start(own["labels"]), _start(given["labels"])
-        completion = given["input_ids"][begins:]
+        prompt_row, completion_row = self.rows[example], self.rows[other_example]
+        start, begins = _start(prompt_row["labels"]), _start(completion_row["labels"])
+        completion = completion_row["input_ids"][begins:]
         labels = [IGNORED] * start + completion
-        return self._cut({"input_ids": own["input_ids"][:start] + completion, "labels": labels})
+        return self._cut({"input_ids": prompt_row["input_ids"][:start] + completion, "labels": labels})
 
 
 def prepare_preferences(
@@ -186,7 +192,7 @@ def prepare_preferences(
                     # Labelled rows stay whole, because completions also stand behind shorter prompts.
                     end = len(ids) if labelled else max_length
                     columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
-        columns.remarks = remarks.found
+        columns.remarks = remarks.counts
         return columns
 
     settings: dict[str, Any] = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
@@ -194,10 +200,10 @@ def prepare_preferences(
     settings |= {} if date is None else {"template_date": date}
     rows = TokenDataset(table_of(data, gather, tokenizer, settings, cache))
     marks = rows.marks[:: 1 if labelled else 2]
-    made = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
+    dataset = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
     # Rejected rows come after all chosen ones, because next to a row with its prompt a completion is not mismatched.
     second = (marks & SECOND) > 0
-    return made.select(np.argsort(second, kind="stable")) if second.any() else made
+    return dataset.select(np.argsort(second, kind="stable")) if second.any() else dataset
 
 
 def _fits(row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: int, overlong: Overlong) -> bool:
@@ -238,13 +244,13 @@ def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
             raise row.broken(f"'label' should be true or false, not {label!r}")
         yield [(prompt, completion)], str(label).lower() in ("true", "1")
         return
-    wanted = "chosen + rejected, with or without prompt"
-    wanted += "; or prompt + completion + label" if labelled else ""
-    found = ", ".join(sorted(map(str, present))) or "none"
-    how = f"name the columns {wanted}"
+    expected = "chosen + rejected, with or without prompt"
+    expected += "; or prompt + completion + label" if labelled else ""
+    columns = ", ".join(sorted(map(str, present))) or "none"
+    how = f"name the columns {expected}"
     if not labelled and present.issuperset(("completion", "label")):
         how += "; or set objective: kto for rows with a label"
-    raise row.broken(f"the columns do not form a preference example (found: {found})", how=how)
+    raise row.broken(f"the columns do not form a preference example (found: {columns})", how=how)
 
 
 def _pair(row: Row) -> tuple[Value, Value, Value]:
@@ -264,8 +270,8 @@ def _pair(row: Row) -> tuple[Value, Value, Value]:
     return chosen[:end], chosen[end:], rejected[end:]
 
 
-def _check_alike(row: Row, one: Value, other: Value) -> None:
-    if isinstance(one, str) != isinstance(other, str):
+def _check_alike(row: Row, first: Value, second: Value) -> None:
+    if isinstance(first, str) != isinstance(second, str):
         how = "write all as text, or all as lists of messages"
         raise row.broken("only some parts of the example are text", how=how)
 
@@ -293,7 +299,9 @@ def _read(
                     with suppress(DataError):  # which is raised when it is rendered alone
                         template = open_template(tokenizer, read_tools(row), row, date)
                         asked.append((template, prompt, True))
-                        asked += [(template, whole, False) for whole in wholes if isinstance(whole, list)]
+                        asked += [
+                            (template, conversation, False) for conversation in wholes if isinstance(conversation, list)
+                        ]
         ahead = render_ahead(asked)
         yield from ((row, examples, ahead) for row, examples in batch)
 
@@ -331,14 +339,14 @@ class _Encoding(NamedTuple):
         tokenizer, row = self.tokenizer, self.row
         if not isinstance(value, str):
             template = open_template(tokenizer, read_tools(row), row, self.date, self.ahead)
-            return encoded(tokenizer, template.render(value, row, prompt=is_prompt), row, whole=True)
+            return encoded(tokenizer, template.render(value, row, prompt=is_prompt), row, has_special=True)
         end = tokenizer.eos_token
         if end is None:
             what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
             raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
         if is_prompt:
-            return encoded(tokenizer, value, row, whole=False)
-        ids = encoded(tokenizer, value if value.endswith(end) else value + end, row, whole=False)
+            return encoded(tokenizer, value, row, has_special=False)
+        ids = encoded(tokenizer, value if value.endswith(end) else value + end, row, has_special=False)
         while len(ids) > 1 and ids[-2] == ids[-1] == tokenizer.eos_token_id:
             ids.pop()  # because the data, or the tokenizer, may write it too
         return ids

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lema.config import LemaConfig
-from lema.data import cache as kept
+from lema.data import cache as token_cache
 from lema.data.chat.template import date_for
 from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
@@ -69,13 +69,13 @@ def prepare_data(
     reading = Reading(tokenizer, forms, vocab_size)
 
     def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
-        columns, reading.remarks.found = Columns(), {}
+        columns, reading.remarks.counts = Columns(), {}
         for row, ids, labels in tokenize_rows(_with_kinds(rows, forms, reading, first), reading):
             if len(ids):
                 _take(columns, row, ids, labels, max_length, overlong)
             else:
                 columns.leave_out(row)
-        columns.remarks = reading.remarks.found
+        columns.remarks = reading.remarks.counts
         return columns
 
     settings: dict[str, Any] = {"task": "sft", "train_on": forms.train_on, "columns": dict(forms.columns)}
@@ -99,7 +99,7 @@ def _take(columns: Columns, row: Row, ids: Ints, labels: Ints, max_length: int, 
 
 def table_of(
     data: Data,
-    gather: kept.Gather,
+    gather: token_cache.Gather,
     tokenizer: "PreTrainedTokenizerBase | None",
     settings: Mapping[str, Any],
     cache: Path | None,
@@ -112,13 +112,15 @@ def table_of(
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
         with suppress(NotImplementedError):
             size = sum(file.stat().st_size for file in files if file.is_file())
-            if size >= kept.SMALL or any(map(is_stream, files)):
+            if size >= token_cache.SMALL or any(map(is_stream, files)):
                 try:
-                    if cache == kept.folder_of(True):
+                    if cache == token_cache.folder_of(True):
                         make_private(cache)
-                    table = kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
+                    table = token_cache.cached(
+                        files, lambda: token_cache.key_of(files, tokenizer, settings), gather, cache
+                    )
                 except DiskError as error:
-                    if cache != kept.folder_of(True):
+                    if cache != token_cache.folder_of(True):
                         raise  # because the user has named this folder
                     notes = [f"tokens are not kept, so every start makes them again: {error.what} ({error.where})"]
     if table is None:
@@ -154,15 +156,17 @@ def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None
     return any(map(is_stream, files)) or any(detect(first, forms)[0] != "input_ids" for first in firsts)
 
 
-def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading, given: Row | None) -> Iterator[tuple[Row, Kind]]:
+def _with_kinds(
+    rows: Iterable[Row], forms: Forms, reading: Reading, first_row: Row | None
+) -> Iterator[tuple[Row, Kind]]:
     """Each row with the kind of its file, which its first row decides: the one given, or else that of the rows."""
     for _, group in groupby(map(forms.renamed, rows), key=lambda row: row.source):
         first = next(group)
-        kind = detect(first if given is None else forms.renamed(given), forms)
+        kind = detect(first if first_row is None else forms.renamed(first_row), forms)
         for row in chain([first], group):
-            found = detect(row, forms)
-            if found != kind:
-                what = f"the row is {' + '.join(found)}, and the file began with {' + '.join(kind)}"
+            row_kind = detect(row, forms)
+            if row_kind != kind:
+                what = f"the row is {' + '.join(row_kind)}, and the file began with {' + '.join(kind)}"
                 raise row.broken(what, how="give every row of a file the same columns, or use one file per kind")
             for name in unused(row, kind):
                 reading.remarks.add(row, f"LEMA does not use the column {name!r}")

@@ -28,13 +28,13 @@ class SamplingError(ConfigError, ValueError):
 
 def _style(value: Any) -> Style:
     """The style by its name, in capitals or not."""
-    known = ", ".join(Style)
+    choices = ", ".join(Style)
     name = value.upper() if isinstance(value, str) else value
     if name == "CONTRASTIVE":
         what = "the style CONTRASTIVE is not supported, because LEMA has no loss for it"
-        raise SamplingError(what, where="style", how=f"use one of {known}")
+        raise SamplingError(what, where="style", how=f"use one of {choices}")
     if name not in list(Style):
-        raise SamplingError(f"{value!r} is not a style of sampling", where="style", how=f"use one of {known}")
+        raise SamplingError(f"{value!r} is not a style of sampling", where="style", how=f"use one of {choices}")
     return Style(name)
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt
 from lema.data.chat.tokens import Chats, check_words, tokenizing
-from lema.data.chat.turns import Known, Span
+from lema.data.chat.turns import Span, TemplateCache
 from lema.data.columns import IGNORED, Example, Kind, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids
@@ -51,8 +51,8 @@ class Reading:
     def chats(self) -> Chats:
         """The tokenizer's chats."""
         assert self.tokenizer is not None
-        known = Known.of(self.tokenizer, trains_prompt=self.forms.trains_prompt)
-        return Chats(self.tokenizer, self.forms.train_on, self.remarks, known, self.forms.template_date)
+        cache = TemplateCache.of(self.tokenizer, trains_prompt=self.forms.trains_prompt)
+        return Chats(self.tokenizer, self.forms.train_on, self.remarks, cache, self.forms.template_date)
 
 
 def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:

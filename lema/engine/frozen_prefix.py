@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.activations.boundaries import placed
+from lema.activations.boundaries import view_like
 from lema.activations.diskstore import DiskStore, WaitingPiece
 from lema.activations.hoststore import HostPool
 from lema.backend import Backend
@@ -35,7 +35,7 @@ Key = bytes
 class _Piece:
     """What is kept of a micro-batch."""
 
-    place: WaitingPiece  # of its hidden state
+    waiting_piece: WaitingPiece  # of its hidden state
     like: Tensor  # what that looks like
     around: Mapping[str, Any]  # what the modules before the layers kept
 
@@ -65,7 +65,7 @@ class PrefixCache:
         """Whether what is held of micro-batches was made while the modules before the layers kept what is `around` them
         now: of each, as JSON types, after these modules have run on it."""
         pieces = [self._pieces[_key(batch)] for batch in micro_batches]
-        return all(piece.around == one for piece, one in zip(pieces, around, strict=True))
+        return all(piece.around == snapshot for piece, snapshot in zip(pieces, around, strict=True))
 
     def keep(
         self,
@@ -76,46 +76,46 @@ class PrefixCache:
         lowest: int,
         drawn: bool,
         handed_on: bool,
-        held: bool,
+        stateful: bool,
     ) -> None:
         """Keep the hidden states of micro-batches at the layer, and what was `around` them, as `fits` has it, unless
         they are kept already. `ConfigError`: gradients, which go down to the layer `lowest`, reach a layer that is
         spared; or something was `drawn` at random below the layer; or more than the hidden state was `handed_on`; or
-        something was `held` there from call to call. `DiskError`: the disk has no room for all, or fails."""
+        something was `stateful` there from call to call. `DiskError`: the disk has no room for all, or fails."""
         if lowest < self.layer:
             raise _refusal(f"gradients reach layer {lowest}, so its output changes in every epoch")
         if drawn:
             raise _refusal("the layers below the adapters use random numbers (dropout), which change in every epoch")
         if handed_on:
             raise _refusal("the layers below the adapters pass on more than the hidden state")
-        if held:
+        if stateful:
             raise _refusal("the layers below the adapters keep something from call to call")
-        for batch, state, kept in zip(micro_batches, hidden, around, strict=True):
+        for batch, state, snapshot in zip(micro_batches, hidden, around, strict=True):
             before = self._pieces.get(key := _key(batch))
-            if before is not None and before.around == kept:
+            if before is not None and before.around == snapshot:
                 continue
             like = torch.empty_like(state, device="meta", requires_grad=False)
             if not self._pieces:  # because a disk that is too small shall be known at the first batch, not at the last
                 self._store.reserve(whole_blocks(like.nbytes) * -(-self._num_tokens // batch["input_ids"].numel()))
-            piece = self._store.place(like.nbytes)
-            placed(piece.fill(), like).copy_(state.detach())
+            piece = self._store.allocate(like.nbytes)
+            view_like(piece.fill(), like).copy_(state.detach())
             piece.filled(lambda: None)  # because `copy_` to host memory returns when it has ended
-            self._pieces[key] = _Piece(piece, like, kept)
+            self._pieces[key] = _Piece(piece, like, snapshot)
             if before is not None:
-                before.place.drop()
+                before.waiting_piece.drop()
 
     def fetch(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
         """Return micro-batches' hidden states, on the device. `ReadError`, `DiskError`: not read, or not written."""
-        found: list[Tensor] = []
-        wanted = [self._pieces[_key(batch)] for batch in micro_batches]
-        for number, piece in enumerate(wanted):
-            for following in wanted[number : number + NUM_BUFFERS]:
-                following.place.expect()
+        states: list[Tensor] = []
+        pieces = [self._pieces[_key(batch)] for batch in micro_batches]
+        for number, piece in enumerate(pieces):
+            for following in pieces[number : number + NUM_BUFFERS]:
+                following.waiting_piece.expect()
             like = piece.like
             state = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._backend.device)
-            found.append(state.copy_(placed(piece.place.memory(), like)))
-            piece.place.used(lambda: None)
-        return tuple(found)
+            states.append(state.copy_(view_like(piece.waiting_piece.memory(), like)))
+            piece.waiting_piece.used(lambda: None)
+        return tuple(states)
 
     def close(self) -> None:
         """Give the space back."""

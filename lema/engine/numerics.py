@@ -62,7 +62,7 @@ class ProductPrecision:
             switch.fp32_precision = FROM_ABOVE
         torch.set_float32_matmul_precision(TENSOR_CORES if tf32 else EXACT)
         torch.backends.cudnn.allow_tf32 = tf32
-        self._own = _Precision.now()
+        self._applied = _Precision.now()
 
     def put_back(self) -> None:
         """Let products round as before, once; what somebody else has set meanwhile stays."""
@@ -70,9 +70,9 @@ class ProductPrecision:
         if before is None:
             return
         now = _Precision.now()
-        if now.operations == self._own.operations and now.old == self._own.old:
+        if now.operations == self._applied.operations and now.old == self._applied.old:
             before.restore_operations()
-        if now.above == self._own.above:
+        if now.above == self._applied.above:
             before.restore_above()
 
 
@@ -93,12 +93,12 @@ class _Precision:
             _write(switch, FROM_ABOVE)
         alone = [switch.fp32_precision for switch in _operations()]
         pairs = zip(effective, alone, strict=True)
-        operations = tuple(FROM_ABOVE if used != said else said for used, said in pairs)
+        operations = tuple(FROM_ABOVE if used != setting else setting for used, setting in pairs)
         products = _unless_refused(torch.get_float32_matmul_precision)
         convolutions = _unless_refused(lambda: torch.backends.cudnn.allow_tf32)
-        found = cls((products, convolutions), tuple(above), operations)
-        found.restore_above()
-        return found
+        precision = cls((products, convolutions), tuple(above), operations)
+        precision.restore_above()
+        return precision
 
     def restore_above(self) -> None:
         """Set the switches for several operations, the widest last, because another's setter may set that one too."""
@@ -118,13 +118,13 @@ class _Precision:
 
 def _above() -> list[Any]:
     """Return what has torch's new switch for several operations, the widest first; without new switches nothing."""
-    return [one for one in _libraries() if hasattr(one, "fp32_precision")]
+    return [library for library in _libraries() if hasattr(library, "fp32_precision")]
 
 
 def _operations() -> list[Any]:
     """Return what has torch's new switch for one operation."""
-    found = [getattr(library, name, None) for library in _libraries() for name in OPERATIONS]
-    return [one for one in found if hasattr(one, "fp32_precision")]
+    switches = [getattr(library, name, None) for library in _libraries() for name in OPERATIONS]
+    return [switch for switch in switches if hasattr(switch, "fp32_precision")]
 
 
 def _libraries() -> list[Any]:
@@ -159,12 +159,12 @@ class DeterministicSums:
         self._before: Sequence[bool] | None = _deterministic()
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        self._own = _deterministic()
+        self._applied = _deterministic()
 
     def put_back(self) -> None:
         """Let torch choose as before, once; what somebody else has set meanwhile stays."""
         before, self._before = self._before, None
-        if before is not None and _deterministic() == self._own:
+        if before is not None and _deterministic() == self._applied:
             chosen, warns, tries = before
             torch.use_deterministic_algorithms(chosen, warn_only=warns)
             torch.backends.cudnn.benchmark = tries
@@ -180,11 +180,11 @@ NOT_SET_IN_TIME = "Deterministic behavior was enabled"  # of a library that was 
 
 
 @contextmanager
-def deterministic_only(place: str) -> Iterator[None]:
+def deterministic_only(location: str) -> Iterator[None]:
     """Name the operation that torch refuses in the `with` block, because it has no deterministic form.
 
     Args:
-        place: where in the run the block is, as "in the forward of layer 3".
+        location: where in the run the block is, as "in the forward of layer 3".
 
     Raises:
         ConfigError: torch has refused an operation.
@@ -192,14 +192,14 @@ def deterministic_only(place: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if (refusal := _refusal(error, place)) is not None:
+        if (refusal := _refusal(error, location)) is not None:
             raise refusal from error
         raise
 
 
-def _refusal(error: RuntimeError, place: str) -> ConfigError | None:
+def _refusal(error: RuntimeError, location: str) -> ConfigError | None:
     """Return the error for what torch says of an operation; None: it says something else."""
-    refused = partial(ConfigError, where=f"deterministic: true, {place}")
+    refused = partial(ConfigError, where=f"deterministic: true, {location}")
     text = str(error)
     if (named := REFUSED.search(text)) is not None:
         how = "set deterministic: false, and two runs are equal to rounding; or, where attention or experts use the "

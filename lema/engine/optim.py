@@ -25,7 +25,7 @@ from lema.errors import ConfigError
 __all__ = ["check_optimizer", "follow", "make_optimizer", "make_schedule", "set_rates", "set_update", "training_bytes"]
 __all__ += ["divided", "moments_elsewhere", "own_share", "step_share"]
 
-Place: TypeAlias = tuple[torch.device, torch.dtype]
+DeviceDtype: TypeAlias = tuple[torch.device, torch.dtype]
 
 
 def make_optimizer(
@@ -44,8 +44,8 @@ def make_optimizer(
     which its state is to be divided; None: this process has all."""
     trained = list(parameters)
     _check_precision(trained)
-    places = {(parameter.device, parameter.dtype) for parameter in trained}
-    kind, options = _kind_of(config, places)
+    device_dtypes = {(parameter.device, parameter.dtype) for parameter in trained}
+    kind, options = _kind_of(config, device_dtypes)
     if config.loraplus_lr_ratio is not None and isinstance(model, PeftModel):
         ratio, decay = config.loraplus_lr_ratio, config.weight_decay
         options |= {"loraplus_lr_ratio": ratio, "loraplus_weight_decay": decay}
@@ -54,15 +54,18 @@ def make_optimizer(
         return optimizer
     groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
     if model is not None:
-        exempt, known = _without_decay(model), {id(one): name for name, one in model.named_parameters()}
-        own = [known[id(one)] for one in trained] if names is None else list(names)
-        kept = [one for one, name in zip(trained, own, strict=True) if name not in exempt]
-        others = [one for one, name in zip(trained, own, strict=True) if name in exempt]
-        groups[0]["params"] = kept
-        groups += [{"params": others, "weight_decay": 0.0}] if others else []
+        exempt, names_by_id = (
+            _without_decay(model),
+            {id(parameter): name for name, parameter in model.named_parameters()},
+        )
+        parameter_names = [names_by_id[id(parameter)] for parameter in trained] if names is None else list(names)
+        decayed = [parameter for parameter, name in zip(trained, parameter_names, strict=True) if name not in exempt]
+        undecayed = [parameter for parameter, name in zip(trained, parameter_names, strict=True) if name in exempt]
+        groups[0]["params"] = decayed
+        groups += [{"params": undecayed, "weight_decay": 0.0}] if undecayed else []
     optimizer = kind([group for group in groups if group["params"]], **options)
     _mark(optimizer, config)
-    if kind is AdamW and not all(has_addresses(device) for device, _ in places):
+    if kind is AdamW and not all(has_addresses(device) for device, _ in device_dtypes):
         _begin(optimizer, None if replicas is None else own_share(optimizer, replicas))
     return optimizer
 
@@ -82,19 +85,21 @@ def _mark(optimizer: Optimizer, config: LemaConfig) -> None:
         group["decays"] = group.get("weight_decay", 0.0) == config.weight_decay
 
 
-def _kind_of(config: LemaConfig, places: Collection[Place]) -> tuple[type[Optimizer], dict[str, Any]]:
+def _kind_of(config: LemaConfig, device_dtypes: Collection[DeviceDtype]) -> tuple[type[Optimizer], dict[str, Any]]:
     """Return the class of the optimizer and its arguments: but for AdamW those that `transformers.Trainer` gives it."""
     if config.optim == "adamw_torch":
-        fused = all(device.type != "cpu" and _has_fused_kernel(device, dtype) for device, dtype in places) or None
+        fused = (
+            all(device.type != "cpu" and _has_fused_kernel(device, dtype) for device, dtype in device_dtypes) or None
+        )
         betas = (config.adam_beta1, config.adam_beta2)
         update = {"lr": config.learning_rate, "betas": betas, "eps": config.adam_epsilon}
         return AdamW, {**update, "weight_decay": config.weight_decay, "fused": fused}
     from transformers import Trainer
 
     names = ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "optim_args")
-    given = SimpleNamespace(optim=config.optim, **{name: getattr(config, name) for name in names})
+    arguments = SimpleNamespace(optim=config.optim, **{name: getattr(config, name) for name in names})
     try:
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(cast(Any, given))
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(cast(Any, arguments))
     except (ImportError, ValueError, TypeError) as error:
         how = "install its library, correct optim_args, or remove optim to use AdamW"
         raise ConfigError(f"this optimizer fails: {error}", where=f"optim: {config.optim}", how=how) from error
@@ -102,13 +107,13 @@ def _kind_of(config: LemaConfig, places: Collection[Place]) -> tuple[type[Optimi
     return kind, options
 
 
-def _begin(optimizer: Optimizer, own: set[int] | None) -> None:
-    """Give AdamW its initial state (of its `own` parameters, where it is divided), because a lazy device would need a
+def _begin(optimizer: Optimizer, local_indices: set[int] | None) -> None:
+    """Give AdamW its initial state (of its `local_indices` parameters, where it is divided), because a lazy device would need a
     graph for the first step alone to make it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {}
     for index, parameter in enumerate(parameters):
-        if own is None or index in own:
+        if local_indices is None or index in local_indices:
             zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
             state[index] = {"step": torch.zeros(()), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
@@ -139,8 +144,8 @@ def _has_fused_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 def check_optimizer(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse an optimizer that cannot train. `ConfigError`: it has none of `parameters`, or one is in float16."""
     _check_precision(parameters)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(id(parameter) for parameter in parameters):
+    parameter_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if parameter_ids.isdisjoint(id(parameter) for parameter in parameters):
         what = "the optimizer has none of the adapter's parameters, so it would train nothing"
         raise ConfigError(what, how="create it with model.get_trainable_parameters(), after initialize_lora()")
 
@@ -166,8 +171,8 @@ def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Divide parameters of these sizes over so many processes, each a whole one: the largest first, to the process that
     has least so far. Return the places of each process's."""
     shares: list[list[int]] = [[] for _ in range(count)]
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        min(shares, key=lambda share: sum(sizes[one] for one in share)).append(place)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        min(shares, key=lambda share: sum(sizes[member] for member in share)).append(index)
     return shares
 
 
@@ -177,7 +182,9 @@ def own_share(optimizer: Optimizer, replicas: Replicas) -> set[int]:
 
 
 def _shares(optimizer: Optimizer, replicas: Replicas) -> list[list[int]]:
-    return divided([one.numel() for group in optimizer.param_groups for one in group["params"]], replicas.size)
+    return divided(
+        [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]], replicas.size
+    )
 
 
 @torch.no_grad()
@@ -186,40 +193,46 @@ def step_share(optimizer: Optimizer, replicas: Replicas, step: Callable[[], obje
     (https://arxiv.org/abs/1910.02054). Gradients are those of all processes already, the same in each. Not torch's
     `ZeroRedundancyOptimizer`, because that needs a process group where the seam has `Replicas`, which not every device
     makes of one, and because its state leaves the others' processes only pickled."""
-    parameters: list[nn.Parameter] = [one for group in optimizer.param_groups for one in group["params"]]
-    shares = [[parameters[place] for place in share] for share in _shares(optimizer, replicas)]
-    others = [(one, one.grad) for rank, share in enumerate(shares) if rank != replicas.rank for one in share]
-    for one, _ in others:
-        one.grad = None  # so that it is left alone, and has no state
+    parameters: list[nn.Parameter] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shares = [[parameters[index] for index in share] for share in _shares(optimizer, replicas)]
+    remote = [
+        (parameter, parameter.grad) for rank, share in enumerate(shares) if rank != replicas.rank for parameter in share
+    ]
+    for parameter, _ in remote:
+        parameter.grad = None  # so that it is left alone, and has no state
     try:
         step()
     finally:
-        for one, gradient in others:
-            one.grad = gradient
+        for parameter, gradient in remote:
+            parameter.grad = gradient
     for rank, share in enumerate(shares):
-        stepped = sorted((one for one in share if one.grad is not None), key=lambda one: str(one.dtype))
-        for dtype, alike in groupby(stepped, key=lambda one: one.dtype):
+        stepped = sorted(
+            (parameter for parameter in share if parameter.grad is not None), key=lambda parameter: str(parameter.dtype)
+        )
+        for dtype, alike in groupby(stepped, key=lambda parameter: parameter.dtype):
             sent = list(alike)
             if rank == replicas.rank:
-                flat = torch.cat([one.reshape(-1) for one in sent])
+                flat = torch.cat([parameter.reshape(-1) for parameter in sent])
             else:  # -0.0, because that and any number are this number, to the last bit
-                flat = torch.full((sum(one.numel() for one in sent),), -0.0, dtype=dtype, device=sent[0].device)
+                flat = torch.full(
+                    (sum(parameter.numel() for parameter in sent),), -0.0, dtype=dtype, device=sent[0].device
+                )
             replicas.sum(flat)
-            for one, new in zip(sent, flat.split([one.numel() for one in sent]), strict=True):
-                one.copy_(new.view_as(one))
+            for parameter, new in zip(sent, flat.split([parameter.numel() for parameter in sent]), strict=True):
+                parameter.copy_(new.view_as(parameter))
 
 
 def moments_elsewhere(model: nn.Module, count: int) -> int:
     """Return the bytes of AdamW's state that a process does not hold where it is divided over so many."""
     sizes = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
-    return 2 * (sum(sizes) - max(sum(sizes[one] for one in share) for share in divided(sizes, count)))
+    return 2 * (sum(sizes) - max(sum(sizes[index] for index in share) for share in divided(sizes, count)))
 
 
 def make_schedule(optimizer: Optimizer, config: LemaConfig, num_steps: int, step: int = 0) -> LRScheduler:
     """Return the config's schedule over `num_steps` optimizer steps; `step` of them have been taken.
     `ConfigError`: the schedule needs settings that the config does not have, or its parts are longer than the run."""
     name = config.lr_scheduler_type
-    if name not in {one.value for one in SchedulerType}:
+    if name not in {scheduler_type.value for scheduler_type in SchedulerType}:
         try:
             spans = spans_of(name, num_steps, warmup=config.warmup_steps or config.warmup_ratio or None)
         except ConfigError as error:

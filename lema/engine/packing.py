@@ -58,15 +58,15 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
         raise ConfigError(what, where="packing", how=how) from error
     finally:
         module.train(was_training)
-    each = [row.float() for one in logits for row in one]  # whatever micro-batches memory allowed
-    packed, alone = each[: len(packs)], iter(each[len(packs) :])
-    noise, apart = list[float](), list[float]()
-    for pack, found in zip(packs, packed, strict=True):
-        ends = list(accumulate(map(len, pack)))
-        for number, (row, end) in enumerate(zip(pack, ends, strict=True)):
-            differs = _apart(found[end - len(row) : end], next(alone))
-            (apart if number else noise).extend(differs[:FIRST])
-    typical = sorted(apart)[len(apart) // 2]
+    row_logits = [row.float() for batch in logits for row in batch]  # whatever micro-batches memory allowed
+    packed, alone = row_logits[: len(packs)], iter(row_logits[len(packs) :])
+    noise, differences = list[float](), list[float]()
+    for pack, pack_logits in zip(packs, packed, strict=True):
+        row_bounds = list(accumulate(map(len, pack)))
+        for number, (row, end) in enumerate(zip(pack, row_bounds, strict=True)):
+            differs = _relative_distances(pack_logits[end - len(row) : end], next(alone))
+            (differences if number else noise).extend(differs[:FIRST])
+    typical = sorted(differences)[len(differences) // 2]
     if not typical <= max(FLOOR[torch.finfo(model.split.dtype).bits < 32], NOISE * max(noise)):
         what = f"rows of a pack influence each other in this model: their logits differ by {typical:.1%} from those "
         what += "of the same rows alone, as something beside attention goes on from one row to the next"
@@ -85,9 +85,9 @@ def _alone(row: Tensor) -> dict[str, Tensor]:
     return {"input_ids": row[None], "labels": row[None]}
 
 
-def _apart(one: Tensor, other: Tensor) -> list[float]:
+def _relative_distances(logits: Tensor, reference: Tensor) -> list[float]:
     """Return how far the logits of each token `[tokens, vocabulary]` are from others, relative to their length."""
-    return [float(one) for one in (one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-30)]
+    return [float(distance) for distance in (logits - reference).norm(dim=-1) / reference.norm(dim=-1).clamp(min=1e-30)]
 
 
 class Packs(Sequence[dict[str, list[int]]]):
@@ -106,14 +106,14 @@ class Packs(Sequence[dict[str, list[int]]]):
         self._rows, self._about = rows, (length, seed, wrapped)
         lengths = lengths_of(rows)
         if not wrapped and len(rows) and lengths.max() > length:
-            place = int(lengths.argmax())
-            what = f"row {place} has {lengths[place]:,} tokens, more than the {length:,} of a pack"
+            longest = int(lengths.argmax())
+            what = f"row {longest} has {lengths[longest]:,} tokens, more than the {length:,} of a pack"
             raise DataError(what, where="packing", how="raise max_length, shorten the row, or set packing: wrapped")
         order = shuffled(len(rows), seed, stream=2**32 + 1)
-        places, starts, ends, packs = (_cut_through if wrapped else _fitted)(lengths[order], length)
-        self._places, self._starts, self._ends = order[places], starts, ends
+        row_indices, starts, stops, packs = (_cut_through if wrapped else _fitted)(lengths[order], length)
+        self._row_indices, self._starts, self._stops = order[row_indices], starts, stops
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
-        self._sizes = np.bincount(packs, weights=ends - starts).astype(np.int64)
+        self._sizes = np.bincount(packs, weights=stops - starts).astype(np.int64)
         left_out = self._keep_trained(lengths) if wrapped else 0
         full = self._sizes.sum() / max(1, len(self) * length)
         line = f"packed: {len(rows):,} rows in {len(self):,} packs of at most {length:,} tokens, {full:.0%} filled"
@@ -124,21 +124,27 @@ class Packs(Sequence[dict[str, list[int]]]):
     def _keep_trained(self, lengths: npt.NDArray[np.int64]) -> int:
         """Leave out packs in which nothing is trained; return how many. `lengths` are those of the rows. A pack that
         holds all of a row, or two tokens of one that is trained as a whole, is not read for it."""
-        trained = getattr(self._rows, "trained", np.zeros(len(lengths), dtype=np.int64))[self._places]
-        sizes, of_rows = self._ends - self._starts, lengths[self._places]
+        trained = getattr(self._rows, "trained", np.zeros(len(lengths), dtype=np.int64))[self._row_indices]
+        sizes, of_rows = self._stops - self._starts, lengths[self._row_indices]
         sure = (trained > 0) & ((sizes == of_rows) | ((trained == of_rows - 1) & (sizes > 1)))
         packs = np.repeat(np.arange(len(self)), np.diff(self._bounds))
-        known = np.bincount(packs, weights=sure, minlength=len(self)) > 0
-        kept = np.array([bool(known[number]) or self._trains(number) for number in range(len(self))], dtype=bool)
-        if not kept.any():
+        has_trained = np.bincount(packs, weights=sure, minlength=len(self)) > 0
+        retained = np.array(
+            [bool(has_trained[number]) or self._trains(number) for number in range(len(self))], dtype=bool
+        )
+        if not retained.any():
             what = "no pack has a token to train on"
             raise DataError(what, where="packing", how="raise max_length, or remove rows that are mostly prompt")
-        pieces = kept[packs]
-        self._places, self._starts, self._ends = self._places[pieces], self._starts[pieces], self._ends[pieces]
-        counts = np.diff(self._bounds)[kept]
+        pieces = retained[packs]
+        self._row_indices, self._starts, self._stops = (
+            self._row_indices[pieces],
+            self._starts[pieces],
+            self._stops[pieces],
+        )
+        counts = np.diff(self._bounds)[retained]
         self._bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._sizes = self._sizes[kept]
-        return int((~kept).sum())
+        self._sizes = self._sizes[retained]
+        return int((~retained).sum())
 
     def _trains(self, pack: int) -> bool:
         return any(label != IGNORED for label in self[pack]["labels"])
@@ -149,10 +155,10 @@ class Packs(Sequence[dict[str, list[int]]]):
     def __getitem__(self, index: Any) -> Any:
         pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
         for piece in range(self._bounds[index], self._bounds[index + 1]):
-            row, part = self._rows[int(self._places[piece])], slice(self._starts[piece], self._ends[piece])
+            row, part = self._rows[int(self._row_indices[piece])], slice(self._starts[piece], self._stops[piece])
             pack["input_ids"] += row["input_ids"][part]
             pack["labels"] += [IGNORED, *row["labels"][part][1:]]
-            pack["position_ids"] += range(self._ends[piece] - self._starts[piece])
+            pack["position_ids"] += range(self._stops[piece] - self._starts[piece])
         return pack
 
     def num_tokens(self, index: int) -> int:
@@ -185,16 +191,16 @@ def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
         else:
             space, pack, count = capacity, count, count + 1
         packs[row] = pack
-        if rest := space - length:
-            free.setdefault(rest, []).append(pack)
-            sizes |= 1 << rest
-    places = np.argsort(packs, kind="stable").astype(np.int64)
-    return places, np.zeros(len(places), dtype=np.int64), lengths[places], packs[places]
+        if remaining := space - length:
+            free.setdefault(remaining, []).append(pack)
+            sizes |= 1 << remaining
+    row_indices = np.argsort(packs, kind="stable").astype(np.int64)
+    return row_indices, np.zeros(len(row_indices), dtype=np.int64), lengths[row_indices], packs[row_indices]
 
 
 def _cut_through(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
     """Cut rows that lie end to end at every multiple of `capacity` tokens."""
     begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     cuts = np.union1d(begins, np.arange(0, begins[-1], capacity))
-    places = np.searchsorted(begins, cuts[:-1], side="right") - 1
-    return places, cuts[:-1] - begins[places], cuts[1:] - begins[places], cuts[:-1] // capacity
+    row_indices = np.searchsorted(begins, cuts[:-1], side="right") - 1
+    return row_indices, cuts[:-1] - begins[row_indices], cuts[1:] - begins[row_indices], cuts[:-1] // capacity

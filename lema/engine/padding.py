@@ -52,26 +52,33 @@ class Padding:
                 how=f"lower max_length to {self.positions // self.multiple * self.multiple or self.positions} or less, "
                 "or choose another multiple",
             )
-        whole = dict(batch)
-        if "position_ids" not in whole:  # because positions mark packed rows, and a mask would hide where each begins
-            whole.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        padded = dict(batch)
+        if "position_ids" not in padded:  # because positions mark packed rows, and a mask would hide where each begins
+            padded.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         if longer == length:
-            return whole
-        tokens = {name for name, one in whole.items() if one.dim() == 2 and name not in OF_ROWS}
+            return padded
+        tokens = {name for name, tensor in padded.items() if tensor.dim() == 2 and name not in OF_ROWS}
         more = (0, longer - length)
         return {
-            name: pad(one, more, value=VALUES.get(name, 0)) if name in tokens else one for name, one in whole.items()
+            name: pad(tensor, more, value=VALUES.get(name, 0)) if name in tokens else tensor
+            for name, tensor in padded.items()
         }
 
 
 def cut(logits: list[Tensor], batches: Sequence[Mapping[str, Tensor]]) -> None:
     """Leave out of logits `[batch, sequence, vocabulary]` those of padding that was added to these micro-batches."""
-    logits[:] = [one[:, : batch["input_ids"].shape[1]] for one, batch in zip(logits, batches, strict=True)]
+    logits[:] = [
+        batch_logits[:, : batch["input_ids"].shape[1]] for batch_logits, batch in zip(logits, batches, strict=True)
+    ]
 
 
 def side_by_side(logits: Sequence[Tensor], width: int) -> Tensor:
     """Return logits of micro-batches, some of them cut to their longest row, padded to the width of the batch."""
-    return torch.cat([pad(one, (0, 0, 0, width - one.shape[1])) for one in logits]) if logits else torch.empty(0)
+    return (
+        torch.cat([pad(batch_logits, (0, 0, 0, width - batch_logits.shape[1])) for batch_logits in logits])
+        if logits
+        else torch.empty(0)
+    )
 
 
 def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding:

@@ -30,9 +30,9 @@ class Graph:
     `again`: runs the layer once more, from the generator state of the first run, and returns what that made, to be
     differentiated; None: the first run's graph is kept. `linears`: the layer's adapted linears, of which one may skip a
     product then; None: none does. `products`: keep the products by frozen weights, which the second run then takes.
-    `whole`: compute everything again, after the last saved tensor too, and keep no product. `keep`: for a
+    `recompute_all`: compute everything again, after the last saved tensor too, and keep no product. `keep`: for a
     graph that is not recomputed, packs the tensors that it is to hold; None: it holds them as they are. Its attribute
-    `held`: the storages of those that it holds as they are, with their bytes, by address."""
+    `storage_bytes`: the storages of those that it holds as they are, with their bytes, by address."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class Graph:
         linears: AdaptedLinears | None = None,
         *,
         products: bool = False,
-        whole: bool = False,
+        recompute_all: bool = False,
         keep: Callable[[Tensor], Packed] | None = None,
     ) -> None:
-        self._again, self._whole, self._keep = again, whole, keep
-        self._linears = None if again is None or whole else linears
+        self._again, self._recompute_all, self._keep = again, recompute_all, keep
+        self._linears = None if again is None or recompute_all else linears
         self._products = self._linears.products() if products and self._linears is not None else None
         self._last = LastLinear()
         self._saved = 0  # how many tensors the first run saved, without weights
         self._lease: Lease | None = None
-        self.held: dict[int, int] = {}
+        self.storage_bytes: dict[int, int] = {}
 
     @contextmanager
     def built(self, lease: Lease) -> Iterator[None]:
@@ -59,14 +59,14 @@ class Graph:
             # It reads the lease from `self`, because autograd keeps this function, and a lease kept would pin its slot.
             assert self._lease is not None, "a graph was added to after its layer's forward"
             if self._again is not None:
-                self._saved += not self._whole and self._lease.refer(tensor) is None
+                self._saved += not self._recompute_all and self._lease.refer(tensor) is None
                 return None
             if (reference := self._lease.refer(tensor)) is not None:
                 return reference
             if self._keep is not None:
                 return self._keep(tensor)
             storage = tensor.untyped_storage()
-            self.held[storage._cdata] = storage.nbytes()
+            self.storage_bytes[storage._cdata] = storage.nbytes()
             # Not the tensor itself, because an operation that keeps what it made would hold itself for ever.
             return tensor.detach()
 
@@ -104,12 +104,12 @@ class Graph:
             return self._lease.resolve(packed)
         if isinstance(packed, Tensor):
             return packed
-        kept: Packed = packed
-        return kept.unpack()
+        saved: Packed = packed
+        return saved.unpack()
 
     def _rerun(self, lease: Lease, again: Callable[[Lease], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Run the layer again, with a graph that lives as long as the lease."""
-        if self._whole:
+        if self._recompute_all:
             with torch.enable_grad():
                 return again(lease)
         count, skipped = 0, ExitStack()
@@ -125,6 +125,6 @@ class Graph:
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
         taken = nullcontext() if self._products is None else self._products.taken()
         with skipped, taken, self._last.skipped(self._saved, lambda: count), torch.enable_grad(), hooks:
-            made = again(lease)
+            outputs = again(lease)
         assert count == self._saved, f"{count} of {self._saved} tensors were recomputed: the layer ran differently"
-        return made
+        return outputs

@@ -67,11 +67,11 @@ def _cosine(low: float, step: int, total: int, spans: Spans) -> float:
 
 def _stable(last: float, step: int, total: int, spans: Spans) -> float:
     """Return 1 for t < n - s - d; `1 - (1 - last) (t - (n - s - d)) / d` for t < n - s; last from there."""
-    ends = total - spans.tail
-    begins = ends - spans.decay
+    stop = total - spans.tail
+    begins = stop - spans.decay
     if step < begins:
         return 1.0
-    return _between(1.0, last, step - begins, spans.decay) if step < ends else last
+    return _between(1.0, last, step - begins, spans.decay) if step < stop else last
 
 
 SCHEDULES: Mapping[str, Schedule] = {
@@ -106,13 +106,13 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     parts = SCHEDULES[name].parts
     for part, length in lengths.items():
         if length is not None and part not in parts:
-            how = f"leave {part} out, or use {' or '.join(one for one in SCHEDULES if part in SCHEDULES[one].parts)}"
+            how = f"leave {part} out, or use {' or '.join(schedule for schedule in SCHEDULES if part in SCHEDULES[schedule].parts)}"
             raise ConfigError(f"schedule {name} has no {part}", where=part, how=how)
-    given = {part: lengths.get(part) for part in parts}
-    steps = {part: _steps(parts[part] if length is None else length, total) for part, length in given.items()}
+    part_lengths = {part: lengths.get(part) for part in parts}
+    steps = {part: _steps(parts[part] if length is None else length, total) for part, length in part_lengths.items()}
     if sum(steps.values()) > total:
-        said = " and ".join(f"{part} ({count})" for part, count in steps.items())
-        what = f"{said} {'are' if len(steps) > 1 else 'is'} more than the schedule's {total} steps"
+        summary = " and ".join(f"{part} ({count})" for part, count in steps.items())
+        what = f"{summary} {'are' if len(steps) > 1 else 'is'} more than the schedule's {total} steps"
         how = f"make {' or '.join(steps)} shorter, or train on more tokens"
         raise ConfigError(what, where=max(steps, key=lambda part: steps[part]), how=how)
     return Spans(**steps)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lema.model.capture import replaced
 from lema.model.shared_inputs import PRODUCTS, Product
 
-__all__ = ["AdaptedLinears", "KeptProducts", "LastLinear", "Skipped"]
+__all__ = ["AdaptedLinears", "LastLinear", "SavedProducts", "Skipped"]
 
 
 class Skipped(TorchDispatchMode):
@@ -58,7 +58,7 @@ class LastLinear:
     begun: int = 0  # how many tensors had been saved when it was called
     ended: int = 0  # how many had been saved when it returned, or when a dropout of what it returned did
     # What it or the dropout returned, `[..., features]`, while somebody else holds that.
-    made: Callable[[], Tensor | None] = lambda: None
+    output: Callable[[], Tensor | None] = lambda: None
 
     def skipped(self, total: int, saved: Callable[[], int]) -> AbstractContextManager[None]:
         """Skip its frozen product in the `with` block, if a recomputation can do without: of the `total` tensors that
@@ -76,57 +76,73 @@ class LastLinear:
             return forward(*args, **kwargs)
 
 
-class KeptProducts:
+class SavedProducts:
     """The products by frozen weights that one forward of a layer formed, which its recomputation takes from here."""
 
     def __init__(self, modules: Sequence[nn.Module], hold: Callable[[Tensor], Tensor]) -> None:
-        self._made: dict[Any, list[_Made]] = {module: [] for module in modules if _is_left_alone(module)}
+        self._outputs: dict[Any, list[_Product]] = {module: [] for module in modules if _is_left_alone(module)}
         self._hold = hold
 
     def watched(self, saved: Callable[[], int]) -> dict[nn.Module, Product]:
         """Return what keeps products in a forward that has saved `saved()` tensors so far, for each module."""
 
-        def keep(made: list[_Made], output: Tensor) -> None:
-            made.append(_Made(self._hold(output), output._version, saved()))
+        def keep(outputs: list[_Product], output: Tensor) -> None:
+            outputs.append(_Product(self._hold(output), output._version, saved()))
 
-        return {one: Product(one.forward, lambda _: None, partial(keep, made)) for one, made in self._made.items()}
+        return {
+            module: Product(module.forward, lambda _: None, partial(keep, outputs))
+            for module, outputs in self._outputs.items()
+        }
 
     def drop(self, last: LastLinear, total: int) -> None:
         """Let go of the products that the recomputation of a forward with `total` saved tensors skips anyway."""
-        for made in self._made.values():
-            made[:] = [one for one in made if one.saved < total]
-        if last.linear is not None and last.ended == total and (made := self._made.get(last.linear.base_layer, [])):
-            made.pop()
+        for outputs in self._outputs.values():
+            outputs[:] = [product for product in outputs if product.saved < total]
+        if (
+            last.linear is not None
+            and last.ended == total
+            and (outputs := self._outputs.get(last.linear.base_layer, []))
+        ):
+            outputs.pop()
 
     @property
     def nbytes(self) -> int:
         """The bytes of the products."""
-        return sum(one.output.nbytes for made in self._made.values() for one in made)
+        return sum(product.output.nbytes for outputs in self._outputs.values() for product in outputs)
 
     @property
     def flops(self) -> int:
         """The floating-point operations of the products."""
         return sum(
-            2 * one.output.numel() * module.weight.numel() // one.output.shape[-1]
-            for module, made in self._made.items()
-            for one in made
+            2 * product.output.numel() * module.weight.numel() // product.output.shape[-1]
+            for module, outputs in self._outputs.items()
+            for product in outputs
         )
 
     def taken(self) -> AbstractContextManager[None]:
         """Have the modules return in the `with` block what they returned in the forward, in the same order."""
 
-        def take(module: Any, made: list[_Made], given: Tensor) -> Skipped | None:
-            one = made.pop(0) if made else None
+        def take(module: Any, outputs: list[_Product], inputs: Tensor) -> Skipped | None:
+            product = outputs.pop(0) if outputs else None
             # Else torch may add the bias after the product, and an output has it already.
-            fused = module.bias is None or (given.dim() <= 3 and given.is_contiguous())
+            fused = module.bias is None or (inputs.dim() <= 3 and inputs.is_contiguous())
             # A layer may have written into an output since.
-            return Skipped(one.output) if one is not None and fused and one.output._version == one.version else None
+            return (
+                Skipped(product.output)
+                if product is not None and fused and product.output._version == product.version
+                else None
+            )
 
-        return replaced({one: Product(one.forward, partial(take, one, made)) for one, made in self._made.items()})
+        return replaced(
+            {
+                module: Product(module.forward, partial(take, module, outputs))
+                for module, outputs in self._outputs.items()
+            }
+        )
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Product:
     """An output of a module."""
 
     output: Tensor
@@ -144,13 +160,13 @@ class AdaptedLinears:
         products = [part for part in parts if type(part).forward in PRODUCTS and not part.weight.requires_grad]
         self._frozen = products
 
-    def products(self, hold: Callable[[Tensor], Tensor] = Tensor.detach) -> KeptProducts:
+    def products(self, hold: Callable[[Tensor], Tensor] = Tensor.detach) -> SavedProducts:
         """Return a place for the products by frozen weights of one forward. `hold` returns what is kept of an output:
         not the output itself, because that has a graph, but what shares its memory and its version."""
-        return KeptProducts(self._frozen, hold)
+        return SavedProducts(self._frozen, hold)
 
     @contextmanager
-    def watched(self, saved: Callable[[], int], products: KeptProducts | None = None) -> Iterator[LastLinear]:
+    def watched(self, saved: Callable[[], int], products: SavedProducts | None = None) -> Iterator[LastLinear]:
         """Note which linear is called last in the `with` block, a forward that has saved `saved()` tensors so far, and
         keep the `products`."""
         last, watched = LastLinear(), dict[nn.Module, Callable[..., Any] | None]()
@@ -177,16 +193,16 @@ def _linear(
     out = forward(*args, **kwargs)
     last.linear, last.begun, last.ended = linear, begun, saved()
     # A weak reference, because the layer may need the output no longer than the next line of its forward.
-    last.made = ref(out)
+    last.output = ref(out)
     return out
 
 
-def _dropout(last: LastLinear, saved: Callable[[], int], forward: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+def _dropout(last: LastLinear, saved: Callable[[], int], forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     """Call a dropout; what it saves counts as the last linear's if it is given what that returned."""
-    follows = given is last.made() and saved() == last.ended
-    out = forward(given)
+    follows = inputs is last.output() and saved() == last.ended
+    out = forward(inputs)
     if follows:
-        last.ended, last.made = saved(), ref(out)
+        last.ended, last.output = saved(), ref(out)
     return out
 
 

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from lema.activations.boundaries import TierName
 from lema.activations.hoststates import HostStates
-from lema.activations.kept import BoundaryArena, KeptGraphs, StepBoundaries, StepGraphs
+from lema.activations.stepstore import BoundaryArena, SavedGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import TorchCarrier
 from lema.backend.watchdog import Watchdog
-from lema.engine.beside import Beside, StartingAdapter, beside_of_pass
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
@@ -31,6 +30,7 @@ from lema.engine.head.objectives import Measured, Objective
 from lema.engine.head.pieces import PiecedHead, piece_passes, visit_head
 from lema.engine.head.rows import RowLoss, row_targets
 from lema.engine.padding import Padding, cut
+from lema.engine.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit, visit_frozen, visit_top
 from lema.errors import ConfigError
@@ -95,12 +95,12 @@ class StreamedModel:
         self.loss_chunk_tokens, self.padding = loss_chunk_tokens, padding or Padding()
         carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
-        self.graphs: KeptGraphs | None = None
+        self.graphs: SavedGraphs | None = None
         if saved_on != "device":
             # Because a slot is the host's buffer there, and tensors that come back would lie in it.
             if backend.memory().shared:
                 carrier = TorchCarrier(backend.device, at_once=True)
-            self.graphs = KeptGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
+            self.graphs = SavedGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
         self.engine = Engine(split, stream, backend)
         self.retry = self.engine.retry
         self.retry.recomputes = recompute
@@ -159,13 +159,13 @@ class StreamedModel:
         return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
 
     @contextmanager
-    def seen_by(self, look: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
+    def seen_by(self, observe: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
         """Have the backwards in a `with` block show the gradients of hidden states; see `lema.engine.visit.Engine`."""
-        before, self.engine.look = self.engine.look, look
+        before, self.engine.observe = self.engine.observe, observe
         try:
             yield
         finally:
-            self.engine.look = before
+            self.engine.observe = before
 
     def trained_outside(self) -> list[nn.Parameter]:
         """Return the trainable parameters outside the decoder layers."""
@@ -207,16 +207,16 @@ class StreamedModel:
         summed loss by this instead (gradient accumulation over several calls). `scale`: gradients are formed of `scale`
         times the loss (for half-precision gradients); the gradient that arrives from above is divided by it. `logits`:
         a list to which the logits `[batch, sequence, vocabulary]` of every micro-batch are appended."""
-        placed, chunks = self._placed(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+        device_batches, chunks = self._prepare(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
         if not self.stream.announced:
             self.announce_step(micro_batches)
         top, outside, prefix = self.split.num_layers - 1, self.trained_outside(), self.prefix
         start, before = self._first_layer(micro_batches), self.engine.generator_state()
         inputs, around = [model_inputs(batch) for batch in micro_batches], list[dict[str, Any]]()
         # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
-        with nullcontext() if start else self._first_lease(placed) as first:
+        with nullcontext() if start else self._first_lease(device_batches) as first:
             hidden, calls = self.prelude(
-                placed, first, differentiate=bool(outside), around=None if prefix is None else around
+                device_batches, first, differentiate=bool(outside), around=None if prefix is None else around
             )
             if start and prefix is not None and not prefix.fits(inputs, around):
                 self.stream.cancel()  # what was announced, because the layers below are needed all the same
@@ -224,14 +224,14 @@ class StreamedModel:
                 start = 0
             embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
             if self.engine.routers is not None:
-                self.engine.routers.begin(embed_head.loss, calls, placed)
+                self.engine.routers.begin(embed_head.loss, calls, device_batches)
             hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
             lowest = self.lowest_trained
             last = top if self.head is None else top + 1  # before the turn, which is that of the head's pieces
-            boundaries, graphs = self.waiting_places(hidden, lowest, last)
-            beside = beside_of_pass(self, chunks, micro_batches, placed, calls, first)
-            through = partial(self.visit_layer, lowest, boundaries, graphs, beside)
+            boundaries, graphs = self.activation_stores(hidden, lowest, last)
+            reference_rows = reference_rows_of(self, chunks, micro_batches, device_batches, calls, first)
+            through = partial(self.visit_layer, lowest, boundaries, graphs, reference_rows)
             if start and prefix is not None:
                 hidden = prefix.fetch(inputs)
             elif last > 0:
@@ -240,22 +240,26 @@ class StreamedModel:
             if prefix is not None and layer == prefix.layer > start:
                 drawn = not torch.equal(before, self.backend.rng_state())
                 more = any(call.received is not None and call.received.more for call in calls[layer])
-                held = any(map(self.split.state.layers.keeps, range(layer)))
-                prefix.keep(inputs, hidden, around, lowest=lowest, drawn=drawn, handed_on=more, held=held)
+                stateful = any(map(self.split.state.layers.keeps, range(layer)))
+                prefix.keep(inputs, hidden, around, lowest=lowest, drawn=drawn, handed_on=more, stateful=stateful)
             if layer < last:
                 # Not by a variable, which would hold this layer's inputs until the next layer is done.
                 hidden = through(layer, calls[layer], hidden)
         if graphs is not None:
-            graphs.turn()  # because the top layer, the head and the loss need the room on the device
-        loss = self._turned(calls[top], hidden, embed_head, beside)
+            graphs.end_forward()  # because the top layer, the head and the loss need the room on the device
+        loss = self._top_loss(calls[top], hidden, embed_head, reference_rows)
         if graphs is not None:
             graphs.expect(last - 1)
         if logits:  # of a loss of rows there are none
             cut(logits, micro_batches)
         return loss
 
-    def _turned(
-        self, calls: Sequence[LayerCall], hidden: tuple[Tensor, ...], embed_head: EmbedHead, beside: Beside | None
+    def _top_loss(
+        self,
+        calls: Sequence[LayerCall],
+        hidden: tuple[Tensor, ...],
+        embed_head: EmbedHead,
+        reference_rows: ReferenceRows | None,
     ) -> Tensor:
         """Return the loss of a step; `hidden` is what the layers below the turn have made."""
         loss, routers = embed_head.loss, self.engine.routers
@@ -264,14 +268,14 @@ class StreamedModel:
             value = visit_head(self.engine, self.head, loss, hidden)
             value = value if routers is None else value + routers.total()
         else:
-            value = visit_top(self.engine, calls, hidden, embed_head, beside)
+            value = visit_top(self.engine, calls, hidden, embed_head, reference_rows)
         if routers is not None:
             self.measured = routers.end()
         if isinstance(loss, RowLoss):
             self.measured = loss.measured
         return value
 
-    def accompany(self, *, training: bool = True) -> None:
+    def join_idle(self, *, training: bool = True) -> None:
         """Take part in a step, or an evaluation, in which this process has no rows, for the processes that have some.
         `ConfigError`: the others may visit layers in an order that this process cannot know yet."""
         stream, self.measured = self.stream, {}
@@ -281,19 +285,21 @@ class StreamedModel:
             raise ConfigError(what, where="shard_weights", how=how)
         if not training:
             stream.cancel()  # as an evaluation does
-        stream.accompany(stream.training_order(self.lowest_trained) if training else stream.forward_order())
+        stream.join_idle(stream.training_order(self.lowest_trained) if training else stream.forward_order())
 
     @torch.no_grad()
     def evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None = None) -> tuple[Tensor, int]:
         """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are. With an `objective`:
         its loss of the batch, and the number of examples that it is the mean of."""
         run = partial(self._evaluate, logits)
-        return self.retry.run_pass(run, micro_batches, made=logits, purpose="evaluation")
+        return self.retry.run_pass(run, micro_batches, outputs=logits, purpose="evaluation")
 
     def _evaluate(self, logits: list[Tensor] | None, micro_batches: MicroBatches) -> tuple[Tensor, int]:
-        placed, chunks = self._placed(micro_batches, logits=logits)
-        joined: list[Beside] = []
-        *_, hidden = self._forward(placed, partial(beside_of_pass, self, chunks, micro_batches, placed), joined)
+        device_batches, chunks = self._prepare(micro_batches, logits=logits)
+        joined: list[ReferenceRows] = []
+        *_, hidden = self._forward(
+            device_batches, partial(reference_rows_of, self, chunks, micro_batches, device_batches), joined
+        )
         if isinstance(chunks, RowLoss):
             value, self.measured = joined[0].evaluated(chunks, hidden), chunks.measured
             return value, chunks.num_examples
@@ -311,13 +317,13 @@ class StreamedModel:
         `on_host` they wait in host memory between layers, as `lema.activations.hoststates` has them."""
         away = self._away if on_host and not self.backend.memory().shared else None
         batches = list(map(self.padding.of, self.retry.cut(micro_batches)))
-        return self._forward(self.inputs.place(batches), away=away)
+        return self._forward(self.inputs.to_device(batches), away=away)
 
     def _forward(
         self,
         micro_batches: MicroBatches,
-        join: Callable[[list[list[LayerCall]], Lease | None], Beside | None] = lambda *_: None,
-        joined: list[Beside] | None = None,
+        join: Callable[[list[list[LayerCall]], Lease | None], ReferenceRows | None] = lambda *_: None,
+        joined: list[ReferenceRows] | None = None,
         away: HostStates | None = None,
     ) -> Iterator[tuple[Any, ...]]:
         """Yield the hidden states before the first layer and after each; rows from `join` are added to `joined`."""
@@ -325,19 +331,19 @@ class StreamedModel:
         self.stream.announce(self.stream.forward_order())
         with self._first_lease(micro_batches) as first:
             hidden, calls = self.prelude(micro_batches, first, away=away)
-            if (beside := join(calls, first)) is not None and joined is not None:
-                joined.append(beside)
+            if (reference_rows := join(calls, first)) is not None and joined is not None:
+                joined.append(reference_rows)
             yield hidden
             entered = self.split.enter(hidden) if away is None else hidden
-            hidden = visit_frozen(self.engine, 0, calls[0], entered, beside, away)
+            hidden = visit_frozen(self.engine, 0, calls[0], entered, reference_rows, away)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = visit_frozen(self.engine, layer, calls[layer], hidden, beside, away)
+            hidden = visit_frozen(self.engine, layer, calls[layer], hidden, reference_rows, away)
             yield hidden
         if away is not None:
-            away.turn()
+            away.end_forward()
 
-    def _placed(
+    def _prepare(
         self, micro_batches: MicroBatches, **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return the inputs of a step on the device, and its loss."""
@@ -345,20 +351,20 @@ class StreamedModel:
         batches, objective = list(map(self.padding.of, micro_batches)), self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
-            options |= {"known": targets, "dft": self.dft, "smoothing": self.smoothing}
+            options |= {"host_targets": targets, "dft": self.dft, "smoothing": self.smoothing}
         else:
             targets = [row_targets(batch, objective) for batch in batches]
-        placed, there = self.inputs.place_step(batches, targets, self.split.tables)
+        device_batches, there = self.inputs.step_to_device(batches, targets, self.split.tables)
         head, over, chunk = self.split.head, self.split.parallel, self.loss_chunk_tokens
         if objective is None:
-            return placed, LossChunks(head, there, chunk, parallel=over, **options)
+            return device_batches, LossChunks(head, there, chunk, parallel=over, **options)
         scale = options.get("scale", 1.0)
-        return placed, RowLoss(head, objective, batches, there, chunk, scale=scale, parallel=over)
+        return device_batches, RowLoss(head, objective, batches, there, chunk, scale=scale, parallel=over)
 
     def _first_lease(self, micro_batches: MicroBatches) -> AbstractContextManager[Lease | None]:
         """Lease the first layer if the prelude needs its weights, which on a lazy device it does not."""
-        known = self.split.known(model_inputs(micro_batches[0]))
-        return nullcontext() if known else self.stream.lease(0)
+        has_learned = self.split.has_learned(model_inputs(micro_batches[0]))
+        return nullcontext() if has_learned else self.stream.lease(0)
 
     def prelude(
         self,
@@ -382,10 +388,10 @@ class StreamedModel:
                 preludes.append(prelude.calls)
                 if around is not None:
                     around.append(self.split.state.around())
-        calls = [[own[layer] for own in preludes] for layer in range(self.split.num_layers)]
+        calls = [[batch_calls[layer] for batch_calls in preludes] for layer in range(self.split.num_layers)]
         return tuple(hidden), calls
 
-    def waiting_places(
+    def activation_stores(
         self, hidden: Sequence[Tensor], lowest: int, end: int
     ) -> tuple[StepBoundaries | None, StepGraphs | None]:
         """Return where the inputs and the graphs of the layers from `lowest` to `end` wait for the backward of a step,
@@ -400,19 +406,29 @@ class StreamedModel:
         lowest: int,
         boundaries: StepBoundaries | None,
         graphs: StepGraphs | None,
-        beside: Beside | None,
+        reference_rows: ReferenceRows | None,
         layer: int,
         calls: Sequence[LayerCall],
         hidden: tuple[Tensor, ...],
-        room: int = 0,
+        budget: int = 0,
     ) -> tuple[Tensor, ...]:
         """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by `visit_frozen` below it."""
-        hooks = self.split.state.hooks.of(layer, self.split.rest, frozen=layer < lowest)
+        hooks = self.split.state.hooks.of(layer, self.split.extra_outputs, frozen=layer < lowest)
         if hooks is not None:
             calls, hidden = hooks.before(calls, hidden)
         if lowest <= layer:
-            kept = None if layer in self.saved else boundaries
-            made = visit(self.engine, layer, calls, hidden, kept, graphs, beside, room, layer in self.products)
+            layer_boundaries = None if layer in self.saved else boundaries
+            outputs = visit(
+                self.engine,
+                layer,
+                calls,
+                hidden,
+                layer_boundaries,
+                graphs,
+                reference_rows,
+                budget,
+                layer in self.products,
+            )
         else:
-            made = visit_frozen(self.engine, layer, calls, hidden, beside)
-        return made if hooks is None else hooks.after(made)
+            outputs = visit_frozen(self.engine, layer, calls, hidden, reference_rows)
+        return outputs if hooks is None else hooks.after(outputs)

@@ -37,7 +37,7 @@ class TrainedWeights:
         done: Callable[[int, Leaves], None],
         adapters: nn.ModuleList | None = None,
     ) -> None:
-        self._names = {layer: frozenset(own) for layer, own in names.items() if own}
+        self._names = {layer: frozenset(layer_names) for layer, layer_names in names.items() if layer_names}
         self._done, self._adapters = done, adapters
 
     def trains(self, layer: int) -> bool:
@@ -47,15 +47,19 @@ class TrainedWeights:
     def leaves(self, layer: int, lease: Lease) -> Leaves:
         """Return a leaf for each weight of a layer that trains: the same bytes, and it requires grad. `ModelError`: one
         is not in the lease, or is of a type that has no gradient."""
-        found: Leaves = {}
+        layer_leaves: Leaves = {}
         for name in sorted(self._names.get(layer, ())):
             weight = lease.weights.get(name)
             if weight is None or not weight.is_floating_point():
                 what = "is not streamed" if weight is None else f"is of {weight.dtype}, which cannot train"
                 raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
-            found[name] = weight.detach().requires_grad_()
-        own = () if self._adapters is None else self._adapters[layer].named_parameters()
-        return found | {name: one.detach().requires_grad_() for name, one in own if one.requires_grad}
+            layer_leaves[name] = weight.detach().requires_grad_()
+        adapter_parameters = () if self._adapters is None else self._adapters[layer].named_parameters()
+        return layer_leaves | {
+            name: parameter.detach().requires_grad_()
+            for name, parameter in adapter_parameters
+            if parameter.requires_grad
+        }
 
     def end(self, layer: int, leaves: Leaves) -> None:
         """Hand the gradients of a layer over, because nothing adds to them any more in this pass."""
@@ -65,8 +69,8 @@ class TrainedWeights:
             leaf.grad = None
 
 
-def adapter_leaves(layers: nn.ModuleList, found: dict[nn.Parameter, Tensor]) -> TrainedWeights:
-    """Return a context with leaves instead of the adapters of decoder layers; `found` sums their gradients.
+def adapter_leaves(layers: nn.ModuleList, gradient_sums: dict[nn.Parameter, Tensor]) -> TrainedWeights:
+    """Return a context with leaves instead of the adapters of decoder layers; `gradient_sums` sums their gradients.
 
     `DistributedDataParallel` sends a parameter's gradient off when it first arrives, and looks for parameters in the
     graph of what the model returns. But the visits differentiate graphs of their own, once for each micro-batch. So
@@ -74,9 +78,11 @@ def adapter_leaves(layers: nn.ModuleList, found: dict[nn.Parameter, Tensor]) -> 
     """
 
     def done(layer: int, gradients: Leaves) -> None:
-        own = dict(layers[layer].named_parameters())
+        parameters = dict(layers[layer].named_parameters())
         for name, gradient in gradients.items():
-            found[own[name]] = found[own[name]] + gradient if own[name] in found else gradient
+            gradient_sums[parameters[name]] = (
+                gradient_sums[parameters[name]] + gradient if parameters[name] in gradient_sums else gradient
+            )
 
     return TrainedWeights({}, done, adapters=layers)
 
@@ -93,9 +99,13 @@ class AskedGradients:
 
     def __init__(self, anchor: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         # Hooks of a parameter would also be called by the graph outside, where a plain backward has no gradient for it.
-        self.parameters = [one for one in parameters if not one._backward_hooks and not one._post_accumulate_grad_hooks]
+        self.parameters = [
+            parameter
+            for parameter in parameters
+            if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
+        ]
         self.hooked = len(self.parameters) < len(parameters)
-        self.found: dict[nn.Parameter, Tensor] = {}
+        self.gradients: dict[nn.Parameter, Tensor] = {}
         self._anchor = get_gradient_edge(anchor).node
 
     def asked(self) -> bool:
@@ -108,36 +118,36 @@ class AskedGradients:
         if not self.asked():
             yield
             return
-        before = [(one, one.grad) for one in self.parameters]
-        for one in self.parameters:
-            one.grad = self.found.pop(one, None)
+        before = [(parameter, parameter.grad) for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = self.gradients.pop(parameter, None)
         try:
             yield
         finally:
-            for one, own in before:
-                if one.grad is not None:
-                    self.found[one] = one.grad
-                one.grad = own
+            for parameter, grad in before:
+                if parameter.grad is not None:
+                    self.gradients[parameter] = parameter.grad
+                parameter.grad = grad
 
 
 def differentiated_again() -> bool:
     """Whether the graph that is being differentiated is kept, because another backward may come."""
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
+    retained: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return retained
 
 
 class _BelowVisits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, found: dict[nn.Parameter, Tensor], *trained: nn.Parameter) -> Tensor:
-        ctx.found, ctx.trained = found, trained
+    def forward(ctx: Any, anchor: Tensor, gradients: dict[nn.Parameter, Tensor], *trained: nn.Parameter) -> Tensor:
+        ctx.found, ctx.trained = gradients, trained
         return anchor.clone()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.found.pop(one, None) for one in ctx.trained)
+        return None, None, *(ctx.found.pop(parameter, None) for parameter in ctx.trained)
 
 
-def below_visits(anchor: Tensor, found: dict[nn.Parameter, Tensor], trained: Sequence[nn.Parameter]) -> Tensor:
+def below_visits(anchor: Tensor, gradients: dict[nn.Parameter, Tensor], trained: Sequence[nn.Parameter]) -> Tensor:
     """Return what stands for the visits' anchor: its backward comes after those of all visits, with what they found."""
-    below: Tensor = _BelowVisits.apply(anchor, found, *trained)  # type: ignore[no-untyped-call] # torch's is
+    below: Tensor = _BelowVisits.apply(anchor, gradients, *trained)  # type: ignore[no-untyped-call] # torch's is
     return below

@@ -29,7 +29,7 @@ from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
 from lema.lora.merge import WRAPPED
 from lema.lora.targets import default_parameters, default_targets
-from lema.model.partition import planned_ends
+from lema.model.partition import planned_suffixes
 from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
 
 __all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
@@ -61,7 +61,7 @@ def lora_config(
     `targets`: module names, or a regular expression over full names; None: `default_targets`, and experts."""
     chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
     try:
-        options |= {"r": rank, "lora_alpha": _whole(alpha), "lora_dropout": dropout, "target_modules": chosen}
+        options |= {"r": rank, "lora_alpha": _as_integer(alpha), "lora_dropout": dropout, "target_modules": chosen}
         config = LoraConfig(task_type="CAUSAL_LM", **options)
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
@@ -74,8 +74,10 @@ def lora_config(
     inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
     if any(every or check_target_module_exists(config, name) for name in inside):
         before = config.exclude_modules or ()
-        ends = [before] if isinstance(before, str) else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
-        config.exclude_modules = "|".join([*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *ends])
+        exclude_patterns = (
+            [before] if isinstance(before, str) else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
+        )
+        config.exclude_modules = "|".join([*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *exclude_patterns])
     check_patterns(config, [name for name, _ in model.named_modules()])
     config.fan_in_fan_out = any(
         isinstance(module, Conv1D) and (every or bool(check_target_module_exists(config, name)))
@@ -99,8 +101,8 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
     if config.torch_compile:  # because compilers break at them
         options["target_parameters"] = options["target_parameters"] or []
-    options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
-    made = lora_config(
+    options["alpha_pattern"] = {name: _as_integer(alpha) for name, alpha in config.lora_alpha_pattern.items()}
+    peft_config = lora_config(
         model,
         rank=options.pop("r"),
         alpha=options.pop("lora_alpha"),
@@ -108,12 +110,12 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
         targets=options.pop("target_modules"),
         **options,
     )
-    if parts > 1 and config.lora_target_parameters is None and made.target_parameters:
-        made.target_parameters = planned_ends(model, made.target_parameters) or None
-    return made
+    if parts > 1 and config.lora_target_parameters is None and peft_config.target_parameters:
+        peft_config.target_parameters = planned_suffixes(model, peft_config.target_parameters) or None
+    return peft_config
 
 
-def _whole(alpha: float) -> Any:
+def _as_integer(alpha: float) -> Any:
     """Return a whole number as one; PEFT asks for that, and scales by a float as well."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
@@ -121,8 +123,11 @@ def _whole(alpha: float) -> Any:
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the names of the parameters that an adapter would adapt, in the order of the model; change nothing.
     The model has no adapters, and its weights may be on `meta`. `ModelError`: none; it names those that could be."""
-    empty: dict[int, Tensor] = {id(one): one.detach().to("meta") for one in model.buffers()}
-    empty |= {id(one): nn.Parameter(one.detach().to("meta"), requires_grad=False) for one in model.parameters()}
+    empty: dict[int, Tensor] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+    empty |= {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        for parameter in model.parameters()
+    }
     bare: PreTrainedModel = deepcopy(model, empty)
     with torch.random.fork_rng(devices=()):
         _attach(bare, deepcopy(config))
@@ -159,8 +164,8 @@ def inject_lora_params(
             take_off(model)  # for another attempt
             raise
         if seed is not None:
-            for told in unmatched_names(model, asked):
-                warnings.warn(told, stacklevel=3)
+            for message in unmatched_names(model, asked):
+                warnings.warn(message, stacklevel=3)
             torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)
         make_real(model, config, device, layers_name, draw=seed is not None, read=read)
     return peft_model
@@ -168,9 +173,9 @@ def inject_lora_params(
 
 def _check_token_indices(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse, with `ModelError`, tokens that are to train and that a vocabulary does not have."""
-    wanted = config.trainable_token_indices or {}
-    for name, indices in (wanted if isinstance(wanted, dict) else {"": wanted}).items():
-        tables = [one for place, one in model.named_modules() if place.endswith(name)]
+    token_indices = config.trainable_token_indices or {}
+    for name, indices in (token_indices if isinstance(token_indices, dict) else {"": token_indices}).items():
+        tables = [module for path, module in model.named_modules() if path.endswith(name)]
         for table in tables if name else (model.get_input_embeddings(),):
             weight = getattr(table, "weight", None)
             if isinstance(weight, Tensor) and indices and max(indices) >= len(weight):
@@ -217,20 +222,24 @@ def unmatched_names(model: nn.Module, config: LoraConfig) -> list[str]:
         "lora_rank_pattern": [key for key in config.rank_pattern or () if not _matches(key, adapted)],
         "lora_alpha_pattern": [key for key in config.alpha_pattern or () if not _matches(key, adapted)],
     }
-    found = []
+    messages = []
     for setting, names in unmatched.items():
         if names:
             what, there = ("parameter", parameters) if setting == "lora_target_parameters" else ("module", modules)
             near = meant(names[0].rpartition(".")[2], {name.rpartition(".")[2] for name in there})
-            found.append(f"{setting}: no {what} is named {', '.join(names)}" + (f"; {near}" if near else ""))
-    return found
+            messages.append(f"{setting}: no {what} is named {', '.join(names)}" + (f"; {near}" if near else ""))
+    return messages
 
 
-def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> list[str]:
+def _unmatched(patterns: Collection[str] | str | None, names: Collection[str]) -> list[str]:
     """Return the wanted ends that no name has; or the wanted expression, if no name matches it."""
-    if isinstance(wanted, str):
-        return [] if wanted.lower() == ALL_LINEAR or any(re.fullmatch(wanted, name) for name in names) else [wanted]
-    return sorted(one for one in wanted or () if not any(f".{name}".endswith(f".{one}") for name in names))
+    if isinstance(patterns, str):
+        return (
+            [] if patterns.lower() == ALL_LINEAR or any(re.fullmatch(patterns, name) for name in names) else [patterns]
+        )
+    return sorted(
+        pattern for pattern in patterns or () if not any(f".{name}".endswith(f".{pattern}") for name in names)
+    )
 
 
 def _matches(key: str, names: Collection[str]) -> bool:

@@ -87,8 +87,8 @@ def computed_for(directory: Path) -> str | None:
     """Return the type that the layers were computed in for the adapter in `directory`, if a file beside it says one
     that settings name."""
     file = directory / BASE_NAME
-    found = read_json(file).get(COMPUTED) if file.is_file() else None
-    return found if found in COMPUTED_TYPES else None
+    compute_dtype = read_json(file).get(COMPUTED) if file.is_file() else None
+    return compute_dtype if compute_dtype in COMPUTED_TYPES else None
 
 
 def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False) -> bool:
@@ -101,18 +101,18 @@ def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False
         return False
     if KEY not in (about := read_json(file)):
         raise AdapterError("the adapter does not name its base model", where=str(file))
-    found, expected, sources = base_fingerprint(index), about[KEY], about.get(SOURCES, [])
+    fingerprint, expected, sources = base_fingerprint(index), about[KEY], about.get(SOURCES, [])
     if not isinstance(sources, list):
         raise AdapterError(f"{SOURCES} is no list of fingerprints", where=str(file))
     # Not also where both were prepared from one model: that would take a prepared file that was changed for itself.
-    prepared = not exact and (expected in index.sources or found in sources)
-    if found != expected and not prepared:
+    prepared = not exact and (expected in index.sources or fingerprint in sources)
+    if fingerprint != expected and not prepared:
         raise AdapterError(
-            f"the model has changed since the adapter was trained: its fingerprint is {found}, and it was {expected}",
+            f"the model has changed since the adapter was trained: its fingerprint is {fingerprint}, and it was {expected}",
             where=f"{directory}, on {index.path}",
             how=AS_IT_WAS,
         )
-    _check_config(directory, index, about.get(CONFIG), found == expected)
+    _check_config(directory, index, about.get(CONFIG), fingerprint == expected)
     return True
 
 
@@ -124,8 +124,8 @@ def _check_config(directory: Path, index: GlobalBinaryIndex, before: Any, same_f
         return
     if not isinstance(before, dict):
         raise AdapterError(f"{CONFIG} is no object", where=str(directory / BASE_NAME))
-    if said := differences(before, now, () if same_files else OF_PREPARED):
-        what = f"the model's config has changed since the adapter was trained: {'; '.join(said)}"
+    if changes := differences(before, now, () if same_files else OF_PREPARED):
+        what = f"the model's config has changed since the adapter was trained: {'; '.join(changes)}"
         raise AdapterError(what, where=f"{directory}, on {index.root / 'config.json'}", how=AS_IT_WAS)
 
 
@@ -143,12 +143,14 @@ def check_named_base(directory: Path, config: LoraConfig, model: str, index: Glo
     if not named or named in (model, *(index.origin or ())[:1]):
         return
     try:
-        place = resolve_model(named, revision=config.revision, download=False)
-        other = GlobalBinaryIndex(own_weights(named, place))
+        path = resolve_model(named, revision=config.revision, download=False)
+        named_index = GlobalBinaryIndex(own_weights(named, path))
     except WeightsError as error:
         why = f"and that is not here to be compared ({error.what})"
     else:
-        if other.root.resolve() == index.root.resolve() or base_fingerprint(other) == base_fingerprint(index):
+        if named_index.root.resolve() == index.root.resolve() or base_fingerprint(named_index) == base_fingerprint(
+            index
+        ):
             return
         why = "whose files are others"
     how = f"use that model; if it is this one, set base_model_name_or_path to {model} in adapter_config.json"

@@ -36,28 +36,28 @@ def of_numbers(config: bytes) -> dict[str, Any] | None:
         content = json.loads(config)
     except (ValueError, RecursionError):
         return None
-    return _kept(content, OTHERS) if isinstance(content, dict) else None
+    return _filtered(content, OTHERS) if isinstance(content, dict) else None
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
     """Return in sentences, a few of them, what two configs say differently that changes numbers, `ignored` keys
     aside. `AdapterError`: transformers cannot read one of them."""
-    left, right = _kept(before, ignored), _kept(now, ignored)
+    left, right = _filtered(before, ignored), _filtered(now, ignored)
     if left == right:
         return []
-    was, is_now = (dict(_flat(_kept(_read(one), {*OTHERS, *ignored}))) for one in (left, right))
+    was, is_now = (dict(_flat(_filtered(_read(config), {*OTHERS, *ignored}))) for config in (left, right))
     absent = "not there"
     names = [name for name in sorted(was.keys() | is_now.keys()) if was.get(name, absent) != is_now.get(name, absent)]
-    said = [
+    sentences = [
         f"{name:.80} is {is_now.get(name, absent)!r:.80}, and it was {was.get(name, absent)!r:.80}"
         for name in names[:MOST_NAMED]
     ]
-    return said + [f"and {len(names) - MOST_NAMED} more"] * (len(names) > MOST_NAMED)
+    return sentences + [f"and {len(names) - MOST_NAMED} more"] * (len(names) > MOST_NAMED)
 
 
-def _kept(config: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+def _filtered(config: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
     return {
-        key: _kept(value, left_out) if isinstance(value, dict) else value
+        key: _filtered(value, left_out) if isinstance(value, dict) else value
         for key, value in config.items()
         if key not in left_out
     }
@@ -75,8 +75,8 @@ def _read(config: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # of any kind, in code of others, by values of others
         what = f"transformers cannot read what was recorded of the model's config: {error!s:.200}"
         raise AdapterError(what, where=f"model_type: {kind}", how="copy or save the adapter again") from error
-    found: dict[str, Any] = json.loads(json.dumps(read, default=str))  # keys that are numbers are text in a file
-    return found
+    json_config: dict[str, Any] = json.loads(json.dumps(read, default=str))  # keys that are numbers are text in a file
+    return json_config
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -112,7 +112,7 @@ PLAIN = re.compile(r"[\w.-]*")  # there is one way to match it, and that is foun
 def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
     """Make sure that the patterns of an adapter's config can be matched with `names`, those of all modules.
     `ModelError`: one is no regular expression, or takes too long to match."""
-    known, where = [one for name in names for one in (name, f"base_model.model.{name}")], ""
+    module_names, where = [path for name in names for path in (name, f"base_model.model.{name}")], ""
     try:
         with limited(MAX_SECONDS, TimeoutError):
             for option, pattern, within in _patterns(config):
@@ -121,7 +121,7 @@ def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
                 where = f"{option}: {pattern:.200}"
                 matcher = re.compile(within.format(pattern) if within else pattern)
                 match = matcher.match if within else matcher.fullmatch
-                for name in known:
+                for name in module_names:
                     match(name)
     except TimeoutError:
         what = f"matching the names of the model's modules with this expression takes more than {MAX_SECONDS:g} seconds"
@@ -156,11 +156,13 @@ def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> 
         if not leaf or module is None:
             what = f"{base} has no module for this tensor"
             raise AdapterError(what, where=name, how="name the model on which it was trained: --model")
-        other = tensors.get(name.removesuffix(leaf) + leaf.translate(str.maketrans("AB", "BA")))
-        rank = None if other is None or other.dim() != 2 else other.shape[0 if "B" in leaf else 1]
-        wanted = _shape(module, leaf, rank)
-        if wanted is not None and list(tensor.shape) != list(wanted):
-            what = f"it is {list(tensor.shape)}, and in {base} it would be {list(wanted)}"
+        paired_factor = tensors.get(name.removesuffix(leaf) + leaf.translate(str.maketrans("AB", "BA")))
+        rank = (
+            None if paired_factor is None or paired_factor.dim() != 2 else paired_factor.shape[0 if "B" in leaf else 1]
+        )
+        expected = _shape(module, leaf, rank)
+        if expected is not None and list(tensor.shape) != list(expected):
+            what = f"it is {list(tensor.shape)}, and in {base} it would be {list(expected)}"
             how = "shards are missing, were padded, or belong to another model: name it with --model"
             raise AdapterError(what, where=name, how=how)
 
@@ -168,8 +170,8 @@ def check_shapes(tensors: Mapping[str, Tensor], model: nn.Module, base: str) -> 
 def _shape(module: nn.Module, leaf: str, rank: int | None) -> Sequence[int] | None:
     """The shape that a tensor of an adapted module has, given the other factor's rank; None: it is not known."""
     if not leaf.startswith("lora_"):
-        whole = getattr(module, leaf.removeprefix("base_layer."), None)
-        return whole.shape if isinstance(whole, Tensor) else None
+        parameter = getattr(module, leaf.removeprefix("base_layer."), None)
+        return parameter.shape if isinstance(parameter, Tensor) else None
     if isinstance(module, nn.Linear):
         inputs, outputs = module.in_features, module.out_features
     elif isinstance(module, nn.Embedding):

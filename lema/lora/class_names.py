@@ -45,7 +45,11 @@ class ClassNames:
 
     def in_published(self, name: str) -> str:
         """Return what the published class calls a module or tensor of the model."""
-        return name if self.own_published else _renamed(name, [(own, there) for there, own in self.prefixes])
+        return (
+            name
+            if self.own_published
+            else _renamed(name, [(model_prefix, there) for there, model_prefix in self.prefixes])
+        )
 
     def in_own(self, name: str) -> str:
         """Return what the model calls a module or tensor that has the name of either class. A name that the model does
@@ -53,7 +57,7 @@ class ClassNames:
         text = _renamed(name, self.prefixes)
         if not self.own_published:
             return text
-        there = _renamed(text, [(own, there) for there, own in self.prefixes])
+        there = _renamed(text, [(model_prefix, there) for there, model_prefix in self.prefixes])
         return max(name, there, key=self._depth)
 
     def _depth(self, name: str) -> int:
@@ -66,22 +70,22 @@ class ClassNames:
         return frozenset(name for name, _ in self.published.named_modules()) if self.published else frozenset()
 
 
-_known: WeakKeyDictionary[nn.Module, ClassNames] = WeakKeyDictionary()
+_names_by_model: WeakKeyDictionary[nn.Module, ClassNames] = WeakKeyDictionary()
 
 
 def class_names(model: nn.Module) -> ClassNames:
     """Return how the names of a model that `compare_classes` knows are written; of any other, alike."""
-    return _known.get(model, ClassNames())
+    return _names_by_model.get(model, ClassNames())
 
 
 def compare_classes(model: PreTrainedModel, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> ClassNames:
     """Return how the names of a model are written in the class that `config`, all of `config.json`, names. It is
     remembered as long as the model lives, because what saves an adapter has the model, whose config may be a part."""
-    if model not in _known:
+    if model not in _names_by_model:
         kind = None if scores_texts(model) else published_class(config)
-        found = ClassNames() if kind is None else _compared(config, kind, trust_remote_code)
-        _known[model] = replace(found, own_published=kind is not None and type(model) is kind)
-    return _known[model]
+        names = ClassNames() if kind is None else _compared(config, kind, trust_remote_code)
+        _names_by_model[model] = replace(names, own_published=kind is not None and type(model) is kind)
+    return _names_by_model[model]
 
 
 def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -112,7 +116,7 @@ def _compared(config: PreTrainedConfig, kind: type[PreTrainedModel], trust: bool
     trains = meta_model(deepcopy(config), trust_remote_code=trust)
     prefixes = _prefixes(published, trains)
     names, state = ClassNames(published, prefixes), published.state_dict()
-    alike = all(one == other for one, other in prefixes)
+    alike = all(published_prefix == model_prefix for published_prefix, model_prefix in prefixes)
     # Where the published class does not have all that trains, as one with another head, it is of another use.
     if alike or any(names.in_published(name) not in state for name in trains.state_dict()):
         return ClassNames()
@@ -124,24 +128,26 @@ def _prefixes(published: PreTrainedModel, trains: PreTrainedModel) -> Prefixes:
     written = _in_files(published)
     read = _from_files(published, written.values()), _from_files(trains, written.values())
     states = published.state_dict(), trains.state_dict()
-    found: dict[tuple[str, str], None] = {}
+    prefix_pairs: dict[tuple[str, str], None] = {}
     for file in written.values():
-        one, other = read[0][file], read[1][file]
-        if one not in states[0] or other not in states[1]:
+        published_name, model_name = read[0][file], read[1][file]
+        if published_name not in states[0] or model_name not in states[1]:
             continue
-        first, second = one.split("."), other.split(".")
+        first, second = published_name.split("."), model_name.split(".")
         while first and second and first[-1] == second[-1]:
             first.pop()
             second.pop()
-        found[".".join(first), ".".join(second)] = None
-    return tuple(sorted(found, key=lambda pair: -len(pair[0])))
+        prefix_pairs[".".join(first), ".".join(second)] = None
+    return tuple(sorted(prefix_pairs, key=lambda pair: -len(pair[0])))
 
 
 def _in_files(model: PreTrainedModel) -> dict[str, str]:
     """Name the tensors of a model as `revert_weight_conversion` does; nothing is converted."""
     mapping = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     # Left out as there: whether a beginning was removed is known only of a model that was read from files.
-    back = [one.reverse_transform() for one in mapping if not isinstance(one, loading.PrefixChange)]
+    back = [
+        conversion.reverse_transform() for conversion in mapping if not isinstance(conversion, loading.PrefixChange)
+    ]
     return {name: _sent(name, back, reverse=True) for name in model.state_dict()}
 
 
@@ -152,17 +158,17 @@ def _from_files(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
 
 
 def _sent(name: str, transforms: list[Any], model: PreTrainedModel | None = None, *, reverse: bool = False) -> str:
-    renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
     prefix, state = (None, None) if model is None else (model.base_model_prefix, model.state_dict())
-    found: str = loading.rename_source_key(name, renamings, converters, prefix, state, reverse=reverse)[0]
-    return found
+    new_name: str = loading.rename_source_key(name, renamings, converters, prefix, state, reverse=reverse)[0]
+    return new_name
 
 
 def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
     """Return a name with the longest beginning that it has of the first of each pair replaced by the second."""
     for begin, instead in sorted(pairs, key=lambda pair: -len(pair[0])):
-        rest = name if not begin else name.removeprefix(begin)
-        if not begin or (name.startswith(begin) and rest[:1] in ("", ".")):
-            return f"{instead}.{rest.removeprefix('.')}".strip(".")
+        suffix = name if not begin else name.removeprefix(begin)
+        if not begin or (name.startswith(begin) and suffix[:1] in ("", ".")):
+            return f"{instead}.{suffix.removeprefix('.')}".strip(".")
     return name

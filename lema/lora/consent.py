@@ -43,11 +43,11 @@ def without_consent(file: Path, overrides: Mapping[str, Any], unread: Container[
         names.remove("device")
     if not names or written_here(file):
         return {}
-    if told := [name for name in names if name not in SILENT and name not in unread]:
-        first = told[0]
+    if ignored := [name for name in names if name not in SILENT and name not in unread]:
+        first = ignored[0]
         warnings.warn(
             f"{file} was not written by a run of yours on this machine, or was changed since; ignored are its settings "
-            f"{', '.join(told)}. Give those that you want yourself, as in --{first.replace('_', '-')} VALUE",
+            f"{', '.join(ignored)}. Give those that you want yourself, as in --{first.replace('_', '-')} VALUE",
             stacklevel=4,
         )
     defaults = LemaConfig.defaults()
@@ -105,6 +105,6 @@ def _note(note: Path) -> None:
     with os.scandir(note.parent) as entries:
         noted = [entry.path for entry in entries]
     if len(noted) > MOST_NOTED:
-        oldest = sorted(map(Path, noted), key=lambda one: one.lstat().st_mtime_ns)
-        for one in oldest[: len(noted) - MOST_NOTED * 9 // 10]:
-            one.unlink(missing_ok=True)
+        oldest = sorted(map(Path, noted), key=lambda path: path.lstat().st_mtime_ns)
+        for path in oldest[: len(noted) - MOST_NOTED * 9 // 10]:
+            path.unlink(missing_ok=True)

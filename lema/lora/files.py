@@ -28,9 +28,9 @@ from lema.lora.consent import without_consent
 from lema.lora.published import config_in_files, config_in_own, publish_files, tensors_in_files, tensors_in_own
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
-from lema.model.partition import held_adapter
+from lema.model.partition import local_adapter
 from lema.storage import resolve_model
-from lema.storage.atomic import settle
+from lema.storage.atomic import finish_directory
 from lema.storage.diskspace import not_written
 from lema.storage.header import UNREADABLE, check_pickled
 from lema.storage.verify import check_finite, check_written, load_tensors
@@ -38,8 +38,8 @@ from lema.storage.verify import check_finite, check_written, load_tensors
 
 def saved_tensors(model: PeftModel, state: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Return the tensors that PEFT writes, by their names in its file; `state`: a state dict to use for the model's."""
-    found = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    state_dict = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    return {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
 
 
 CONFIG = "adapter_config.json"
@@ -87,9 +87,9 @@ def _agreed(config: LemaConfig, saved: LoraConfig, overrides: Mapping[str, Any],
     file = directory / CONFIG_NAME  # the settings as they were given; PEFT writes out the values that they came to have
     asked = read_json(file) if file.is_file() else {}
     for name, fact in facts.items():
-        given = overrides.get(name)
-        if given is not None and not any(_same(name, given, one) for one in (fact, asked.get(name))):
-            what = f"{name} is {given!r}, but the adapter was made with {fact!r}"
+        override = overrides.get(name)
+        if override is not None and not any(_same(name, override, expected) for expected in (fact, asked.get(name))):
+            what = f"{name} is {override!r}, but the adapter was made with {fact!r}"
             how = f"leave {name} out, or begin a new adapter in another directory"
             raise ConfigError(what, where=str(directory), how=how)
     try:
@@ -117,8 +117,8 @@ def settings_of(config: LoraConfig, task: str = "CAUSAL_LM") -> dict[str, Any]:
     if type(config) is not LoraConfig:
         what = f"the adapter is of type {type(config).__name__.removesuffix('Config')}"
         raise ConfigError(what, where="peft_config", how="give a LoraConfig: only LoRA adapters are supported")
-    if found := [*refusals(vars(config), task)]:
-        what = f"the adapter cannot be used, because it has {'; '.join(found)}"
+    if problems := [*refusals(vars(config), task)]:
+        what = f"the adapter cannot be used, because it has {'; '.join(problems)}"
         raise ConfigError(what, where="LoraConfig", how="leave that out")
     return _facts(config)
 
@@ -136,11 +136,11 @@ def _plain(option: str, value: Any) -> Any:
     return None if value in ([], (), {}, "") and option != "target_modules" else value
 
 
-def _same(setting: str, one: Any, other: Any) -> bool:
+def _same(setting: str, left: Any, right: Any) -> bool:
     """Whether two values of a setting mean the same; names and numbers of layers have no order, rows have one."""
-    if isinstance(one, list | tuple | set) and isinstance(other, list | tuple | set) and setting not in ORDERED:
-        return sorted(one) == sorted(other)
-    return bool(one == other)
+    if isinstance(left, list | tuple | set) and isinstance(right, list | tuple | set) and setting not in ORDERED:
+        return sorted(left) == sorted(right)
+    return bool(left == right)
 
 
 def check_same_adapter(model: PeftModel, directory: Path) -> None:
@@ -161,7 +161,9 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
     base_model = cast(PreTrainedModel, model.get_base_model())
     written = _facts(config_in_files(base_model, attached, [name for name, _ in model.named_parameters()]))
     names = [name for name in then if name not in ("lora_dropout", "lora_init")]
-    differing = [name for name in names if not any(_same(name, one[name], then[name]) for one in (now, written))]
+    differing = [
+        name for name in names if not any(_same(name, settings[name], then[name]) for settings in (now, written))
+    ]
     none: dict[str, Any] = {"lora_target_parameters": []}  # an empty list means none, and None would mean the default
     return [(name, none.get(name) if then[name] is None else then[name], now[name]) for name in differing]
 
@@ -185,8 +187,8 @@ def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | N
         raise AdapterError(f"the adapter is of type {kind}", where=str(file), how="only LoRA adapters are supported")
     unknown = sorted(written.keys() - {field.name for field in fields(LoraConfig)})
     newer = [f"{name}, which this version of PEFT does not know" for name in unknown if written[name]]
-    if found := [*refusals(written, task), *newer]:
-        what = f"the adapter cannot be used, because it has {'; '.join(found)}"
+    if problems := [*refusals(written, task), *newer]:
+        what = f"the adapter cannot be used, because it has {'; '.join(problems)}"
         raise AdapterError(what, where=str(file), how="upgrade peft" if newer else "use an adapter without this")
     try:
         with warnings.catch_warnings():
@@ -221,7 +223,7 @@ def save_adapter(
     directory: Path,
     base: str,
     revision: str | None = None,
-    whole: Mapping[str, Tensor] | None = None,
+    consolidated: Mapping[str, Tensor] | None = None,
     writers: Iterable[Callable[[Path], object]] = (),
 ) -> None:
     """Write PEFT's files, but no model card, each whole or not at all, with the permissions of others in the directory.
@@ -230,7 +232,7 @@ def save_adapter(
     fails, the files that were there before are untouched. The directory is made where it does not exist. `DiskError`: a
     file could not be written, or reads back otherwise; `NonFiniteError`: a tensor that would be saved has a NaN or an
     infinity. `base`: the base model as the user names it, written to `base_model_name_or_path`; beside it, the
-    `revision`. `whole`: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
+    `revision`. `consolidated`: the trained tensors by name, where processes hold parts of them (`lema.model.partition`).
     `writers`: of further files.
     """
     model.peft_config["default"].base_model_name_or_path = base
@@ -239,11 +241,11 @@ def save_adapter(
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as name:
             part = Path(name, "adapter")
-            part.mkdir()  # has the umask's permissions, which `settle` gives its files
+            part.mkdir()  # has the umask's permissions, which `finish_directory` gives its files
             with warnings.catch_warnings():
                 # PEFT takes the bias of B, which has one dimension, for a shard.
                 warnings.filterwarnings("ignore", message=r"Adapter 'default': \d+ LoRA tensor\(s\) have invalid shape")
-                state = None if whole is None else {**model.state_dict(), **whole}
+                state = None if consolidated is None else {**model.state_dict(), **consolidated}
                 expected = saved_tensors(model, state)
                 check_finite(expected, directory / WEIGHTS)
                 model.save_pretrained(str(part), save_embedding_layers=False, state_dict=state)
@@ -253,10 +255,14 @@ def save_adapter(
             expected = tensors_in_files(base_model, expected)
             for write in writers:
                 write(part)
-            settle(part)
+            finish_directory(part)
             # Not what PEFT chooses to save, because an adapter that is saved empty shall be noticed.
-            trained = [one for one in model.parameters() if one.requires_grad] if whole is None else whole.values()
-            check_written(part / WEIGHTS, expected, sum(one.numel() for one in trained))
+            trained = (
+                [parameter for parameter in model.parameters() if parameter.requires_grad]
+                if consolidated is None
+                else consolidated.values()
+            )
+            check_written(part / WEIGHTS, expected, sum(tensor.numel() for tensor in trained))
             for file in part.iterdir():
                 if file.is_dir():  # of further chat templates
                     shutil.rmtree(directory / file.name, ignore_errors=True)
@@ -293,7 +299,7 @@ def load_weights(model: PeftModel, directory: Path, layers_name: str, parallel: 
         raise AdapterError(what, where=str(directory), how=how)
     tensors = tensors_in_own(cast(PreTrainedModel, model.get_base_model()), tensors, file)
     if parallel is not None:
-        tensors = held_adapter(model, parallel, tensors)
+        tensors = local_adapter(model, parallel, tensors)
     _begin_frozen(model, tensors, layers_name, file)
     try:
         outcome = fill_adapter(model, tensors) or set_peft_model_state_dict(model, tensors)
@@ -322,12 +328,12 @@ def fill_adapter(model: PeftModel, tensors: Mapping[str, Tensor], adapter: str =
     state: dict[str, Tensor] = model.state_dict()
     names = {id(tensor): name for name, tensor in state.items()}
     written = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=False)
-    places = {name: name for name in state} | {
-        name: names[id(one)] for name, one in written.items() if id(one) in names
+    state_names = {name: name for name in state} | {
+        name: names[id(tensor)] for name, tensor in written.items() if id(tensor) in names
     }
-    if not tensors.keys() <= places.keys():
+    if not tensors.keys() <= state_names.keys():
         return None
-    return model.load_state_dict({places[name]: tensor for name, tensor in tensors.items()}, strict=False)
+    return model.load_state_dict({state_names[name]: tensor for name, tensor in tensors.items()}, strict=False)
 
 
 def _begin_frozen(model: PeftModel, tensors: Mapping[str, Tensor], layers_name: str, file: Path) -> None:
@@ -350,11 +356,11 @@ def _read_old(file: Path, layers_name: str) -> dict[str, Tensor]:
     """Read `"<layer, from 1>.<module>.lora_A"` -> tensor, and name each as PEFT does."""
     tensors = {}
     for name, tensor in _read_pickled(file).items():
-        layer, _, rest = name.partition(".")
+        layer, _, module_path = name.partition(".")
         if not layer.isdecimal():
             what = f"this is not an adapter of the older format: {name} does not begin with the number of a layer"
             raise AdapterError(what, where=str(file), how=f"put PEFT's {CONFIG} beside it, if PEFT wrote it")
-        tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{rest}.weight"] = tensor.float()
+        tensors[f"{PREFIX}{layers_name}.{int(layer) - 1}.{module_path}.weight"] = tensor.float()
     return tensors
 
 
@@ -362,11 +368,11 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
     """Read the tensors that `torch.save` wrote, by names. No code of the file is run, and it may hold nothing else."""
     try:
         check_pickled(file)
-        found = torch.load(file, weights_only=True, map_location="cpu")
-        for name, tensor in found.items():
+        loaded = torch.load(file, weights_only=True, map_location="cpu")
+        for name, tensor in loaded.items():
             if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
                 raise WeightsError(f"{name} refers to more numbers than the file has", where=str(file))
-        return {str(name): tensor for name, tensor in found.items()}
+        return {str(name): tensor for name, tensor in loaded.items()}
     except (WeightsError, *UNREADABLE) as error:
         what = f"this is not an adapter of the older format, a file of tensors and their names: {error}"
         raise AdapterError(what, where=str(file), how="only tensors are loaded from it") from error

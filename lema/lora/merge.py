@@ -39,13 +39,13 @@ def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, na
     missed = exact - near.to(exact.dtype)
     bits = near.view(torch.int16)
     away = torch.signbit(missed) == torch.signbit(near)  # floating point counts in magnitudes from zero
-    other = torch.where(away, bits + 1, bits - 1).view(dtype)
-    share = missed.abs() / (other.to(exact.dtype) - near.to(exact.dtype)).abs()
+    neighbour = torch.where(away, bits + 1, bits - 1).view(dtype)
+    share = missed.abs() / (neighbour.to(exact.dtype) - near.to(exact.dtype)).abs()
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     drawn = torch.rand(exact.shape, generator=generator, dtype=torch.float32).to(exact.device)
     taken = (missed != 0) & (drawn < share)  # NaN is less than nothing
-    return torch.where(taken, other, near)
+    return torch.where(taken, neighbour, near)
 
 
 ADAPTER = "default"  # PEFT's name for the only adapter
@@ -60,13 +60,13 @@ def merge_lora_params(model: nn.Module, *, rounding: Rounding = "nearest", seed:
     their names in the model without adapters; those of modules that train whole are among them. `ConfigError`: the
     adapter is merged already, or a weight is not in memory. `rounding`: of the sum in fp32 to the type of the weights;
     see `lema.lora.merge`. `seed`: of stochastic rounding; the same one gives the same bits."""
-    found: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
     for name, module in wrapped(model.get_base_model() if isinstance(model, PeftModel) else model):
         if any(getattr(part, "merged_adapters", ()) for part in module.modules()):
             raise ConfigError("the adapter is already merged", where=name, how="undo that first")
         dtypes = {stored: parameter.dtype for _, _, stored, parameter in _base_of(name, module)}
-        found |= merge_module(name, module, _own, dtypes, rounding, seed)
-    return found
+        merged |= merge_module(name, module, _cloned_weight, dtypes, rounding, seed)
+    return merged
 
 
 def merge_module(
@@ -77,9 +77,9 @@ def merge_module(
     adapters, rounded to the types in `dtypes`; those without one are as they are."""
     lent = list(_base_of(name, module))
     for part, leaf, stored, parameter in lent:
-        own = weight(stored, parameter)
-        narrow = own.is_floating_point() and own.dtype.itemsize < torch.float32.itemsize
-        part._parameters[leaf] = nn.Parameter(own.float() if narrow else own, requires_grad=False)
+        base_weight = weight(stored, parameter)
+        narrow = base_weight.is_floating_point() and base_weight.dtype.itemsize < torch.float32.itemsize
+        part._parameters[leaf] = nn.Parameter(base_weight.float() if narrow else base_weight, requires_grad=False)
     anything: Any = module
     how: dict[str, Any] = {"merge": True, "safe_merge": False, "adapter_names": None}
     rows = anything.base_layer if isinstance(getattr(module, "base_layer", None), TrainableTokensWrapper) else None
@@ -132,7 +132,7 @@ def _base_of(name: str, module: nn.Module) -> list[tuple[nn.Module, str, str, nn
     ]
 
 
-def _own(stored: str, parameter: nn.Parameter) -> Tensor:
+def _cloned_weight(stored: str, parameter: nn.Parameter) -> Tensor:
     if parameter.is_meta:
         how = "merge on disk: lema.convert.merge.merge_adapter, or `lema merge`"
         raise ConfigError("the weight is not in memory, so nothing can be merged into it", where=stored, how=how)

@@ -41,8 +41,8 @@ def default_parameters(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Return the stacked weights of experts to adapt by default with the linears, as ends of names. None where PEFT
     takes no parameters with what else `config` asks for; where that chooses among modules, of those it chooses."""
     refused = config.lora_dropout or config.lora_bias or config.use_dora or config.init_lora_weights == "orthogonal"
-    wanted = [] if refused else [name for name, apart in _experts(model, config) if apart]
-    return _ends(wanted, [name for name, _ in model.named_parameters(remove_duplicate=False)], size=2)
+    targets = [] if refused else [name for name, is_unmerged in _experts(model, config) if is_unmerged]
+    return _unique_endings(targets, [name for name, _ in model.named_parameters(remove_duplicate=False)], size=2)
 
 
 def warn_of_left_out(model: PreTrainedModel, config: LoraConfig, *, experts: bool = True) -> None:
@@ -50,9 +50,9 @@ def warn_of_left_out(model: PreTrainedModel, config: LoraConfig, *, experts: boo
     if left_out := ", ".join(end for end in _adaptable(model) if not _peft_adapts(model, end)):
         what = f"PEFT does not adapt these linear modules of {type(model).__name__}, so they stay as they are"
         warnings.warn(f"{what}: {left_out}", stacklevel=3)
-    ends = tuple(f".{end}" for end in config.target_parameters or ())
+    suffixes = tuple(f".{end}" for end in config.target_parameters or ())
     left = {
-        ".".join(name.split(".")[-2:]) for name, _ in _experts(model, config) if experts and not name.endswith(ends)
+        ".".join(name.split(".")[-2:]) for name, _ in _experts(model, config) if experts and not name.endswith(suffixes)
     }
     if left_out := ", ".join(sorted(left)):
         what = "weights of experts are not adapted by default, or not with these settings"
@@ -67,10 +67,12 @@ def _experts(model: PreTrainedModel, config: LoraConfig) -> Iterator[tuple[str, 
         named.target_modules = [name.rpartition(".")[2]]
         if not name.startswith(f"{layers_name}.") or isinstance(module, _ConvNd):
             continue
-        for leaf, one in module.named_parameters(recurse=False):
-            apart = leaf in stacked_weights(module)
-            if (apart or (one.ndim == 3 and one.shape[0] in numbers)) and check_target_module_exists(named, name):
-                yield f"{name}.{leaf}", apart
+        for leaf, parameter in module.named_parameters(recurse=False):
+            is_unmerged = leaf in stacked_weights(module)
+            if (is_unmerged or (parameter.ndim == 3 and parameter.shape[0] in numbers)) and check_target_module_exists(
+                named, name
+            ):
+                yield f"{name}.{leaf}", is_unmerged
 
 
 def linear_modules(model: PreTrainedModel) -> list[str]:
@@ -82,7 +84,7 @@ def linear_modules(model: PreTrainedModel) -> list[str]:
 def router_modules(model: PreTrainedModel) -> set[str]:
     """Return the full names of the routers, and of every module that is part of one."""
     numbers = set(_expert_numbers(model.config.to_dict()))
-    roots = _recorded(model) | _beside_experts(model, numbers)
+    roots = _recorded(model) | _expert_sized(model, numbers)
     if numbers:  # what is called a router may route other things in a model without experts
         roots |= {name for name, module in model.named_modules() if _called_router(name, module)}
     return {name for root in roots for name, _ in model.get_submodule(root).named_modules(prefix=root)}
@@ -90,8 +92,8 @@ def router_modules(model: PreTrainedModel) -> set[str]:
 
 def _adaptable(model: PreTrainedModel) -> list[str]:
     """Return the ends of names that match every linear that is no router, and no other module."""
-    wanted = set(linear_modules(model)) - router_modules(model)
-    return _ends(wanted, [name for name, _ in model.named_modules()])
+    targets = set(linear_modules(model)) - router_modules(model)
+    return _unique_endings(targets, [name for name, _ in model.named_modules()])
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -103,9 +105,9 @@ def _is_linear(module: nn.Module) -> bool:
     rows, columns = module.weight.shape
     size_in, size_out = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
     weights = {name: parameter.detach().to("meta") for name, parameter in module.named_parameters()}
-    given = torch.empty(1, 3, size_in, dtype=module.weight.dtype, device="meta")
+    inputs = torch.empty(1, 3, size_in, dtype=module.weight.dtype, device="meta")
     try:
-        out = torch.func.functional_call(module, weights, (given,))
+        out = torch.func.functional_call(module, weights, (inputs,))
     except (RuntimeError, TypeError, ValueError, IndexError):
         return False  # it takes something of another shape
     return isinstance(out, Tensor) and out.shape == (1, 3, size_out)
@@ -135,20 +137,25 @@ def _recorded(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if is_recorded(name, module) and not is_block(module)}
 
 
-def _beside_experts(model: nn.Module, numbers: set[int]) -> set[str]:
+def _expert_sized(model: nn.Module, numbers: set[int]) -> set[str]:
     """Name the linears with as many outputs as their layer has experts, if `numbers` has this number too."""
-    found = set()
+    routers = set()
     for name, block in model.named_modules():
         # How many experts a part may hold: one for each entry of a list, or of a weight's first dimension.
         counts = {len(part) for part in block.children() if isinstance(part, nn.ModuleList)}
-        others = [part for part in block.children() if not isinstance(part, nn.ModuleList | _ConvNd)]
-        counts |= {one.shape[0] for part in others for one in part.parameters(recurse=False) if one.ndim == 3}
-        found |= {
+        plain_children = [part for part in block.children() if not isinstance(part, nn.ModuleList | _ConvNd)]
+        counts |= {
+            parameter.shape[0]
+            for part in plain_children
+            for parameter in part.parameters(recurse=False)
+            if parameter.ndim == 3
+        }
+        routers |= {
             f"{name}.{leaf}"
             for leaf, part in block.named_children()
             if isinstance(part, nn.Linear) and part.out_features in counts & numbers
         }
-    return found
+    return routers
 
 
 def _expert_numbers(config: Mapping[str, Any]) -> Iterator[int]:
@@ -160,19 +167,23 @@ def _expert_numbers(config: Mapping[str, Any]) -> Iterator[int]:
             yield value
 
 
-def _ends(wanted: Collection[str], names: Collection[str], size: int = 1) -> list[str]:
+def _unique_endings(targets: Collection[str], names: Collection[str], size: int = 1) -> list[str]:
     """Return ends of names that match every wanted one and no other, as PEFT does, of `size` parts or more. None begins
     with a number."""
-    others = [name.split(".") for name in set(names) - set(wanted)]
-    left, found = [name.split(".") for name in wanted], set()
+    excluded = [name.split(".") for name in set(names) - set(targets)]
+    left, endings = [name.split(".") for name in targets], set()
     while left:
-        taken = {tuple(name[-size:]) for name in others}
-        ends = {tuple(name[-size:]): len(name) == size for name in left}
-        alone = {end for end, whole in ends.items() if whole or (end not in taken and not end[0].isdigit())}
+        taken = {tuple(name[-size:]) for name in excluded}
+        candidates = {tuple(name[-size:]): len(name) == size for name in left}
+        alone = {
+            end
+            for end, is_full_name in candidates.items()
+            if is_full_name or (end not in taken and not end[0].isdigit())
+        }
         left = [name for name in left if tuple(name[-size:]) not in alone]
-        found |= alone
+        endings |= alone
         size += 1
-    return sorted(".".join(end) for end in found)
+    return sorted(".".join(end) for end in endings)
 
 
 def _peft_adapts(model: PreTrainedModel, target: str) -> bool:

@@ -32,7 +32,7 @@ from lema.errors import DiskError, LemaError
 from lema.model.capture import replaced, tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
 from lema.model.state.snapshot import rehearsed
-from lema.model.weight_names import adapted_by_parameter, parameters_kept
+from lema.model.weight_names import adapted_by_parameter, restored_parameters
 from lema.storage.diskspace import make_private, user_cache
 
 __all__ = ["CompiledLayers"]
@@ -66,14 +66,16 @@ class CompiledLayers:
         self._adapted = [adapted_by_parameter(template) for template in self._templates]
         self._forwards = [_separate(template, self._compile) for template in self._templates]
         self._modules = [list(layer.modules()) for layer in layers]
-        self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
+        self._hooks = [
+            [getattr(part, hook_attribute) for part in parts for hook_attribute in HOOKS] for parts in self._modules
+        ]
         # Where each layer keeps its own tensors: their names, and the object and key under which they are stored.
-        self._own = [
+        self._layer_tensors = [
             [
-                (f"{path}.{key}" if path else key, kept, key)
+                (f"{path}.{key}" if path else key, registry, key)
                 for path, part in layer.named_modules()
-                for kept in (part._parameters, part._buffers)
-                for key, tensor in kept.items()
+                for registry in (part._parameters, part._buffers)
+                for key, tensor in registry.items()
                 if tensor is not None and not tensor.is_meta
             ]
             for layer in layers
@@ -99,18 +101,20 @@ class CompiledLayers:
         if not self.compiles(index):
             return NotImplemented
         kind, training = self.kinds[index], self._layers[index].training
-        whole = {name: one for name, kept, key in self._own[index] if (one := kept[key]) is not None} | dict(tensors)
+        all_tensors = {
+            name: tensor for name, registry, key in self._layer_tensors[index] if (tensor := registry[key]) is not None
+        } | dict(tensors)
         seen = (_signature((args, kwargs)), torch.is_grad_enabled(), training)
         if seen not in self._tried[kind]:
             try:
-                self._try(index, whole, args, kwargs)
+                self._try(index, all_tensors, args, kwargs)
             except _NotCompiled as error:
                 self._refused[kind, training] = str(error)
                 self.compiles(index)  # asked because that warns of the refusal
                 return NotImplemented
             self._tried[kind].add(seen)
         runs = self._runs
-        out = self._run(index, whole, args, kwargs)
+        out = self._run(index, all_tensors, args, kwargs)
         if self._runs == runs:
             self._warn(index, "torch.compile failed on it, perhaps because it uses the number of the layer")
         return out
@@ -130,28 +134,32 @@ class CompiledLayers:
 
     def _warn(self, index: int, why: str) -> None:
         """Say once of every kind and reason that a layer is not compiled."""
-        if (said := (self.kinds[index], why)) in self._warned:
+        if (warning := (self.kinds[index], why)) in self._warned:
             return
-        self._warned.add(said)
-        others = self.kinds.count(self.kinds[index]) - 1
-        alike = f", like the {others} of its kind" if others and why in self._refused.values() else ""
+        self._warned.add(warning)
+        num_same_kind = self.kinds.count(self.kinds[index]) - 1
+        alike = f", like the {num_same_kind} of its kind" if num_same_kind and why in self._refused.values() else ""
         warnings.warn(f"{self._name}.{index} is not compiled{alike}: {why}", stacklevel=2)
 
     def _try(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> None:
         """Run a layer once, outside the training and without effects; later calls use the code compiled here.
         `_NotCompiled`: it cannot be compiled, or draws random numbers."""
         state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
-        args, kwargs = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), (args, kwargs))
-        kept: set[str] = set()
+        args, kwargs = tree_map_only(
+            Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), (args, kwargs)
+        )
+        changed_names: set[str] = set()
         hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         try:
             with hooks, rehearsed(self._templates[self.kinds[index]].modules()) as before:
                 out = self._run(index, tensors, args, kwargs)
-                kept = {name for names in before.changed().values() for name in names}
-                made = [one for one in tensors_in(out) if one.requires_grad]
-                wanted = [one for one in (*tensors_in((args, kwargs)), *tensors.values()) if one.requires_grad]
-                if torch.is_grad_enabled() and self.compilations > compilations and made and wanted:
-                    torch.autograd.grad(made, wanted, [torch.zeros_like(one) for one in made], allow_unused=True)
+                changed_names = {name for names in before.changed().values() for name in names}
+                outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+                inputs = [tensor for tensor in (*tensors_in((args, kwargs)), *tensors.values()) if tensor.requires_grad]
+                if torch.is_grad_enabled() and self.compilations > compilations and outputs and inputs:
+                    torch.autograd.grad(
+                        outputs, inputs, [torch.zeros_like(output) for output in outputs], allow_unused=True
+                    )
         # Any error at all, because a compiler fails in as many ways as it has parts.
         except Exception as error:
             if isinstance(error, (LemaError, MemoryError)) or "out of memory" in str(error).lower():
@@ -162,8 +170,10 @@ class CompiledLayers:
             self._backend.set_rng_state(state)
         if drawn:
             raise _NotCompiled("it draws random numbers, and a compiled layer might draw others")
-        if kept:
-            raise _NotCompiled(f"it keeps {', '.join(sorted(kept))} from call to call, which would be another layer's")
+        if changed_names:
+            raise _NotCompiled(
+                f"it keeps {', '.join(sorted(changed_names))} from call to call, which would be another layer's"
+            )
         if self._runs == runs:
             raise _NotCompiled("torch.compile did not compile any of it")
 
@@ -172,8 +182,8 @@ class CompiledLayers:
         template = self._templates[kind]
         # The tensors are put into the template before what is compiled begins. There, it would be looked at whether
         # they are its own, and a graph made for each answer.
-        forward, kept = replaced({template: self._forwards[kind]}), parameters_kept(self._adapted[kind])
-        with forward, kept, _labelled(self._labels[index]):
+        forward, parameters = replaced({template: self._forwards[kind]}), restored_parameters(self._adapted[kind])
+        with forward, parameters, _labelled(self._labels[index]):
             return torch.func.functional_call(template, dict(tensors), args, kwargs, tie_weights=False)
 
     def _compile(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -183,9 +193,9 @@ class CompiledLayers:
         compiled = lookup_backend(COMPILER)(graph, list(inputs))
         self.compilations += 1
 
-        def run(*given: Any) -> Any:
+        def run(*inputs: Any) -> Any:
             self._runs += 1
-            return compiled(*given)
+            return compiled(*inputs)
 
         return run
 
@@ -213,8 +223,8 @@ def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[...,
     def forward(*args: Any, **kwargs: Any) -> Any:
         return type(template).forward(template, *args, **kwargs)
 
-    own = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
-    return torch.compile(own, backend=backend)
+    function = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
+    return torch.compile(function, backend=backend)
 
 
 def _labels(
@@ -223,22 +233,22 @@ def _labels(
     """Yield the attributes that say which layer a layer is: the module in its template, its own, and the name."""
     if layer is template:
         return
-    parts, others = dict(layer.named_modules()), dict(template.named_modules())
+    parts, template_modules = dict(layer.named_modules()), dict(template.named_modules())
     for module, name in labels:
         if module in parts and name in vars(parts[module]):
-            yield others[module], parts[module], name
+            yield template_modules[module], parts[module], name
 
 
 @contextmanager
 def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[None]:
     """Let a template have a layer's number in the `with` block; where it is computed with, a graph is made for it."""
-    kept = [vars(part)[name] for part, _, name in labels]
+    saved = [vars(part)[name] for part, _, name in labels]
     try:
-        for part, other, name in labels:
-            vars(part)[name] = vars(other)[name]
+        for part, source, name in labels:
+            vars(part)[name] = vars(source)[name]
         yield
     finally:
-        for (part, _, name), value in zip(labels, kept, strict=True):
+        for (part, _, name), value in zip(labels, saved, strict=True):
             vars(part)[name] = value
 
 
@@ -249,5 +259,5 @@ def _signature(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_signature, value))
     if isinstance(value, dict):
-        return tuple((key, _signature(one)) for key, one in value.items())
+        return tuple((key, _signature(nested)) for key, nested in value.items())
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value)

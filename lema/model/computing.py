@@ -69,7 +69,7 @@ def computing_of(
     if config.compute_dtype == OF_WEIGHTS or device is None:
         return Computing(weights, weights)
     if isinstance(device, str):
-        found = fast_dtype(device, weights)
+        compute_dtype = fast_dtype(device, weights)
     else:
-        found = first_alone(device.replicas, lambda: fast_dtype(device, weights))
-    return Computing(weights, found, measured=found != weights)
+        compute_dtype = first_alone(device.replicas, lambda: fast_dtype(device, weights))
+    return Computing(weights, compute_dtype, measured=compute_dtype != weights)

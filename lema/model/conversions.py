@@ -67,28 +67,28 @@ class CopyTrace(TorchDispatchMode):
         are computed, or copied in a way that is not followed."""
         dims = zip(tensor.shape, tensor.stride(), contiguous(tensor.shape), strict=True)
         waiting = [(_storage(tensor), Move(int(tensor.storage_offset()), 0, tuple(dims)).joined())]
-        found: list[tuple[int, Move]] = []
+        traced_moves: list[tuple[int, Move]] = []
         try:
             while waiting:
                 storage, move = waiting.pop()
                 if storage in self._sources:
-                    found.append((self._sources[storage], move))
+                    traced_moves.append((self._sources[storage], move))
                 elif storage in self._filled:
                     waiting += follow(move, *self._filled[storage])
                 else:
                     return None
         except ValueError:
             return None
-        return found if sum(move.count for _, move in found) == tensor.numel() else None
+        return traced_moves if sum(move.count for _, move in traced_moves) == tensor.numel() else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        result = func(*args, **given)
+        options = kwargs or {}
+        result = func(*args, **options)
         if not isinstance(result, Tensor):
             return result
         if func in (_aten.cat.default, _aten.stack.default):
-            dim, stacked = args[1] if len(args) > 1 else given.get("dim", 0), func is _aten.stack.default
-            parts = args[0] if stacked else [one for one in args[0] if one.numel()]
+            dim, stacked = args[1] if len(args) > 1 else options.get("dim", 0), func is _aten.stack.default
+            parts = args[0] if stacked else [tensor for tensor in args[0] if tensor.numel()]
             self._note(result, parts, dim % result.ndim, stacked=stacked)
         elif func in MAKE_ONE and result.dtype == args[0].dtype:
             self._note(result, [args[0]], 0, stacked=False)
@@ -140,15 +140,15 @@ class Conversion:
         if quantizer is None:
             copied = self._copied(groups, operations, model, dtype)
             return copied or self._computed(groups, operations, [], model, dtype)
-        first, *rest = operations
+        first, *later_operations = operations
         stored = [DTYPES.get(record.dtype) for group in groups.values() for record in group]
         if not all(dtype and dtype.is_floating_point and dtype.itemsize > 1 for dtype in stored):  # some are quantised
             if not any(SCALE.search(pattern) for pattern in groups):  # some operations would take it for the weight
-                name = next((one.name for pattern, one in self.sources if "scale" not in pattern), self.first)
+                name = next((record.name for pattern, record in self.sources if "scale" not in pattern), self.first)
                 raise Misfit(f"{name} has no scales")
-            return self._computed(groups, [first], rest, model, dtype)
+            return self._computed(groups, [first], later_operations, model, dtype)
         # Of a quantised model, a weight that is not: the quantizer's operation would let it pass.
-        if rest and (copied := self._copied(groups, rest, model, dtype)) is not None:
+        if later_operations and (copied := self._copied(groups, later_operations, model, dtype)) is not None:
             return copied
         if len(self.sources) > 1:
             raise Misfit("there are scales without a quantised weight")
@@ -173,51 +173,66 @@ class Conversion:
         """Return the results as assemblies of the sources; None: the operations do more than copy."""
         trace, records = CopyTrace(), [record for group in groups.values() for record in group]
         sources = iter([trace.source(number, record.shape, dtype) for number, record in enumerate(records)])
-        given = {pattern: [next(sources) for _ in group] for pattern, group in groups.items()}
+        inputs = {pattern: [next(sources) for _ in group] for pattern, group in groups.items()}
         with trace:
-            made = self.run(operations, given, model)
-        found: dict[str, Stored] = {}
-        for name, tensor in made.items():
+            results = self.run(operations, inputs, model)
+        stored: dict[str, Stored] = {}
+        for name, tensor in results.items():
             if (moves := trace.moves(tensor)) is None:
                 return None
             pieces = tuple(Piece(records[number], move) for number, move in moves)
-            found[name] = simplest(name, tuple(tensor.shape), pieces)
-        return found
+            stored[name] = simplest(name, tuple(tensor.shape), pieces)
+        return stored
 
     def _computed(
-        self, groups: Groups, first: Sequence[Any], rest: Sequence[Any], model: PreTrainedModel, dtype: torch.dtype
+        self,
+        groups: Groups,
+        first: Sequence[Any],
+        later_operations: Sequence[Any],
+        model: PreTrainedModel,
+        dtype: torch.dtype,
     ) -> dict[str, Stored]:
         """Return the results as what the first operations compute and the others arrange. Where others arrange, the
         first are run for one expert at a time."""
         names = {pattern: [f"{pattern} {number}" for number in range(len(group))] for pattern, group in groups.items()}
-        run = _Operations(self, first, model, single=bool(rest))
+        run = _Operations(self, first, model, single=bool(later_operations))
         padded, steps = _padding(groups, first[0]), []
         trace, lists = CopyTrace(), defaultdict[str, list[Tensor]](list)
         cast = not hasattr(first[0], "hf_quantizer")
         keys: list[str] = []
-        for number in range(max(map(len, groups.values())) if rest else 1):
-            mine = {pattern: group[number : number + 1] if rest else group for pattern, group in groups.items()}
+        for number in range(max(map(len, groups.values())) if later_operations else 1):
+            mine = {
+                pattern: group[number : number + 1] if later_operations else group for pattern, group in groups.items()
+            }
             shapes = {pattern: group for pattern, group in mine.items() if SHAPE.search(pattern)}
             constants = {
-                pattern: whole for pattern, group in shapes.items() if (whole := _constants(group)) is not None
+                pattern: constant_tensors
+                for pattern, group in shapes.items()
+                if (constant_tensors := _constants(group)) is not None
             }
             here = {
-                pattern: tuple(names[pattern][number : number + 1] if rest else names[pattern])
+                pattern: tuple(names[pattern][number : number + 1] if later_operations else names[pattern])
                 for pattern in mine.keys() - constants.keys()
             }
             steps.append(Step(here, constants, padded))
-            given = {pattern: [_empty(record) for record in mine[pattern]] for pattern in here}
-            made = Plan(run.tried, (), cast).make(steps[-1], given, dtype)
-            keys = keys or list(made)
+            inputs = {pattern: [_empty(record) for record in mine[pattern]] for pattern in here}
+            outputs = Plan(run.tried, (), cast).make(steps[-1], inputs, dtype)
+            keys = keys or list(outputs)
             for at, key in enumerate(keys):
-                if not made[key].is_floating_point() or made[key].itemsize == 1:
+                if not outputs[key].is_floating_point() or outputs[key].itemsize == 1:
                     raise Misfit(f"{(mine.get(key) or mine[next(iter(mine))])[0].name} has no scales")
-                lists[key].append(trace.source(number * len(keys) + at, made[key].shape, dtype))
+                lists[key].append(trace.source(number * len(keys) + at, outputs[key].shape, dtype))
         with trace:
-            results = self.run(rest, lists, model) if rest else {key: tensors[0] for key, tensors in lists.items()}
+            results = (
+                self.run(later_operations, lists, model)
+                if later_operations
+                else {key: tensors[0] for key, tensors in lists.items()}
+            )
         run.forget_model(model, results)
-        records = {names[pattern][number]: one for pattern, group in groups.items() for number, one in enumerate(group)}
-        found: dict[str, Stored] = {}
+        records = {
+            names[pattern][number]: record for pattern, group in groups.items() for number, record in enumerate(group)
+        }
+        stored: dict[str, Stored] = {}
         for name, tensor in results.items():
             moves = defaultdict[int, list[tuple[str, Move]]](list)
             for source, move in trace.moves(tensor) or ():
@@ -228,13 +243,13 @@ class Conversion:
             used = used if cast else tuple(_divided(step, run, records, dtype) for step in used)
             needed = [part for step in used for group in step.parts.values() for part in group]
             parts = {part: records[part] for part in needed}
-            found[name] = QuantizedRecord(name, LIBRARY, parts, tuple(tensor.shape), {PLAN: Plan(run, used, cast)})
-        return found
+            stored[name] = QuantizedRecord(name, LIBRARY, parts, tuple(tensor.shape), {PLAN: Plan(run, used, cast)})
+        return stored
 
     def run(
         self,
         operations: Sequence[Any],
-        given: Mapping[str, Sequence[Tensor]],
+        inputs: Mapping[str, Sequence[Tensor]],
         model: nn.Module,
         *,
         single: bool = False,
@@ -244,16 +259,16 @@ class Conversion:
         converter = copy.copy(self.converter)
         converter.operations = list(operations)
         converter.layer_targets = defaultdict(set)
-        collected: Any = {pattern: list(tensors) for pattern, tensors in given.items()}
+        collected: Any = {pattern: list(tensors) for pattern, tensors in inputs.items()}
         converter.collected_tensors = defaultdict(list, collected)
         try:
             with torch.no_grad():
-                made: dict[str, Any] = converter.convert(self.first, model=model, config=model.config)
+                outputs: dict[str, Any] = converter.convert(self.first, model=model, config=model.config)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
             if is_out_of_memory(error):  # at a lease, where it is tried again with less at once
                 raise
             raise Misfit(str(error) or type(error).__name__) from error
-        return {name: one[0] if single or isinstance(one, list) else one for name, one in made.items()}
+        return {name: output[0] if single or isinstance(output, list) else output for name, output in outputs.items()}
 
 
 @dataclass(eq=False)
@@ -265,46 +280,52 @@ class _Operations:
     model: nn.Module  # which they may look at
     single: bool  # they run for one of several experts, and return their result in a row of one
 
-    def __call__(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-        return self.conversion.run(self.operations, given, self.model, single=self.single)
+    def __call__(self, inputs: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        return self.conversion.run(self.operations, inputs, self.model, single=self.single)
 
-    def tried(self, given: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    def tried(self, inputs: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return the result for tensors without bytes; small constants among them have theirs."""
         shapes = tuple(
-            (name, *((one.shape, one.dtype) if one.is_meta else tuple(one.tolist()) for one in group))
-            for name, group in sorted(given.items())
+            (name, *((tensor.shape, tensor.dtype) if tensor.is_meta else tuple(tensor.tolist()) for tensor in group))
+            for name, group in sorted(inputs.items())
         )
-        own, known = self.conversion.first, self.conversion.tried
+        first_name, cache = self.conversion.first, self.conversion.tried
         key = (id(self.conversion.converter), shapes)
-        if key not in known:
-            made = self(given)
-            known[key] = [("" if name == own else name, one.shape, one.dtype) for name, one in made.items()]
-        return {name or own: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in known[key]}
+        if key not in cache:
+            outputs = self(inputs)
+            cache[key] = [
+                ("" if name == first_name else name, output.shape, output.dtype) for name, output in outputs.items()
+            ]
+        return {name or first_name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in cache[key]}
 
     def forget_model(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         """Keep of the model only what the operations may ask for, because adapters will change its modules' names."""
-        kept: Any = nn.Module()
-        kept.config = model.config
+        stub: Any = nn.Module()
+        stub.config = model.config
         for name in {*names, self.conversion.first}:
             *owners, leaf = name.split(".")
-            owner = kept
+            owner = stub
             for part in owners:
                 if part not in owner._modules:
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
             owner.register_parameter(leaf, nn.Parameter(model.get_parameter_or_buffer(name).detach(), False))
-        self.model = kept
+        self.model = stub
 
 
 def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], dtype: torch.dtype) -> Step:
     """Let a step be cut along the first dimension, where its parts and what is made of them have one in common. All
     operations that are known work on each row, or block of rows, by itself; that a part of them makes the part of the
     result is tried on tensors without bytes."""
-    given = {name: [_empty(records[part]) for part in group] for name, group in step.parts.items()}
+    inputs = {name: [_empty(records[part]) for part in group] for name, group in step.parts.items()}
     # One scale is for all; one word of codes is of a few rows.
-    large = [one for group in given.values() for one in group if one.numel() > 1 or not one.is_floating_point()]
-    units = min((one.shape[0] for one in large if one.ndim), default=1)
-    lengths = [one.shape[0] for one in large] + [int(one[0]) for group in step.constants.values() for one in group]
+    large = [
+        tensor for group in inputs.values() for tensor in group if tensor.numel() > 1 or not tensor.is_floating_point()
+    ]
+    units = min((tensor.shape[0] for tensor in large if tensor.ndim), default=1)
+    lengths = [tensor.shape[0] for tensor in large] + [
+        int(constant[0]) for group in step.constants.values() for constant in group
+    ]
     ordered = len({name for name, _ in step.moves}) == len(step.moves)
     contiguous = ordered and all(move.is_contiguous for _, move in step.moves)
     if step.padded or not contiguous or units < 2 or any(length % units for length in lengths):
@@ -312,10 +333,12 @@ def _divided(step: Step, run: _Operations, records: Mapping[str, TensorRecord], 
     divided = replace(step, units=units)
     try:
         plan = Plan(run.tried, (), cast=False)
-        whole, part = (plan.make(*one, dtype) for one in ((step, given), cut(divided, given, 0, 1)))
+        full, part = (plan.make(*arguments, dtype) for arguments in ((step, inputs), cut(divided, inputs, 0, 1)))
     except (Misfit, RuntimeError, ValueError):
         return step
-    fits = all(tuple(part[name].shape) == (one.shape[0] // units, *one.shape[1:]) for name, one in whole.items())
+    fits = all(
+        tuple(part[name].shape) == (tensor.shape[0] // units, *tensor.shape[1:]) for name, tensor in full.items()
+    )
     return divided if fits else step
 
 
@@ -357,8 +380,8 @@ def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
         weight, scales = group[0], named.get(f"{pattern.removesuffix('$')}_scale_inv", [])
         if block is None or not scales or not weight.dtype.startswith("F8") or prod(scales[0].shape) == 1:
             continue
-        for one, scale in zip(group, scales, strict=True):
-            grid = tuple(-(-size // of) for size, of in zip(one.shape[-2:], block, strict=True))
+        for record, scale in zip(group, scales, strict=True):
+            grid = tuple(-(-size // of) for size, of in zip(record.shape[-2:], block, strict=True))
             if scale.shape[-2:] != grid:
                 what = f"{scale.name} is {list(scale.shape)}, and blocks of {list(block)} have {list(grid)} scales"
                 raise Misfit(what)

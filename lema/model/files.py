@@ -17,7 +17,7 @@ from lema.compat import releases
 from lema.config import LemaConfig
 from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, num_positions, prepare_data
 from lema.data.cache import folder_of
-from lema.data.chat.ends import ends_of
+from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
 from lema.data.files import find_files
@@ -59,7 +59,7 @@ class ModelFiles:
         self.directory = directory or resolve_model(name, revision=revision, trust_remote_code=trust_remote_code)
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
         self.trusted = trust_remote_code
-        self.ends: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
+        self.stop_tokens: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
         self._forms, self._adapter, self._begun = forms_of(settings), adapter, settings.adapter_name_or_path
 
     @cached_property
@@ -92,7 +92,7 @@ class ModelFiles:
                 return settings.model_copy(update={"template_date": date})
         return settings
 
-    def note_ends(self, rows: Any) -> None:
+    def note_stop_tokens(self, rows: Any) -> None:
         """Remember in which tokens the rows end that are trained on; of a data set of the caller's nothing is read."""
         rows = rows.rows if isinstance(rows, PreferenceDataset) else rows
         if not isinstance(rows, TokenDataset | PackedTokens | list) or not len(rows):
@@ -100,16 +100,18 @@ class ModelFiles:
         if isinstance(rows, list) and not {"input_ids", "labels"} <= rows[0].keys():
             return
         with suppress(DataError):  # rows of token ids need no tokenizer
-            self.ends += tuple(end for end in ends_of(rows, self.tokenizer) if end not in self.ends)
+            self.stop_tokens += tuple(
+                end for end in stop_tokens_of(rows, self.tokenizer) if end not in self.stop_tokens
+            )
 
     def generation_config(self) -> GenerationConfig | None:
         """Return the settings of generation: those beside the adapter, or the model's, and texts end also where those
         end that were trained on; None: there are none. Errors are those of `load_generation_config`."""
-        place = self._generation_place()
-        settings = load_generation_config(place)
-        if self.ends:
+        source = self._generation_directory()
+        settings = load_generation_config(source)
+        if self.stop_tokens:
             settings = settings or GenerationConfig.from_model_config(self.config)
-            settings.eos_token_id = _with_ends(settings.eos_token_id, self.ends)
+            settings.eos_token_id = _with_stop_tokens(settings.eos_token_id, self.stop_tokens)
         return settings
 
     def write_rendering(self, directory: Path) -> None:
@@ -120,35 +122,37 @@ class ModelFiles:
             templates = self.tokenizer.chat_template
             if templates is not None and templates != read_templates(self.directory):
                 write_templates(directory, templates)
-        place = self._generation_place()
-        if not self.ends and place == self.directory:
+        source = self._generation_directory()
+        if not self.stop_tokens and source == self.directory:
             return
-        file = place / GENERATION
+        file = source / GENERATION
         if file.is_symlink() or file.exists():
-            load_generation_config(place)  # which refuses what is no such file
+            load_generation_config(source)  # which refuses what is no such file
             values: dict[str, Any] = json.loads(read_regular(file, inside=True))
         else:
             values = GenerationConfig.from_model_config(self.config).to_diff_dict()
             values.pop("_from_model_config", None)  # because transformers would make it of the model's config again
-        if self.ends:
-            values["eos_token_id"] = _with_ends(values.get("eos_token_id"), self.ends)
+        if self.stop_tokens:
+            values["eos_token_id"] = _with_stop_tokens(values.get("eos_token_id"), self.stop_tokens)
             pad, vocab_size = values.get("pad_token_id"), getattr(self.config.get_text_config(), "vocab_size", None)
             if pad is None or not 0 <= pad < (vocab_size or pad + 1):
-                named = (self.tokenizer.pad_token_id, self.ends[0])
-                values["pad_token_id"] = next(one for one in named if one is not None and one < (vocab_size or one + 1))
+                named = (self.tokenizer.pad_token_id, self.stop_tokens[0])
+                values["pad_token_id"] = next(
+                    token_id for token_id in named if token_id is not None and token_id < (vocab_size or token_id + 1)
+                )
         write_generation(directory, values)
 
-    def _generation_place(self) -> Path:
+    def _generation_directory(self) -> Path:
         """The directory whose settings of generation apply."""
-        beside = self.adapter is not None and (self.adapter / GENERATION).is_file()
-        return self.adapter if beside and self.adapter is not None else self.directory
+        has_file = self.adapter is not None and (self.adapter / GENERATION).is_file()
+        return self.adapter if has_file and self.adapter is not None else self.directory
 
 
-def _with_ends(known: int | list[int] | None, ends: Sequence[int]) -> int | list[int]:
+def _with_stop_tokens(configured: int | list[int] | None, stop_tokens: Sequence[int]) -> int | list[int]:
     """Return the tokens that texts end at, and further ones; one alone as a number, as it is published."""
-    found = [] if known is None else [known] if isinstance(known, int) else list(known)
-    found += [end for end in ends if end not in found]
-    return found[0] if len(found) == 1 else found
+    token_ids = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+    token_ids += [end for end in stop_tokens if end not in token_ids]
+    return token_ids[0] if len(token_ids) == 1 else token_ids
 
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -190,10 +194,10 @@ def _check_adapter(directory: Path) -> None:
 
 def training_rows(config: LemaConfig, files: ModelFiles) -> tuple[Any, Any | None]:
     """Read `train_data`; return the rows that a run trains on, and those that `eval_split` holds back, if it does."""
-    rows, held_back = read_data(config, files, config.train_data), None
+    rows, eval_rows = read_data(config, files, config.train_data), None
     if config.eval_split:
-        rows, held_back = rows.split(config.eval_split, config.seed)
-    return first_rows(mixed(config, rows), config.max_train_samples), held_back
+        rows, eval_rows = rows.split(config.eval_split, config.seed)
+    return first_rows(mixed(config, rows), config.max_train_samples), eval_rows
 
 
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:

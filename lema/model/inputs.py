@@ -96,21 +96,23 @@ class _Answering(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
-        if name in QUESTIONS and (known := self._in_host_memory(args, kwargs)) is not None:
-            return function(*known[0], **known[1])
+        if name in QUESTIONS and (host_arguments := self._in_host_memory(args, kwargs)) is not None:
+            return function(*host_arguments[0], **host_arguments[1])
         target = args[0] if args and isinstance(args[0], Tensor) and args[0].device.type != "cpu" else None
         version = None if target is None or target.is_inference() else target._version
         result = _unawaited(function, args, kwargs) if target is not None else function(*args, **kwargs)
         if target is not None and version is not None and target._version != version:
             self._forget(target.untyped_storage()._cdata)  # it was changed in place, and with it all in its memory
             return result
-        known = self._in_host_memory(args, kwargs) if name in FOLLOWED and self._follows(name, result) else None
-        if known is not None:
-            self._copies[result] = function(*known[0], **known[1])
+        host_arguments = (
+            self._in_host_memory(args, kwargs) if name in FOLLOWED and self._follows(name, result) else None
+        )
+        if host_arguments is not None:
+            self._copies[result] = function(*host_arguments[0], **host_arguments[1])
         return result
 
     def _forget(self, storage: int) -> None:
-        for tensor in [known for known in self._copies if known.untyped_storage()._cdata == storage]:
+        for tensor in [tensor for tensor in self._copies if tensor.untyped_storage()._cdata == storage]:
             del self._copies[tensor]
 
     def _follows(self, name: str, result: Any) -> bool:
@@ -124,10 +126,10 @@ class _Answering(TorchFunctionMode):
 
         def copy(value: Any) -> Any:
             if isinstance(value, Tensor):
-                known = value if value.device.type == "cpu" else self._copies.get(value)
-                if known is None:
+                host_copy = value if value.device.type == "cpu" else self._copies.get(value)
+                if host_copy is None:
                     unknown.append(value)
-                return known
+                return host_copy
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
         copied = tree_map(copy, (args, kwargs))
@@ -141,9 +143,9 @@ def _unawaited(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     and writing where a mask is true counts the places first."""
     name = getattr(function, "__name__", "")
     if name == "__getitem__" and isinstance(args[1], tuple) and isinstance(args[1][-1], list):
-        *before, places = args[1]
-        if places and all(one == slice(None) for one in before) and all(type(one) is int for one in places):
-            return torch.stack([args[0].select(len(before), place) for place in places], len(before))
+        *before, indices = args[1]
+        if indices and all(key == slice(None) for key in before) and all(type(index) is int for index in indices):
+            return torch.stack([args[0].select(len(before), index) for index in indices], len(before))
     if name == "__setitem__" and isinstance(args[1], Tensor) and isinstance(args[2], int | float):
         is_mask = args[1].dtype == torch.bool and args[1].shape == args[0].shape
         if is_mask:
@@ -167,7 +169,7 @@ class Inputs:
         """Have as many buffers as a step makes copies, so that each is used again in the next step, and not before."""
         self._num_buffers = max(self._num_buffers, num_copies)
 
-    def place(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
+    def to_device(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
         """Return the same micro-batches on the device: views of memory that nothing else uses."""
         device = self._backend.device
         here = {
@@ -175,23 +177,23 @@ class Inputs:
         }
         if self._shared or not here:
             return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in micro_batches]
-        placed = self._upload(list(here.values()))
-        there = dict(zip(here, placed, strict=True))
+        on_device = self._upload(list(here.values()))
+        there = dict(zip(here, on_device, strict=True))
         return [{name: there.get(id(tensor), tensor) for name, tensor in batch.items()} for batch in micro_batches]
 
-    def place_step(
+    def step_to_device(
         self, micro_batches: Sequence[MicroBatch], targets: Sequence[Tensor], tables: RowTables | None = None
     ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
         """Return what the model is given, and the targets, on the device; `tables` notes what these are."""
         pairs = zip(micro_batches, targets, strict=True)
-        placed = self.place([{**model_inputs(batch), TARGETS: target} for batch, target in pairs])
-        there = [batch.pop(TARGETS) for batch in placed]
+        on_device = self.to_device([{**model_inputs(batch), TARGETS: target} for batch, target in pairs])
+        there = [batch.pop(TARGETS) for batch in on_device]
         if tables is not None:
             tables.expect(len(micro_batches))
-            for batch, original in zip(placed, micro_batches, strict=True):
+            for batch, original in zip(on_device, micro_batches, strict=True):
                 for name, tensor in batch.items():
                     tables.copies.note(tensor, original[name])
-        return placed, there
+        return on_device, there
 
     def _upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         starts, end = [], 0

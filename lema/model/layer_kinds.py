@@ -17,7 +17,7 @@ __all__ = ["Attribute", "compare_layers"]
 
 # What torch keeps in every module: its parts, which are compared by themselves, and whether it trains and what hooks it
 # has, which every caller of a layer must look at, since they change.
-KEPT_BY_TORCH = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 REPLACED = "forward"  # of a layer; while a part of the model runs, another may stand in its place
 DEEPEST = 6  # objects in objects
 
@@ -32,18 +32,18 @@ def compare_layers(layers: Sequence[nn.Module], name: str) -> tuple[tuple[int, .
     numbers = frozenset(_numbers(layers))
     labels = set(numbers)
     firsts: list[int] = []
-    found: list[int] = []
+    kinds: list[int] = []
     for index in range(len(layers)):
         # Compared with the first of each kind only, because what equals one equals all of its kind.
         for kind, first in enumerate(firsts):
             if (named := _difference(layers, name, index, first, numbers)) is not None:
-                found.append(kind)
+                kinds.append(kind)
                 labels |= named
                 break
         else:
-            found.append(len(firsts))
+            kinds.append(len(firsts))
             firsts.append(index)
-    return tuple(found), tuple(sorted(labels))
+    return tuple(kinds), tuple(sorted(labels))
 
 
 def _numbers(layers: Sequence[nn.Module]) -> Iterator[Attribute]:
@@ -67,61 +67,66 @@ def _difference(
     mine, theirs = dict(layers[index].named_modules()), dict(layers[first].named_modules())
     if mine.keys() != theirs.keys():
         return None
-    found: set[Attribute] = set()
+    differences: set[Attribute] = set()
     for path, module in mine.items():
-        other = theirs[path]
-        if type(module) is not type(other) or _tensors(module) != _tensors(other):
+        counterpart = theirs[path]
+        if type(module) is not type(counterpart) or _tensors(module) != _tensors(counterpart):
             return None
-        settings, others = _settings(path, module), _settings(path, other)
-        if settings.keys() != others.keys():
+        settings, counterpart_settings = _settings(path, module), _settings(path, counterpart)
+        if settings.keys() != counterpart_settings.keys():
             return None
         for key, value in settings.items():
-            if (attribute := (path, key)) in numbers or _same(value, others[key], "", ""):
+            if (attribute := (path, key)) in numbers or _same(value, counterpart_settings[key], "", ""):
                 continue
-            if not _same(value, others[key], f"{name}.{index}.", f"{name}.{first}."):
+            if not _same(value, counterpart_settings[key], f"{name}.{index}.", f"{name}.{first}."):
                 return None
-            found.add(attribute)
-    return found
+            differences.add(attribute)
+    return differences
 
 
 def _tensors(module: nn.Module) -> list[Any]:
     """Describe a module's own tensors."""
     owned: list[tuple[str, Tensor | None]] = [*module._parameters.items(), *module._buffers.items()]
     return [
-        (name, None if one is None else (type(one), one.shape, one.dtype, one.is_meta, one.requires_grad))
-        for name, one in owned
+        (
+            name,
+            None
+            if tensor is None
+            else (type(tensor), tensor.shape, tensor.dtype, tensor.is_meta, tensor.requires_grad),
+        )
+        for name, tensor in owned
     ]
 
 
 def _settings(path: str, module: nn.Module) -> dict[str, Any]:
-    own = {name: value for name, value in vars(module).items() if name not in KEPT_BY_TORCH}
+    settings = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
     if not path:
-        own.pop(REPLACED, None)
-    return own
+        settings.pop(REPLACED, None)
+    return settings
 
 
-def _same(one: Any, other: Any, mine: str, theirs: str, depth: int = DEEPEST) -> bool:
+def _same(left: Any, right: Any, mine: str, theirs: str, depth: int = DEEPEST) -> bool:
     """Whether two values are surely equal, once each's own name is taken out of it; what cannot be told differs."""
 
     def same(a: Any, b: Any) -> bool:
         return _same(a, b, mine, theirs, depth - 1)
 
-    if one is other:
+    if left is right:
         return True
-    if type(one) is not type(other) or depth == 0 or isinstance(one, nn.Module):
+    if type(left) is not type(right) or depth == 0 or isinstance(left, nn.Module):
         return False
-    if isinstance(one, str):
-        return bool(one.replace(mine, "") == other.replace(theirs, "")) if mine else bool(one == other)
-    if isinstance(one, Tensor):
-        described = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (one, other)]
-        return not one.is_meta and described[0] == described[1] and bool(torch.equal(one, other))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, partial):
-        return same((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
-    kind: Any = type(one)
+    if isinstance(left, str):
+        return bool(left.replace(mine, "") == right.replace(theirs, "")) if mine else bool(left == right)
+    if isinstance(left, Tensor):
+        described = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (left, right)]
+        return not left.is_meta and described[0] == described[1] and bool(torch.equal(left, right))
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, partial):
+        return same((left.func, left.args, left.keywords), (right.func, right.args, right.keywords))
+    kind: Any = type(left)
     if kind.__eq__ is not object.__eq__:
-        return bool(one == other)
-    return hasattr(one, "__dict__") and not callable(one) and same(vars(one), vars(other))
+        return bool(left == right)
+    return hasattr(left, "__dict__") and not callable(left) and same(vars(left), vars(right))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend, BackendOptions, Parallel, SingleProcess, load
 from lema.backend import layout as kinds
-from lema.backend.layout import KvLayout, Layout, places
+from lema.backend.layout import KvLayout, Layout, axis_spans
 from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
@@ -35,37 +35,37 @@ def layout_of(parameter: Tensor) -> Layout | None:
     return layout
 
 
-def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
+def local_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
     """Return what one process reads of each stored tensor of a model whose layers have been divided. `ConfigError`: a
     tensor that is divided is put together from others in a way that cannot be cut."""
     parameters = model.named_parameters(remove_duplicate=False)
     named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in parameters)
     layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
-    held = dict(records)
+    shards = dict(records)
     for name, layout in layouts.items():
         if (record := records.get(name)) is None:
             continue
         size = record.shape[layout.dim]
-        ranges = [(start, start + length) for start, length in places(layout, size, parallel.rank)]
+        ranges = [(start, start + length) for start, length in axis_spans(layout, size, parallel.rank)]
         assert layout.kind == "embedding" or all(stop <= size for _, stop in ranges), f"{record.name} would be padded"
         real = [(start, min(stop, size)) for start, stop in ranges]
         if isinstance(record, QuantizedRecord):
-            held[name] = part_of_quantized(record, layout.dim, real)
+            shards[name] = part_of_quantized(record, layout.dim, real)
         else:
             try:
-                held[name] = part_of(record, layout.dim, real)
+                shards[name] = part_of(record, layout.dim, real)
             except ValueError as error:
                 what = f"{record.name} is put together from stored tensors in a way that cannot be divided: {error}"
                 how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
                 raise ConfigError(what, where="tensor_parallel_size", how=how) from error
-    return held
+    return shards
 
 
-def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Tensor:
+def local_tensor(parallel: Parallel, full_tensor: Tensor, layout: Layout | None) -> Tensor:
     """Return this process's part of a tensor."""
     if layout is None or parallel.size == 1:
-        return whole
-    return kinds.shard(whole, layout, parallel.rank)
+        return full_tensor
+    return kinds.shard(full_tensor, layout, parallel.rank)
 
 
 def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Tensor:
@@ -73,7 +73,7 @@ def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Ten
     what several processes hold alike is not the same in all of them."""
     if parallel.size == 1:
         return part.detach().cpu()
-    parts = [one.detach().cpu() for one in parallel.gather(part.detach())]
+    parts = [shard.detach().cpu() for shard in parallel.gather(part.detach())]
     return kinds.consolidate(parts, layout or Layout("replicated", parallel.size))
 
 
@@ -89,19 +89,19 @@ def whole_adapter(model: PeftModel, parallel: Parallel) -> dict[str, Tensor] | N
     }
 
 
-def held_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def local_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return this process's parts of an adapter in PEFT's file, by the same names."""
     if parallel.size == 1:
         return dict(saved)
-    layouts = {name.replace(".default", ""): layout_of(one) for name, one in model.named_parameters()}
-    layouts |= {name.removesuffix(".weight"): one for name, one in layouts.items() if "magnitude" in name}
-    return {name: held_tensor(parallel, tensor, layouts.get(name)) for name, tensor in saved.items()}
+    layouts = {name.replace(".default", ""): layout_of(parameter) for name, parameter in model.named_parameters()}
+    layouts |= {name.removesuffix(".weight"): layout for name, layout in layouts.items() if "magnitude" in name}
+    return {name: local_tensor(parallel, tensor, layouts.get(name)) for name, tensor in saved.items()}
 
 
-def planned_ends(model: PreTrainedModel, ends: Iterable[str]) -> list[str]:
+def planned_suffixes(model: PreTrainedModel, suffixes: Iterable[str]) -> list[str]:
     """Return those of some ends of parameters' names that the model's tensor-parallel plan has."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    return [end for end in ends if any(pattern.endswith(f".{_pattern(end)}") for pattern in plan)]
+    return [end for end in suffixes if any(pattern.endswith(f".{_pattern(end)}") for pattern in plan)]
 
 
 def layouts_of(
@@ -118,7 +118,7 @@ def layouts_of(
         how = "train it on one device of each process, without tensor parallelism"
         raise ModelError(what, where=f"model_type {model.config.model_type!r}: base_model_tp_plan", how=how)
     styles = {name: plan[_pattern(name)] for name, _ in model.named_modules() if _pattern(name) in plan}
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
         try:
@@ -134,24 +134,24 @@ def layouts_of(
             else:
                 continue
             if layout is not None:
-                places(layout, module.weight.shape[layout.dim], 0)
-                found[name] = layout
+                axis_spans(layout, module.weight.shape[layout.dim], 0)
+                layouts[name] = layout
         except ConfigError as error:
             raise ConfigError(f"{name}: {error.what}", where=error.where or "tp", how=error.how) from error
     alike: dict[str, set[Layout]] = {}
-    for name, layout in found.items():
+    for name, layout in layouts.items():
         alike.setdefault(_pattern(name), set()).add(layout)
-    return {_pattern(name) if len(alike[_pattern(name)]) == 1 else name: layout for name, layout in found.items()}
+    return {_pattern(name) if len(alike[_pattern(name)]) == 1 else name: layout for name, layout in layouts.items()}
 
 
 def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
     """Find the layout of a module in what `layouts_of` returns. `ModelError`: the plan does not cover the module."""
-    found = layouts.get(name) or layouts.get(_pattern(name))
-    if found is None:
+    layout = layouts.get(name) or layouts.get(_pattern(name))
+    if layout is None:
         what = f"the model's tensor-parallel plan does not define how {name} lies over ranks"
         how = "adapt only linear modules and embeddings that the plan covers, or train without tensor parallelism"
         raise ModelError(what, where=name, how=how)
-    return found
+    return layout
 
 
 def _pattern(name: str) -> str:

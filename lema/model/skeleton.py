@@ -54,16 +54,16 @@ class SizeLimit(TorchFunctionMode):
         self._tensors = self._bytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if func is torch.empty:
             self._tensors += 1
             if self._tensors > MAX_TENSORS:
                 raise _too_large(f"more than {MAX_TENSORS:,} tensors")
-        elif func in TABLES and str(given.get("device")) != "meta":
-            self._count(func(*args, **{**given, "device": "meta"}))
+        elif func in TABLES and str(options.get("device")) != "meta":
+            self._count(func(*args, **{**options, "device": "meta"}))
         elif func in MASKS and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
             self._count(args[0])
-        return func(*args, **given)
+        return func(*args, **options)
 
     def _count(self, like: torch.Tensor) -> None:
         if like.nbytes > MAX_TABLE_BYTES:
@@ -89,14 +89,14 @@ def auto_class(config: PreTrainedConfig) -> Any:
     no causal one, since these train on text alone as well."""
     if type(config) in models_of(AutoModelForCausalLM):
         return AutoModelForCausalLM
-    known = type(config) in models_of(AutoModelForImageTextToText)
-    return AutoModelForImageTextToText if known else AutoModelForCausalLM
+    is_image_text = type(config) in models_of(AutoModelForImageTextToText)
+    return AutoModelForImageTextToText if is_image_text else AutoModelForCausalLM
 
 
 def scores_texts(model: PreTrainedModel) -> bool:
     """Whether a model has the head of `AutoModelForSequenceClassification`: one output for a text, and no logits."""
-    known = models_of(AutoModelForSequenceClassification)
-    return type(model.config) in known and isinstance(model, known[type(model.config)])
+    classifiers = models_of(AutoModelForSequenceClassification)
+    return type(model.config) in classifiers and isinstance(model, classifiers[type(model.config)])
 
 
 def meta_model(
@@ -134,12 +134,12 @@ def meta_model(
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
             model = _build(builder, config, options, nullcontext())
     except LemaError as error:
-        raise ModelError(error.what, where=_place(config), how=error.how) from error
+        raise ModelError(error.what, where=_location(config), how=error.how) from error
     except Exception as error:
         raise ModelError(
             f"transformers cannot build this model as a {'text classifier' if scores else 'causal language model'}: "
             f"{message_of(error)}",
-            where=_place(config),
+            where=_location(config),
             how="`lema models` lists the types that stream"
             if attn_implementation is None
             else f"attn_implementation is {attn_implementation!r}: install its packages, or remove the setting",
@@ -171,7 +171,7 @@ def compute_fast(model: PreTrainedModel, settings: LemaConfig, backend: Backend)
     return fused(backend, model, find_layers(model)[1])
 
 
-def _place(config: PreTrainedConfig) -> str:
+def _location(config: PreTrainedConfig) -> str:
     """Where a config comes from: its file, where it was read from one, and its type."""
     kind = f"model_type {config.model_type!r}"
     return f"{Path(config.name_or_path) / 'config.json'}: {kind}" if config.name_or_path else kind
@@ -183,16 +183,16 @@ class EmptyOnMeta(TorchFunctionMode):
     take memory only where they are written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func is torch.zeros and not {"device", "out", "layout"} & given.keys():
-            like = func(*args, **given, device="meta")
+        options = kwargs or {}
+        if func is torch.zeros and not {"device", "out", "layout"} & options.keys():
+            like = func(*args, **options, device="meta")
             if like.nbytes < UNTOUCHED_FROM:
-                return func(*args, **given)
+                return func(*args, **options)
             # The system finds memory for these when they are first written; torch would write them at once.
             pages = private_pages(like.nbytes)
             zeros = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
             return zeros.requires_grad_(like.requires_grad)
-        return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))
+        return func(*args, **({**options, "device": "meta"} if func is torch.empty else options))
 
 
 def _build(
@@ -218,7 +218,7 @@ def main_dtype(model: PreTrainedModel) -> torch.dtype:
     and that may be one of those that some models have in float32 whatever is asked for. A model whose parameters were
     converted since has the dtype of the first one."""
     asked: object = getattr(model.config, "dtype", None)
-    if isinstance(asked, torch.dtype) and any(one.dtype == asked for one in model.parameters()):
+    if isinstance(asked, torch.dtype) and any(parameter.dtype == asked for parameter in model.parameters()):
         return asked
     first: torch.dtype = model.dtype
     return first
@@ -234,9 +234,9 @@ def _make_buffers_again(model: PreTrainedModel) -> None:
         for child in module.children():
             make(child, owner)
         if module._non_persistent_buffers_set:
-            for name, one in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
                 # As `from_pretrained` marks what a checkpoint has, so that it is left alone.
-                one._is_hf_initialized = name not in module._non_persistent_buffers_set  # type: ignore[attr-defined]
+                tensor._is_hf_initialized = name not in module._non_persistent_buffers_set  # type: ignore[attr-defined]
             owner._init_weights(module)
 
     with torch.no_grad(), torch.random.fork_rng(devices=()), guard_torch_init_functions():
@@ -248,7 +248,9 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     model calls its decoder, so not in the towers of other modalities: first by the config's pipeline plan, then by what
     `transformers` marks as a layer to checkpoint, then by its length. `ModelError`: there is none, or several."""
     named = model.get_decoder()
-    asked = ((name, one) for name, one in model.named_modules() if one is named and _outermost_lists(one, name))
+    asked = (
+        (name, module) for name, module in model.named_modules() if module is named and _outermost_lists(module, name)
+    )
     root, decoder = next(asked, ("", model))  # some call their head a decoder
     lists = _outermost_lists(decoder, root)
     config: PreTrainedConfig = model.config
@@ -260,17 +262,17 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         lambda _, layers: len(layers) == length,
         lambda _, __: True,
     )
-    found: list[str] = []
+    matches: list[str] = []
     for rule in rules:
-        if found := [name for name, layers in lists.items() if rule(name, layers)]:
+        if matches := [name for name, layers in lists.items() if rule(name, layers)]:
             break
-    if len(found) != 1:
+    if len(matches) != 1:
         raise ModelError(
-            "no stack of decoder layers was found" if not found else "its layers form more than one stack",
-            where=f"{_place(config)}: {', '.join(found) or 'no list of modules'}",
+            "no stack of decoder layers was found" if not matches else "its layers form more than one stack",
+            where=f"{_location(config)}: {', '.join(matches) or 'no list of modules'}",
             how="only models with one stack of decoder layers stream",
         )
-    return found[0], lists[found[0]]
+    return matches[0], lists[matches[0]]
 
 
 def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
@@ -282,7 +284,7 @@ def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList) and len(module):
             lists.setdefault(name, module)
         elif module is decoder or not isinstance(module, PreTrainedModel) or module.main_input_name == "input_ids":
-            inner = [(f"{name}.{own}".removeprefix("."), child) for own, child in module.named_children()]
+            inner = [(f"{name}.{child_name}".removeprefix("."), child) for child_name, child in module.named_children()]
             ahead += reversed(inner)
     return lists
 
@@ -293,8 +295,8 @@ def find_towers(model: PreTrainedModel) -> list[str]:
     model that does not run like that everything counts as reached."""
     name, layers = find_layers(model)
     near = [name.rpartition(".")[0]]
-    ends = ends_of(model)
-    near += [own for own, module in model.named_modules() if any(module is end for end in ends)]
+    outer_modules = find_embed_head(model)
+    near += [path for path, module in model.named_modules() if any(module is end for end in outer_modules)]
     if all(is_in(name, near) for name, _ in model.named_parameters()):
         return []  # nothing but a stack of layers, embeddings and a head: all of that reads text
     before = model.training
@@ -303,21 +305,21 @@ def find_towers(model: PreTrainedModel) -> list[str]:
     finally:
         model.train(before)
     within = {
-        name: [own for own, _ in module.named_parameters(prefix=name, remove_duplicate=False)]
+        name: [parameter_name for parameter_name, _ in module.named_parameters(prefix=name, remove_duplicate=False)]
         for name, module in model.named_modules()
     }
-    whole = [name for name, inside in within.items() if inside and unused.issuperset(inside)]
-    return [name for name in whole if not is_in(name.rpartition(".")[0], whole)]
+    towers = [name for name, inside in within.items() if inside and unused.issuperset(inside)]
+    return [name for name in towers if not is_in(name.rpartition(".")[0], towers)]
 
 
-def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+def find_embed_head(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
     """Return what a model calls its input embeddings and its head; None: it has none, or its code does not say."""
-    found: list[nn.Module | None] = [None, None]
+    modules: list[nn.Module | None] = [None, None]
     finders: tuple[Callable[[], nn.Module | None], ...] = (model.get_input_embeddings, model.get_output_embeddings)
     for end, find in enumerate(finders):
         with suppress(NotImplementedError):
-            found[end] = find()
-    return found[0], found[1]
+            modules[end] = find()
+    return modules[0], modules[1]
 
 
 def is_in(name: str, modules: Iterable[str]) -> bool:
@@ -333,20 +335,23 @@ class _Uses(TorchFunctionMode):
         self.seen: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if next(tensors_in([made]), None) is not None:  # asking for a dtype is no use
+        output = func(*args, **(kwargs or {}))
+        if next(tensors_in([output]), None) is not None:  # asking for a dtype is no use
             self.seen |= {id(tensor) for tensor in tensors_in([args, kwargs])}
-        return made
+        return output
 
 
 def _unused(model: PreTrainedModel, layers: nn.ModuleList) -> set[str]:
     """Name the parameters outside the layers that the model's forward does not use on token ids; none if it fails."""
-    inside = {id(one) for one in layers.parameters()}
+    inside = {id(parameter) for parameter in layers.parameters()}
 
-    def look(run: Callable[[], Any]) -> set[str]:
-        names, uses = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)], _Uses()
+    def observe(run: Callable[[], Any]) -> set[str]:
+        names, uses = (
+            [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)],
+            _Uses(),
+        )
         with uses:
             run()
-        return {name for name, one in names if one not in uses.seen and one not in inside}
+        return {name for name, parameter_id in names if parameter_id not in uses.seen and parameter_id not in inside}
 
-    return past_layers(model, layers, look) or set()
+    return past_layers(model, layers, observe) or set()

@@ -23,14 +23,14 @@ from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, values_unread, without_values
 from lema.model.compiled import CompiledLayers
-from lema.model.experts import ExpertGroup, LayerExperts, form_no_frozen_gradients, layer_experts, multiply_apart
+from lema.model.experts import ExpertGroup, LayerExperts, form_no_frozen_gradients, layer_experts, multiply_unmerged
 from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find_cut
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
-from lema.model.weight_names import LayerNames, parameters_kept, stored_name
+from lema.model.weight_names import LayerNames, restored_parameters, stored_name
 
 __all__ = ["Run", "Split"]
 
@@ -72,7 +72,9 @@ class Split:
         self.lazy = not has_addresses(backend.device)
         self.dtype = main_dtype(model)
         self._scores = scores_texts(model)
-        self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
+        self._extra_outputs: tuple[Any, ...] | None = (
+            None  # what layers return after the hidden state; None: it is bare
+        )
         self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
         self.tables: RowTables | None = None
         # The number of the head's input, in training and in evaluation, because some models differ between them.
@@ -93,12 +95,12 @@ class Split:
     @property
     def keeps_tensors(self) -> bool:
         """Whether layers return other tensors than the hidden state: those of layer 0 are kept."""
-        return any(isinstance(one, Tensor) for one in self._rest or ())
+        return any(isinstance(output, Tensor) for output in self._extra_outputs or ())
 
     @property
-    def rest(self) -> tuple[Any, ...] | None:
+    def extra_outputs(self) -> tuple[Any, ...] | None:
         """What layers return after the hidden state, as layer 0 did on a few tokens; None: the hidden state is bare."""
-        return self._rest
+        return self._extra_outputs
 
     @property
     def num_layers(self) -> int:
@@ -151,9 +153,11 @@ class Split:
                         raise self._refusal(f"the hidden state changes between layers {index - 1} and {index}")
                     # A tensor stands for None too, because it may be one in another layer.
                     absent = torch.empty(0, dtype=torch.long) if self._mark_absent else None
-                    items = [hidden, *(absent if item is None else item for item in self._rest or ())]
-                    returned = tape.returned(tuple(make(one) if isinstance(one, Tensor) else one for one in items))
-                return returned[0] if self._rest is None else returned
+                    items = [hidden, *(absent if item is None else item for item in self._extra_outputs or ())]
+                    returned = tape.returned(
+                        tuple(make(output) if isinstance(output, Tensor) else output for output in items)
+                    )
+                return returned[0] if self._extra_outputs is None else returned
 
             return record
 
@@ -161,11 +165,15 @@ class Split:
         with self.replaced(forwards), aside(self.layers), tape:
             return run()
 
-    def knows_as(self, other: Split) -> None:
+    def knows_as(self, source: Split) -> None:
         """Know what another split of this model has seen: what layers return, and where the head begins."""
-        self._cut, self._rest, self._mark_absent = dict(other._cut), other._rest, other._mark_absent
+        self._cut, self._extra_outputs, self._mark_absent = (
+            dict(source._cut),
+            source._extra_outputs,
+            source._mark_absent,
+        )
 
-    def known(self, batch: Mapping[str, Tensor]) -> bool:
+    def has_learned(self, batch: Mapping[str, Tensor]) -> bool:
         """Whether `prelude` needs no weights: once it is known what layers return, on a lazy device from their shapes.
         A model whose forward looks at values is examined as on other devices, which finds what cannot be split."""
         if not self.lazy or self.model.training in self._cut:
@@ -174,15 +182,22 @@ class Split:
         few = {name: (value.shape, value.dtype) for name, value in self._few(batch).items()}
         try:
             with without_values(self.model, self.layers, device):
-                given = {stored_name(name): one for name, one in self.layers[0].named_parameters() if one.is_meta}
-                weights = {name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in given.items()}
+                parameters = {
+                    stored_name(name): parameter
+                    for name, parameter in self.layers[0].named_parameters()
+                    if parameter.is_meta
+                }
+                weights = {
+                    name: torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    for name, parameter in parameters.items()
+                }
                 shapes = {name: torch.ones(shape, dtype=dtype, device=device) for name, (shape, dtype) in few.items()}
                 self._learn(shapes, weights)
         except (ModelError, *PASSED_THROUGH_THE_MODEL):
-            self._rest, self._mark_absent = None, marked
+            self._extra_outputs, self._mark_absent = None, marked
             return False
-        if self._rest is not None:
-            self._rest = tuple(capture.stand_in(one, device) for one in self._rest)
+        if self._extra_outputs is not None:
+            self._extra_outputs = tuple(capture.stand_in(output, device) for output in self._extra_outputs)
         return True
 
     def _few(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -221,16 +236,16 @@ class Split:
         def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             same_lists = capture.lists_in(args, kwargs)
 
-            def made() -> Any:
+            def forward() -> Any:
                 out: Any = NotImplemented
                 if graphs is not None:
                     out = graphs.call(index, self.renamed(index, weights), args, kwargs)
                 return self.call_layer(index, weights, args, kwargs) if out is NotImplemented else out
 
             if capture.has_values(hidden):
-                out = self.state.layers.run(index, call, made, (args, kwargs, weights))
+                out = self.state.layers.run(index, call, forward, (args, kwargs, weights))
             else:
-                out = made()
+                out = forward()
             if not same_lists():
                 raise self._refusal(f"layer {index} passes something to later layers in a list")
             return out
@@ -257,10 +272,10 @@ class Split:
             stored = self._names[index].buffers(tensors)
             sharing = self._sharing.setdefault(index, SharedInputs()) if self._fast else None
             together = nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs)
-            with parameters_kept(self._names[index].adapted), together:
+            with restored_parameters(self._names[index].adapted), together:
                 out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
-        for name, one in stored.items():
-            if tensors[name] is not one or one._version:
+        for name, buffer in stored.items():
+            if tensors[name] is not buffer or buffer._version:
                 raise self._refusal(f"layer {index} writes into its {name}, which is read from its file at each visit")
         return out
 
@@ -277,7 +292,7 @@ class Split:
         try:
             with replaced({experts.module: suspended.reached}), suspended.tape:
                 output = run()
-            if any(suspended.tape.number(one) is not None for one in self.state.layers.tensors(index)):
+            if any(suspended.tape.number(tensor) is not None for tensor in self.state.layers.tensors(index)):
                 raise self.state.layers.refusal(index, "which is made of its experts' result, and they run in groups")
             suspended.returned(output)
         except ValueError as error:
@@ -288,30 +303,30 @@ class Split:
         """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part
         of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown away. `cut`
         is the number of what is given to the head; None: as was seen in the first batch."""
-        looked_at = batch is not None
+        has_lookups = batch is not None
         if batch is None:
             # Any token but padding, because padding could be masked.
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
             with self._unread():
                 ids = torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)
             batch = {"input_ids": ids}
-        logits: Tensor = self.finish(hidden, partial(self._logits, batch), cut, looked_at=looked_at)
+        logits: Tensor = self.finish(hidden, partial(self._logits, batch), cut, has_lookups=has_lookups)
         return logits
 
-    def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, looked_at: bool = False) -> Any:
+    def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, has_lookups: bool = False) -> Any:
         """Return what `run` returns if the last layer's output is `hidden`; what it does before that is thrown away.
         The generator, and what modules keep from call to call, are put back before the head begins: what it draws is
-        what the whole model would draw. `cut` is as in `head`; `looked_at`: embeddings are looked up all the same."""
-        state, kept, entered = self._backend.rng_state(), self.state.outer.now(), list[Tensor]()
+        what the whole model would draw. `cut` is as in `head`; `has_lookups`: embeddings are looked up all the same."""
+        state, outer_state, entered = self._backend.rng_state(), self.state.outer.now(), list[Tensor]()
 
         def enter() -> Tensor:
             self._backend.set_rng_state(state)
-            kept.restore()
+            outer_state.restore()
             put_back()
             entered.append(hidden)
             return hidden
 
-        tables = nullcontext() if looked_at or self.tables is None else self.tables.nothing_looked_at()
+        tables = nullcontext() if has_lookups or self.tables is None else self.tables.without_lookups()
         tape = Tape(self._cut[self.model.training] if cut is None else cut, enter)
         with tables, self._unread(), aside(self.state.outer.modules) as put_back:
             returned = self._followed(tape, run, Tensor.detach)
@@ -332,7 +347,7 @@ class Split:
                 stand_in = {experts.module: lambda hidden, *_: torch.zeros_like(hidden)}  # they are leased in groups
             with replaced(stand_in):
                 out = self.call_layer(0, first_layer_weights, args, kwargs)
-            self._rest = None if isinstance(out, Tensor) else tuple(out[1:])
+            self._extra_outputs = None if isinstance(out, Tensor) else tuple(out[1:])
             raise _LayerReached
 
         try:
@@ -371,21 +386,21 @@ class Split:
         except CannotCut as error:
             raise self._refusal(str(error)) from error
 
-    def _is_enough(self, cut: int, given: Tensor, few: Mapping[str, Tensor], shape: torch.Size, top: int) -> bool:
-        """Whether the head gives logits of this shape for what is `given` alone, token by token. What has their shape
+    def _is_enough(self, cut: int, hidden: Tensor, few: Mapping[str, Tensor], shape: torch.Size, top: int) -> bool:
+        """Whether the head gives logits of this shape for what is `hidden` alone, token by token. What has their shape
         and comes after `top`, the last layer's output, may be logits already, before they are capped or scaled."""
-        if given.dim() != 3 or given.shape[:2] != shape[:2] or (given.shape == shape and cut != top):
+        if hidden.dim() != 3 or hidden.shape[:2] != shape[:2] or (hidden.shape == shape and cut != top):
             return False
         try:
             with torch.no_grad(), capture.without_dropout(self.model):
-                expected = self.head(given, few, cut)
-                parts = [self.head(given[:, :1], cut=cut), self.head(given[:, 1:], cut=cut)]
-                alone = [self.head(given, cut=cut), torch.cat(parts, dim=1)]
+                expected = self.head(hidden, few, cut)
+                parts = [self.head(hidden[:, :1], cut=cut), self.head(hidden[:, 1:], cut=cut)]
+                alone = [self.head(hidden, cut=cut), torch.cat(parts, dim=1)]
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):
                 raise
             return False
-        return all(capture.alike(found, expected) for found in alone)
+        return all(capture.alike(logits, expected) for logits in alone)
 
     def _refusal(self, why: str) -> ModelError:
         source, where = self.model.config.name_or_path, f"{self.layers_name} of {type(self.model).__name__}"
@@ -403,7 +418,7 @@ class Split:
         multiply apart from here on, also for another `Split` of this model."""
         self._forget_layers()
         if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
-            multiply_apart(self.layers)
+            multiply_unmerged(self.layers)
         if self._fast:
             multiply_together(self.layers)
 

@@ -55,7 +55,7 @@ class NameMap:
     # In-memory name that is not stored -> the stored in-memory name it shares its weights with.
     tied: dict[str, str] = field(default_factory=dict)
     # Buffers that the checkpoint need not store; the model's own values stand.
-    kept: list[str] = field(default_factory=list)
+    unstored_buffers: list[str] = field(default_factory=list)
     ignored: list[Stored] = field(default_factory=list)  # tensors on disk that `transformers` says no model needs
     # Further tensors on disk that the model has no place for; `from_pretrained` warns of them and goes on.
     unused: list[Stored] = field(default_factory=list)
@@ -106,17 +106,19 @@ def map_names(model: PreTrainedModel, index: GlobalBinaryIndex) -> NameMap:
             "of a type that the model cannot use": mistyped,
         }
         wrong = {what: items for what, items in complaints.items() if items}
-        told = "".join(f"\n{len(one)} {what}:{listed(one, 15 // len(wrong) - 2)}" for what, one in wrong.items())
+        report = "".join(
+            f"\n{len(entries)} {what}:{listed(entries, 15 // len(wrong) - 2)}" for what, entries in wrong.items()
+        )
         how = "check that config.json and the weights belong to the same model"
-        raise WeightsError(f"the checkpoint does not fit the model{told}", where=str(index.path), how=how)
+        raise WeightsError(f"the checkpoint does not fit the model{report}", where=str(index.path), how=how)
     return names
 
 
 def warn_of_unused(names: NameMap, stacklevel: int) -> None:
     """Warn of tensors on disk that the model has no place for; `stacklevel` as in `warnings.warn`."""
     if unused := [record.name for record in names.unused]:
-        said = f"{len(unused)} tensors on disk are not used, because the model does not have them: {grouped(unused)}"
-        warnings.warn(said, stacklevel=stacklevel)
+        message = f"{len(unused)} tensors on disk are not used, because the model does not have them: {grouped(unused)}"
+        warnings.warn(message, stacklevel=stacklevel)
 
 
 def grouped(names: Sequence[str]) -> str:
@@ -172,9 +174,11 @@ class NameRules:
         self._model = model
         self._prefix = model.base_model_prefix
         self._state: dict[str, Tensor] = model.state_dict()
-        self._renamings = [one for one in transforms if isinstance(one, loading.WeightRenaming)]
-        self._converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
-        self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        self._renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
+        self._converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
+        self._by_pattern = {
+            pattern: converter for converter in self._converters for pattern in converter.source_patterns
+        }
         self._tried: dict[Any, Any] = {}
 
     def target(self, name: str) -> tuple[str, str | None]:
@@ -223,8 +227,8 @@ def _assign(
         if target not in state:
             homeless.append((target, record))
         elif target in names.stored or (pattern is None and target in conversions):
-            other = names.stored.get(target) or conversions[target].sources[0][1]
-            twice.append(f"{target}: as {other.name} in {other.file.name} and as {name} in {record.file.name}")
+            previous = names.stored.get(target) or conversions[target].sources[0][1]
+            twice.append(f"{target}: as {previous.name} in {previous.file.name} and as {name} in {record.file.name}")
         elif pattern is None:
             names.stored[target] = record
         elif not isinstance(record, TensorRecord):
@@ -233,13 +237,13 @@ def _assign(
             raise ModelError(what, where=str(record.file), how=how)
         else:
             conversions.setdefault(target, rules.conversion(target, pattern)).sources.append((pattern, record))
-    _, unexpected = _said_of(model, unexpected=[target for target, _ in homeless])
+    _, unexpected = _reported_keys(model, unexpected=[target for target, _ in homeless])
     for target, record in homeless:
         (names.unused if target in unexpected else names.ignored).append(record)
     return names, list(conversions.values()), twice
 
 
-def _said_of(
+def _reported_keys(
     model: PreTrainedModel, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
 ) -> tuple[AbstractSet[str], AbstractSet[str]]:
     """Return which of the keys that a checkpoint lacks, or has too many, `transformers` complains of."""
@@ -259,8 +263,8 @@ def _add(
     complaints = []
     for name, record in records.items():
         if name in names.stored:
-            other = names.stored[name]
-            twice.append(f"{name}: as {other.name} in {other.file.name} and in {conversion.described}")
+            previous = names.stored[name]
+            twice.append(f"{name}: as {previous.name} in {previous.file.name} and in {conversion.described}")
         elif name not in state or tuple(state[name].shape) != record.shape:
             there = list(state[name].shape) if name in state else "not"
             complaints.append(f"{name}: {there} in the model, {list(record.shape)} from {conversion.described}")
@@ -276,21 +280,23 @@ def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
     type is cast to the model's, as `from_pretrained` does, which would cast whole numbers as well."""
     plain = [(name, record) for name, record in names.stored.items() if isinstance(record, TensorRecord)]
     assembled = [(name, record) for name, record in names.stored.items() if isinstance(record, AssembledRecord)]
-    plain += [(name, one) for name, record in assembled for one in {piece.record: None for piece in record.pieces}]
+    plain += [
+        (name, source) for name, record in assembled for source in {piece.record: None for piece in record.pieces}
+    ]
     for name, record in plain:
-        stored, wanted = DTYPES.get(record.dtype), state[name].dtype
-        if stored is None or stored.is_floating_point != wanted.is_floating_point:
-            yield f"{name}: {wanted} in the model, {record.dtype} in {record.file.name} as {record.name}"
+        stored, expected = DTYPES.get(record.dtype), state[name].dtype
+        if stored is None or stored.is_floating_point != expected.is_floating_point:
+            yield f"{name}: {expected} in the model, {record.dtype} in {record.file.name} as {record.name}"
 
 
 def _tie_and_keep(model: PreTrainedModel, names: NameMap, missing: list[str], filled: AbstractSet[str]) -> list[str]:
     """Tie or part weights, and leave out what the model's own buffers fill; return what is still missing."""
     _tie(model, names, missing, filled)
-    wanted, _ = _said_of(model, missing)
+    required, _ = _reported_keys(model, missing)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     missing = [name for name in missing if name not in names.tied]
-    names.kept = [name for name in missing if name in buffers and name not in wanted]
-    missing = [name for name in missing if name not in names.kept]
+    names.unstored_buffers = [name for name in missing if name in buffers and name not in required]
+    missing = [name for name in missing if name not in names.unstored_buffers]
     if scores_texts(model):
         missing = [name for name in missing if is_in(name, [model.base_model_prefix])]
     towers = find_towers(model) if missing else []
@@ -303,9 +309,9 @@ def _tie(model: PreTrainedModel, names: NameMap, missing: list[str], filled: Abs
     says. It compares weights that are loaded, so meanwhile each weight is a single element in the weight's shape, and
     those whose stored values are equal are the same element."""
     pairs = model.all_tied_weights_keys
-    named = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
-    uses = Counter(place for _, place in named)
-    as_built = [name for name, place in named if uses[place] > 1]  # which a model's own rule may part
+    named = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    uses = Counter(parameter_id for _, parameter_id in named)
+    as_built = [name for name, parameter_id in named if uses[parameter_id] > 1]  # which a model's own rule may part
     usual = {name: model.get_parameter_or_buffer(name) for name in (*pairs.values(), *pairs, *as_built)}
     for name, element in _elements(names, [*usual], target_dtypes(model)).items():
         put(model, name, nn.Parameter(element.expand(usual[name].shape), requires_grad=False))
@@ -313,35 +319,37 @@ def _tie(model: PreTrainedModel, names: NameMap, missing: list[str], filled: Abs
     model.tie_weights(missing_keys=absent, recompute_mapping=False)
     tied = {name: model.get_parameter_or_buffer(name) for name in usual}
     weights: dict[int, Tensor] = {}  # by `id` of what stands for them
-    for name, one in tied.items():
-        weight = weights.get(id(one), usual[name])
-        if id(one) not in weights and any(weight is other for other in weights.values()):
+    for name, tensor in tied.items():
+        weight = weights.get(id(tensor), usual[name])
+        if id(tensor) not in weights and any(weight is earlier for earlier in weights.values()):
             weight = nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad)
-        weights[id(one)] = weight
+        weights[id(tensor)] = weight
         put(model, name, weight)
     for name in usual.keys() & {*missing} - absent:
-        others = (other for other in tied if other in filled and tied[other] is tied[name])
-        names.tied[name] = next(others)
+        sources = (source for source in tied if source in filled and tied[source] is tied[name])
+        names.tied[name] = next(sources)
 
 
 def _elements(names: NameMap, tied: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Return a number for each weight, the same tensor for those whose stored values are equal in the model."""
     elements: dict[str, Tensor] = {}
     for number, name in enumerate(tied):
-        record, stored = names.stored.get(name), [other for other in elements if other in names.stored]
-        equal = (other for other in stored if record and _same_values(names.stored[other], record, dtypes[other]))
+        record, stored = names.stored.get(name), [earlier for earlier in elements if earlier in names.stored]
+        equal = (
+            earlier for earlier in stored if record and _same_values(names.stored[earlier], record, dtypes[earlier])
+        )
         elements[name] = elements.get(next(equal, ""), torch.tensor(number))
     return elements
 
 
-def _same_values(one: Stored, other: Stored, dtype: torch.dtype) -> bool:
+def _same_values(left: Stored, right: Stored, dtype: torch.dtype) -> bool:
     """Whether two stored tensors are equal in a model of that dtype."""
-    if one.shape != other.shape:
+    if left.shape != right.shape:
         return False
-    if isinstance(one, TensorRecord) and isinstance(other, TensorRecord) and one.dtype == other.dtype:
+    if isinstance(left, TensorRecord) and isinstance(right, TensorRecord) and left.dtype == right.dtype:
         # A piece of each at a time, because embeddings may be larger than memory; most that differ do so in the first.
-        return all(first == second for first, second in zip(read_pieces(one), read_pieces(other), strict=True))
-    return torch.equal(read_stored(one, dtype), read_stored(other, dtype))
+        return all(first == second for first, second in zip(read_pieces(left), read_pieces(right), strict=True))
+    return torch.equal(read_stored(left, dtype), read_stored(right, dtype))
 
 
 WRAPPED = re.compile(r"\.(base_layer|original_module)\b")  # where an adapter keeps the module it wraps
@@ -354,23 +362,23 @@ def stored_name(name: str) -> str:
 
 def adapted_by_parameter(layer: nn.Module) -> list[nn.Module]:
     """Return the modules in a layer of which a parameter is adapted by itself, as those of experts are."""
-    found = (part.get_base_layer() for part in layer.modules() if isinstance(part, ParamWrapper))
-    return list(dict.fromkeys(found))
+    modules = (part.get_base_layer() for part in layer.modules() if isinstance(part, ParamWrapper))
+    return list(dict.fromkeys(modules))
 
 
 @contextmanager
-def parameters_kept(adapted: Iterable[nn.Module]) -> Iterator[None]:
+def restored_parameters(adapted: Iterable[nn.Module]) -> Iterator[None]:
     """Let adapted parameters be their modules' own after a `with` block, in which leased tensors stand for them. PEFT
     parametrizes these, and leaves them as buffers, where a further adapter would not find what it is to adapt."""
-    before = [(one, {**one._parameters}, {**one._buffers}) for one in adapted]
+    before = [(module, {**module._parameters}, {**module._buffers}) for module in adapted]
     try:
         yield
     finally:
-        for one, parameters, buffers in before:
-            one._parameters.clear()  # because the order is the module's
-            one._parameters.update(parameters)
-            one._buffers.clear()
-            one._buffers.update(buffers)
+        for module, parameters, buffers in before:
+            module._parameters.clear()  # because the order is the module's
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 class LayerNames:
@@ -379,14 +387,14 @@ class LayerNames:
     `adapted`: the modules of which a parameter is adapted."""
 
     def __init__(self, layer: nn.Module) -> None:
-        parameters = {name: name if one.is_meta else None for name, one in layer.named_parameters()}
-        self._own = {name for name, now in parameters.items() if now is None}
+        parameters = {name: name if parameter.is_meta else None for name, parameter in layer.named_parameters()}
+        self._trained = {name for name, now in parameters.items() if now is None}
         owned = parameters | {name: name for name, _ in layer.named_buffers()}
-        self._buffers = {name for name, one in layer.named_buffers() if not isinstance(one, nn.Parameter)}
+        self._buffers = {name for name, buffer in layer.named_buffers() if not isinstance(buffer, nn.Parameter)}
         self._now = {stored_name(name): now for name, now in owned.items()}
         wrappers = [(name, part) for name, part in layer.named_modules() if isinstance(part, ParamWrapper)]
-        self._set_in_place = {stored_name(f"{name}.{part.parameter_name}") for name, part in wrappers}
-        self._set_in_place |= {stored_name(name) for name in self._buffers}
+        self._assigned_names = {stored_name(f"{name}.{part.parameter_name}") for name, part in wrappers}
+        self._assigned_names |= {stored_name(name) for name in self._buffers}
         self.adapted = adapted_by_parameter(layer)
 
     def renamed(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -394,9 +402,9 @@ class LayerNames:
         return {
             # An adapted parameter is set to itself when PEFT parametrizes it. `data` counts its changes by itself: else
             # this would count as a change of every weight in the slot. By that it is seen what a call writes, too.
-            now: tensor.data if name in self._set_in_place else tensor
+            now: tensor.data if name in self._assigned_names else tensor
             for name, tensor in weights.items()
-            if (now := name if tensor.requires_grad and name in self._own else self._now[name]) is not None
+            if (now := name if tensor.requires_grad and name in self._trained else self._now[name]) is not None
         }
 
     def buffers(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 from lema.backend import Backend, Parallel, SingleProcess, load
 from lema.config import LemaConfig
 from lema.config.objective import reference_of
-from lema.engine.head.cut import HeadCut, open_ends
+from lema.engine.head.cut import HeadCut, open_embed_head
 from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora, unmatched_names
 from lema.lora.class_names import class_names, compare_classes
 from lema.model import meta_model, read_config
 from lema.model.computing import Computing, computing_of
-from lema.model.experts import multiply_apart
-from lema.model.outer_weights import ExpertParts, StoredTensors, expert_parts, layer_bytes, place_outside
-from lema.model.partition import held_records
+from lema.model.experts import multiply_unmerged
+from lema.model.outer_weights import ExpertParts, StoredTensors, expert_parts, layer_bytes, outside_layout
+from lema.model.partition import local_records
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
@@ -82,28 +82,33 @@ class Blueprint:
     def expanded_bytes(self) -> int:
         """Bytes that quantised weights are expanded into: those of a layer, and of a group of its experts."""
         leased, count = self.leased, len(self.layers)
-        return sum(max((one.expanded_bytes for one in some), default=0) for some in (leased[:count], leased[count:]))
+        return sum(
+            max((layer.expanded_bytes for layer in layers), default=0) for layers in (leased[:count], leased[count:])
+        )
 
     @property
     def group_bytes(self) -> dict[int, list[int]]:
         """Bytes of layers whose experts are leased in groups: first those of the rest, then those of each group."""
         if (parts := self.parts) is None:
             return {}
-        return {at: [parts.layers[at].nbytes, *(one.nbytes for *_, one in own)] for at, own in parts.groups.items()}
+        return {
+            at: [parts.layers[at].nbytes, *(group.nbytes for *_, group in groups)]
+            for at, groups in parts.groups.items()
+        }
 
     @property
     def model_bytes(self) -> int:
         """Bytes of all weights in the types in which they are used: the size of the model when it is written."""
         streamed = sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
-        own = self.head.nbytes if self.pieces and not self.tables.names & self.head.names else 0
-        return self.outside_bytes + self.tables.nbytes + streamed + own
+        head_bytes = self.head.nbytes if self.pieces and not self.tables.names & self.head.names else 0
+        return self.outside_bytes + self.tables.nbytes + streamed + head_bytes
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a plan tells of the adapter's settings, of the type that is computed in, of the embeddings and of the
         head."""
         computing = () if self.computing is None else self.computing.notes
-        head = (self.head.told(self.pieces),) if self.pieces else self.head.notes
+        head = (self.head.summary(self.pieces),) if self.pieces else self.head.notes
         return (*self.unmatched, *computing, *self.tables.notes, *head)
 
     @property
@@ -151,34 +156,34 @@ def draw_up(
     name, stack = find_layers(model)
     dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
     stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing
-    head, tables = open_ends(model, stored, config, parallel, backend or config.device)
-    outside, trained = place_outside(model, stored, name, tables.names | head.names)[1], None
+    head, tables = open_embed_head(model, stored, config, parallel, backend or config.device)
+    outside, trained = outside_layout(model, stored, name, tables.names | head.names)[1], None
     outside_bytes = outside.nbytes + outside.expanded_bytes
     if chosen is None:
-        kept, unmatched = _attach(model, config, device, tables, head, parallel.size)
-        outside_bytes += kept
+        whole_bytes, unmatched = _attach(model, config, device, tables, head, parallel.size)
+        outside_bytes += whole_bytes
         count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if parallel.size > 1:
             words = head.handed_over() | tables.handed_over()
             parallel.shard(model, words)
-            records = held_records(model, records, parallel)
+            records = local_records(model, records, parallel)
             stored = replace(stored, records=records)
-            outside_bytes += place_outside(model, stored, name, records.keys() - words)[1].nbytes
+            outside_bytes += outside_layout(model, stored, name, records.keys() - words)[1].nbytes
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
         adapter = training_bytes(model, name)
     else:
-        wanted, unmatched = chosen(model), ()
+        is_trained, unmatched = chosen(model), ()
         outside_bytes += head.keep_whole(tables, "weights of the model train")
-        outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
+        outside_bytes += tables.keep_whole([table_name for table_name in tables.names if is_trained(table_name)])
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
-        trained = trained_bytes(model, layers, wanted)
+        trained = trained_bytes(model, layers, is_trained)
         count, adapter = trained.parameters, trained.on_device
-    ends, trains = (outside_bytes, tables, head), (adapter, count)
+    embed_head, trains = (outside_bytes, tables, head), (adapter, count)
     return Blueprint(
         directory,
         model,
         layers,
-        *ends,
+        *embed_head,
         *trains,
         index.nbytes,
         parameters,
@@ -228,7 +233,7 @@ def _attach(
         touched = tables.touched()
     unmatched = () if config.adapter_name_or_path is not None else unmatched_names(model, asked)
     if not config.torch_compile:  # as `Split.adapters_changed` has it
-        multiply_apart(model)
+        multiply_unmerged(model)
     why = head.touched()
     of_head = 0 if why is None else head.keep_whole(tables, why)
     return of_head + tables.keep_whole(tables.names.intersection(touched)), unmatched

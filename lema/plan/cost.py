@@ -59,14 +59,14 @@ class Allocation:
 
     def summary(self) -> str:
         """Say it in a few words."""
-        kept = {"resident": len(self.residents), "cached in host memory": len(self.host_cached)}
-        kept |= {"not recomputed": len(self.saved), "recomputed but for products": len(self.products)}
-        kept |= {"pieces of the head streamed": self.pieces, "experts in a slot": self.experts}
-        parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
+        counts = {"resident": len(self.residents), "cached in host memory": len(self.host_cached)}
+        counts |= {"not recomputed": len(self.saved), "recomputed but for products": len(self.products)}
+        counts |= {"pieces of the head streamed": self.pieces, "experts in a slot": self.experts}
+        parts = [f"{count} {what}" for what, count in counts.items() if count or what == "resident"]
         parts += ["what comes before experts run again for each backward"] * self.runs_again
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
         waiting = {"boundaries": where[self.boundaries], "activations": where[self.saved_on] if self.saved else ""}
-        return ", ".join(parts + [f"{what} {place}" for what, place in waiting.items() if place])
+        return ", ".join(parts + [f"{what} {location}" for what, location in waiting.items() if location])
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class Demand:
     expanded_bytes: int = 0  # the weights of one layer as they are used, where they are stored smaller
     boundary_bytes: int = 0  # the inputs of one layer, of all micro-batches
     micro_boundary_bytes: int = 0  # the inputs of one layer, of the largest micro-batch
-    turn: float = 0.0  # seconds of the head and the loss, forward and backward
-    rest: float = 0.0  # seconds of what is done between steps, and before the layers
+    head_seconds: float = 0.0  # seconds of the head and the loss, forward and backward
+    outside_seconds: float = 0.0  # seconds of what is done between steps, and before the layers
     gathered_bytes: int = 0  # layers put together from the parts of all processes; 0: each process has them whole
     processes: int = 1  # of this machine, which have its host memory together
     shared: bool = False  # the device computes in host memory: host buffers are its slots
@@ -159,16 +159,16 @@ class Demand:
     @cached_property
     def leased(self) -> tuple[tuple[int, int], ...]:
         """What is leased at once, as a layer and bytes of its slot: layers but for their groups, then all groups."""
-        rest = [(index, layer.slot_bytes - sum(layer.groups)) for index, layer in enumerate(self.layers)]
-        return (*rest, *((index, size) for index, layer in enumerate(self.layers) for size in layer.groups))
+        layer_leases = [(index, layer.slot_bytes - sum(layer.groups)) for index, layer in enumerate(self.layers)]
+        return (*layer_leases, *((index, size) for index, layer in enumerate(self.layers) for size in layer.groups))
 
     def total(self, what: str, numbers: Iterable[int]) -> int:
         """Return the sum over leases of what layers have of some bytes; of a layer in parts, a lease has its share."""
-        found = 0
+        total_bytes = 0
         for index, nbytes in map(self.leased.__getitem__, numbers):
             layer = self.layers[index]
-            found += getattr(layer, what) * nbytes // layer.slot_bytes if layer.groups else getattr(layer, what)
-        return found
+            total_bytes += getattr(layer, what) * nbytes // layer.slot_bytes if layer.groups else getattr(layer, what)
+        return total_bytes
 
     @property
     def visited_twice(self) -> range:
@@ -183,9 +183,9 @@ class Demand:
     @property
     def fixed_bytes(self) -> int:
         """Device memory that no allocation changes."""
-        beside = self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
-        held = self.outside_bytes + self.buffer_bytes + self.adapter_bytes + self.gradient_bytes
-        return held + beside + self.overhead.workspaces
+        transient_bytes = self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
+        persistent_bytes = self.outside_bytes + self.buffer_bytes + self.adapter_bytes + self.gradient_bytes
+        return persistent_bytes + transient_bytes + self.overhead.workspaces
 
     @property
     def gradient_bytes(self) -> int:
@@ -229,12 +229,12 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of device memory by part, in bytes."""
     away, gone = _away(demand, allocation), saved_elsewhere(demand, allocation)
     staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
-    kept = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
-    kept += sum(demand.layers[index].product_bytes for index in allocation.products)
+    saved_bytes = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
+    saved_bytes += sum(demand.layers[index].product_bytes for index in allocation.products)
     # Up, the activations that are just leaving; down, those of the micro-batch that comes next.
     passing = max((demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone), default=0)
     tensors = {
-        "slots": _ring(demand, allocation, in_place=demand.shared),
+        "slots": _ring(demand, allocation, skip_cached=demand.shared),
         "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
         "outside": demand.outside_bytes + demand.buffer_bytes,
         "adapters": demand.adapter_bytes,
@@ -244,14 +244,16 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "expanded": demand.expanded_bytes,
         "gathered": demand.gathered_bytes,
         "boundaries": (len(demand.keeping) - away - len(gone)) * demand.boundary_bytes + staged,
-        "saved": kept + passing,
+        "saved": saved_bytes + passing,
     }
     slot = max((size for index, size in demand.leased if index not in allocation.residents), default=0)
-    held = [slot] * (tensors["slots"] // slot if slot else 0)
-    held += [demand.layers[index].slot_bytes for index in allocation.residents]
+    layer_sizes = [slot] * (tensors["slots"] // slot if slot else 0)
+    layer_sizes += [demand.layers[index].slot_bytes for index in allocation.residents]
     # What an allocation may still add to is counted in any case, so that adding to it begins no block that is unknown.
-    others = sum(1 for part in tensors if part in ("boundaries", "saved") or (tensors[part] and part not in OF_LAYERS))
-    return {**tensors, "workspaces": demand.overhead.workspaces + demand.overhead.rounding(held, others)}
+    num_parts = sum(
+        1 for part in tensors if part in ("boundaries", "saved") or (tensors[part] and part not in OF_LAYERS)
+    )
+    return {**tensors, "workspaces": demand.overhead.workspaces + demand.overhead.rounding(layer_sizes, num_parts)}
 
 
 def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
@@ -260,7 +262,7 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     staged = min(away, STAGED * demand.micro_boundary_bytes)
     saved, training = sum(saved_elsewhere(demand, allocation).values()), demand.training
     return {
-        "ring": demand.processes * _ring(demand, allocation, in_place=True),
+        "ring": demand.processes * _ring(demand, allocation, skip_cached=True),
         "cached": demand.host_copies * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
         "boundaries": demand.processes * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
         "saved": demand.processes * (min(saved, STAGING) if allocation.saved_on == "disk" else saved),
@@ -286,10 +288,10 @@ def _away(demand: Demand, allocation: Allocation) -> int:
     return len(demand.keeping) - len(allocation.saved.intersection(demand.keeping))
 
 
-def _ring(demand: Demand, allocation: Allocation, *, in_place: bool) -> int:
-    """Return the bytes of a ring; layers in host memory do not pass through it where they are used `in_place`."""
-    held = allocation.residents | (allocation.host_cached if in_place else frozenset())
-    through = [nbytes for index, nbytes in demand.leased if index not in held]
+def _ring(demand: Demand, allocation: Allocation, *, skip_cached: bool) -> int:
+    """Return the bytes of a ring; layers in host memory do not pass through it where they are used `skip_cached`."""
+    in_memory = allocation.residents | (allocation.host_cached if skip_cached else frozenset())
+    through = [nbytes for index, nbytes in demand.leased if index not in in_memory]
     return min(allocation.slots, len(through)) * max(through, default=0)
 
 
@@ -297,15 +299,15 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     """Return the way up, the turn with it, and the way down."""
     layers, twice = demand.layers, demand.visited_twice
     top = layers[demand.top]
-    up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.turn
+    up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.head_seconds
     down = sum(down_seconds(demand, allocation, index) for index in twice)
     inputs, saved = _away(demand, allocation) * demand.boundary_bytes, sum(saved_elsewhere(demand, allocation).values())
     moved = inputs + saved
     spilled = inputs * (allocation.boundaries == "disk") + saved * (allocation.saved_on == "disk")
     # On the way up activations go against the stream of weights, which the link carries both ways at once.
-    residents, kept = allocation.residents, allocation.residents | allocation.host_cached
+    residents, in_memory = allocation.residents, allocation.residents | allocation.host_cached
     _, loads_up, loads_down = fetches(demand.groups, allocation.slots, residents, demand.lowest)
-    _, reads_up, reads_down = fetches(demand.groups, allocation.slots, kept, demand.lowest)
+    _, reads_up, reads_down = fetches(demand.groups, allocation.slots, in_memory, demand.lowest)
     link_up = max(demand.total("upload_bytes", loads_up), moved) / speeds.link
     link_down = (demand.total("upload_bytes", loads_down) + moved) / speeds.link
     link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)  # the other way
@@ -317,8 +319,8 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
 def crossover(demand: Demand, allocation: Allocation, speeds: Speeds, tokens: int) -> float | None:
     """Return the tokens per step from which on weights are read and uploaded no longer than layers compute, given what
     a step of so many `tokens` needs; None: there is nothing to hide."""
-    both = phases(replace(demand, boundary_bytes=0), replace(allocation, saved_on="device"), speeds)
-    needed = [max(phase.link, phase.disk) / phase.compute for phase in both if phase.compute > 0]
+    step_phases = phases(replace(demand, boundary_bytes=0), replace(allocation, saved_on="device"), speeds)
+    needed = [max(phase.link, phase.disk) / phase.compute for phase in step_phases if phase.compute > 0]
     return tokens * max(needed, default=0.0) or None
 
 
@@ -331,27 +333,27 @@ def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
 
 def group_numbers(groups: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Return the numbers of each layer's groups of experts, which come after all layers, by how many there are."""
-    ends = [*accumulate(groups, initial=len(groups))]
-    return {index: tuple(range(ends[index], ends[index + 1])) for index, count in enumerate(groups) if count}
+    offsets = [*accumulate(groups, initial=len(groups))]
+    return {index: tuple(range(offsets[index], offsets[index + 1])) for index, count in enumerate(groups) if count}
 
 
 @lru_cache(maxsize=4096)
 def fetches(
-    groups: tuple[int, ...], slots: int, held: frozenset[int], lowest: int
+    groups: tuple[int, ...], slots: int, in_memory: frozenset[int], lowest: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return what the first step fetches, and a step after many others on the way up, and down: never a layer that is
-    `held`. `groups` are those of each layer's experts; what is returned are the numbers of layers and groups."""
+    `in_memory`. `groups` are those of each layer's experts; what is returned are the numbers of layers and groups."""
     parts, layers = group_numbers(groups), len(groups)
-    kept, up = with_parts(held, parts), in_parts(forward_order(layers), parts, pinned=True)
-    whole = in_parts(training_order(layers, lowest), parts, turn=layers - 1, pinned=True)
-    first, then_up = fetched(whole, slots, kept), fetched(whole + up, slots, kept)
-    return first, then_up[len(first) :], fetched(whole * 2, slots, kept)[len(then_up) :]
+    excluded, up = with_parts(in_memory, parts), in_parts(forward_order(layers), parts, pinned=True)
+    step_order = in_parts(training_order(layers, lowest), parts, top_layer=layers - 1, pinned=True)
+    first, then_up = fetched(step_order, slots, excluded), fetched(step_order + up, slots, excluded)
+    return first, then_up[len(first) :], fetched(step_order * 2, slots, excluded)[len(then_up) :]
 
 
 def seconds(demand: Demand, allocation: Allocation, speeds: Speeds) -> float:
     """Return how long a step takes when everything overlaps that can."""
     up, down = phases(demand, allocation, speeds)
-    return up.seconds + down.seconds + demand.rest
+    return up.seconds + down.seconds + demand.outside_seconds
 
 
 @dataclass(frozen=True)
@@ -366,15 +368,15 @@ class Traffic:
 def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bool) -> Traffic:
     """Return the bytes that so many steps (at least one) move, with what is read and uploaded once before the first. If
     layers are `rewritten` in each step, the next finds nothing of them on the device."""
-    kept = allocation.residents | allocation.host_cached
+    in_memory = allocation.residents | allocation.host_cached
 
-    def weights(held: frozenset[int], what: str) -> int:
-        whole, up, down = fetches(demand.groups, allocation.slots, held, demand.lowest)
-        first, other = (demand.total(what, numbers) for numbers in (whole, whole if rewritten else up + down))
-        before: int = sum(getattr(demand.layers[index], what) for index in held)
-        return before + first + (steps - 1) * other
+    def weights(stored_layers: frozenset[int], what: str) -> int:
+        first_step, up, down = fetches(demand.groups, allocation.slots, stored_layers, demand.lowest)
+        first, later = (demand.total(what, numbers) for numbers in (first_step, first_step if rewritten else up + down))
+        before: int = sum(getattr(demand.layers[index], what) for index in stored_layers)
+        return before + first + (steps - 1) * later
 
-    read = demand.outside_bytes + weights(kept, "read_bytes") + steps * demand.row_bytes
+    read = demand.outside_bytes + weights(in_memory, "read_bytes") + steps * demand.row_bytes
     if demand.shared:
         return Traffic(read, 0, 0)
     uploaded = demand.outside_bytes + weights(allocation.residents, "upload_bytes")

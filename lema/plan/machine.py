@@ -15,14 +15,23 @@ import psutil
 
 from lema.backend import Backend, Exchange
 from lema.backend.hostmemory import memory_available
-from lema.backend.registry import kept_unasked, taken_beside
+from lema.backend.registry import resident_fraction, workspace_memory
 from lema.config import LemaConfig
 from lema.config.units import parse_memory
 from lema.errors import ConfigError
 from lema.model.partition import open_backend, planned_parallel
 from lema.plan.cost import NO_OVERHEAD, Overhead, Speeds
 
-__all__ = ["PROFILES", "Machine", "Site", "open_alone", "profile", "site_of", "this_machine", "unknown_speeds"]
+__all__ = [
+    "PROFILES",
+    "Machine",
+    "MachineState",
+    "machine_state_of",
+    "open_alone",
+    "profile",
+    "this_machine",
+    "unknown_speeds",
+]
 
 
 GB, GIB = 10**9, 2**30
@@ -87,13 +96,15 @@ Memory = int | float | str | None  # a limit as the settings write it
 
 
 @dataclass(frozen=True)
-class Site:
+class MachineState:
     """The machine of a planned run or phase, as far as it is known."""
 
     machine: Machine  # its memory in bytes and, unless `speeds` is `unknown`, its speeds
     host_available: int  # bytes of host memory that are free
     speeds: Literal["profile", "measured", "unknown"] = "unknown"  # `measured`: on this machine, with the model
-    kept: float = 0.0  # the fraction of device memory up to which layers stay there without a limit in the settings
+    resident_fraction: float = (
+        0.0  # the fraction of device memory up to which layers stay there without a limit in the settings
+    )
     process_bytes: int = 0  # bytes of host memory that interpreter and libraries take; 0: not known
     device_free: int | None = None  # bytes of device memory that others leave; None: all of it
 
@@ -114,29 +125,31 @@ class Site:
         return self.machine.device_memory if self.device_free is None else self.device_free
 
 
-def site_of(
+def machine_state_of(
     config: LemaConfig, machine: Machine | None = None, *, backend: Backend | None = None, measured: bool = False
-) -> Site:
+) -> MachineState:
     """Return the site that a run is planned for: that of a profile, or this machine, whose backend may be open already.
     A planner measures the speeds of this machine if it is to be `measured`; else they are not known."""
     if machine is not None:
-        return Site(machine, machine.host_memory, "profile", kept_unasked(config.device))
+        return MachineState(machine, machine.host_memory, "profile", resident_fraction(config.device))
     if backend is not None:
         return this_machine(backend, measured=measured)
     with closing(open_alone(config) if measured else open_backend(config)) as opened:
         return this_machine(opened, measured=measured)
 
 
-def this_machine(backend: Backend, *, measured: bool = False) -> Site:
+def this_machine(backend: Backend, *, measured: bool = False) -> MachineState:
     """Return this machine with the least memory that any of the processes has: they must plan alike."""
     memory = backend.memory()
     free = memory.total if memory.free is None else memory.free
-    told = backend.replicas.everyone((memory.total, free, psutil.virtual_memory().total, memory_available()))
-    total, free, host_total, available = map(min, zip(*told, strict=True))
-    beside = backend.replicas.everyone(taken_beside(backend))
-    speeds, overhead = unknown_speeds(shared=memory.shared), Overhead(*map(max, zip(*beside, strict=True)))
+    gathered_memory = backend.replicas.everyone((memory.total, free, psutil.virtual_memory().total, memory_available()))
+    total, free, host_total, available = map(min, zip(*gathered_memory, strict=True))
+    gathered_overhead = backend.replicas.everyone(workspace_memory(backend))
+    speeds, overhead = unknown_speeds(shared=memory.shared), Overhead(*map(max, zip(*gathered_overhead, strict=True)))
     machine = Machine(backend.name, total, host_total, speeds, 0.0, 0.0, overhead=overhead)
-    return Site(machine, available, "measured" if measured else "unknown", kept_unasked(backend), device_free=free)
+    return MachineState(
+        machine, available, "measured" if measured else "unknown", resident_fraction(backend), device_free=free
+    )
 
 
 def open_alone(config: LemaConfig) -> Backend:

@@ -18,11 +18,11 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from lema.activations.kept import BoundaryArena
+from lema.activations.stepstore import BoundaryArena
 from lema.backend import Backend
 from lema.backend.hostmemory import memory_available
 from lema.backend.interrupt import autograd_in_this_thread
-from lema.backend.registry import taken_beside
+from lema.backend.registry import workspace_memory
 from lema.config import LemaConfig
 from lema.engine.head.loss import CHUNK_TOKENS, LossChunks
 from lema.engine.optim import make_optimizer
@@ -39,7 +39,7 @@ from lema.plan.machine import Machine
 from lema.plan.step import LayerSeconds, StepShape, Timings, by_arithmetic
 from lema.plan.workload import MicroBatch, Workload, calls_of
 from lema.stream import LayerStream
-from lema.stream.placement import LayerBytes, Placed
+from lema.stream.placement import LayerBytes, SlotTensor
 from lema.stream.speed import ENOUGH, REPEATS, Clock, median_seconds, read_speed, upload_speed
 
 __all__ = ["calibrate", "estimate", "layer_seconds", "probe", "process_bytes"]
@@ -47,7 +47,7 @@ __all__ = ["calibrate", "estimate", "layer_seconds", "probe", "process_bytes"]
 
 AT_ONCE = 3  # layers being read
 ALONE = 256 << 20  # bytes of a layer that keeps the disk busy by itself: no memory is taken for more of them
-WAYS = 3  # in which a layer is timed, which share the time of one measurement
+NUM_VARIANTS = 3  # in which a layer is timed, which share the time of one measurement
 PERIOD = 1 << 16  # elements drawn; larger tensors repeat them
 
 
@@ -60,14 +60,16 @@ def layer_seconds(
     backend: Backend,
     clock: Clock = time.perf_counter,
     trained: Collection[str] = (),
-    held: Mapping[int, Tensor] = {},
+    loaded_layers: Mapping[int, Tensor] = {},
 ) -> LayerSeconds:
     """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated. The
-    layer is read, unless it is `held`. Its `call` is of tensors without values; gradients of weights that train
+    layer is read, unless it is `loaded_layers`. Its `call` is of tensors without values; gradients of weights that train
     themselves are dropped."""
-    call, given = call.mapped(lambda value: with_values(value, backend)), hidden.detach().requires_grad_()
+    call, layer_input = call.mapped(lambda value: with_values(value, backend)), hidden.detach().requires_grad_()
     with (
-        closing(LayerStream(layers, backend, prefetch_depth=0, host_cached={index}, held=held)) as stream,
+        closing(
+            LayerStream(layers, backend, prefetch_depth=0, host_cached={index}, loaded_layers=loaded_layers)
+        ) as stream,
         closing(BoundaryArena(backend)) as arena,
         autograd_in_this_thread(),
     ):
@@ -75,15 +77,15 @@ def layer_seconds(
         engine.trained = TrainedWeights({index: trained}, lambda *_: None)
 
         def visits(*, recompute: bool, products: bool = False) -> Iterator[None]:
-            boundaries = arena.step([given], [index]) if recompute else None
-            (output,) = visit(engine, index, [call], [given], boundaries, products=products)
+            boundaries = arena.step([layer_input], [index]) if recompute else None
+            (output,) = visit(engine, index, [call], [layer_input], boundaries, products=products)
             yield
             torch.autograd.backward(output, torch.ones_like(output))
             yield
 
         forward, again = _phases(lambda: visits(recompute=True), backend, clock)
         _, backward = _phases(lambda: visits(recompute=False), backend, clock, cold=0)
-        _, less = _phases(lambda: visits(recompute=True, products=True), backend, clock, cold=0)
+        _, without_products = _phases(lambda: visits(recompute=True, products=True), backend, clock, cold=0)
 
         def lease() -> None:
             with stream.lease(index):
@@ -92,8 +94,8 @@ def layer_seconds(
         expand = median_seconds(lease, backend, clock) if layers[index].expansions else 0.0
     for parameter in split.layers[index].parameters():
         parameter.grad = None
-    seconds = forward - expand, again - backward, backward - expand, expand, less - backward
-    return LayerSeconds(*(max(0.0, one) for one in seconds))
+    seconds = forward - expand, again - backward, backward - expand, expand, without_products - backward
+    return LayerSeconds(*(max(0.0, duration) for duration in seconds))
 
 
 def with_values(value: Any, backend: Backend) -> Any:
@@ -113,7 +115,9 @@ def _phases(visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock,
     """Return the seconds of the two parts of a visit: medians, but for the first, `cold` visits."""
     measured: list[tuple[float, float]] = []
     began = time.perf_counter()
-    while len(measured) <= cold or (len(measured) < cold + REPEATS and time.perf_counter() - began < ENOUGH / WAYS):
+    while len(measured) <= cold or (
+        len(measured) < cold + REPEATS and time.perf_counter() - began < ENOUGH / NUM_VARIANTS
+    ):
         moments = [clock()]
         for _ in visit():
             backend.synchronize()
@@ -153,37 +157,50 @@ def probe(
     """Measure this machine with one micro-batch of a run; the clock times computing alone, not reading and copying."""
     layers, batch, dtype = blueprint.layers, shape.micro_batch, main_dtype(blueprint.model)
     split = Split(blueprint.model, backend, parallel=blueprint.parallel)
-    speeds, held = _speeds(layers, backend)
+    speeds, loaded_layers = _speeds(layers, backend)
     rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
-    firsts, found, hidden = _one_of_each(
-        split, layers, batch, backend, clock, blueprint.names, blank=True, seen=blueprint.split, held=held
+    firsts, layer_times, hidden = _one_of_each(
+        split,
+        layers,
+        batch,
+        backend,
+        clock,
+        blueprint.names,
+        blank=True,
+        seen=blueprint.split,
+        loaded_layers=loaded_layers,
     )
-    whole = blueprint.outside_bytes + (blueprint.head.nbytes if blueprint.head.module else 0)
-    ends = workload.head.flops / rate, 0.0  # where they are too large to be made up
-    if whole <= memory_available() / FREE_PART:
-        ends = _ends(blueprint, split, config, batch, with_values(hidden, backend), backend, clock)
-    timings = Timings(found, *ends, _optimizer(blueprint, split, config, firsts, backend, clock))
+    outside_bytes = blueprint.outside_bytes + (blueprint.head.nbytes if blueprint.head.module else 0)
+    outer_seconds = workload.head.flops / rate, 0.0  # where they are too large to be made up
+    if outside_bytes <= memory_available() / FREE_PART:
+        outer_seconds = _outer_seconds(blueprint, split, config, batch, with_values(hidden, backend), backend, clock)
+    timings = Timings(layer_times, *outer_seconds, _optimizer(blueprint, split, config, firsts, backend, clock))
     half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
     total, host = backend.memory().total, psutil.virtual_memory().total
-    overhead = Overhead(*taken_beside(backend))
+    overhead = Overhead(*workspace_memory(backend))
     return Machine(backend.name, total, host, speeds, half, single, overhead=overhead), timings
 
 
 def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backend: Backend) -> tuple[Speeds, Timings]:
     """Measure what decides where memory is best spent, with a model that is about to train and is left as it is. A few
     rows of a micro-batch are timed, because all of them may take minutes, and memory that is not there."""
-    model, layers, whole = blueprint.model, blueprint.layers, shape.micro_batch
-    few = replace(whole, rows=min(whole.rows, math.ceil(ENOUGH_TOKENS / whole.length)))
+    model, layers, batch = blueprint.model, blueprint.layers, shape.micro_batch
+    few = replace(batch, rows=min(batch.rows, math.ceil(ENOUGH_TOKENS / batch.length)))
     state, training = backend.rng_state(), model.training
     with torch.random.fork_rng(devices=[]), rehearsed(model.modules()):
-        speeds, held = _speeds(layers, backend)
+        speeds, loaded_layers = _speeds(layers, backend)
         split, clock = Split(model, backend), time.perf_counter
-        _, found, _ = _one_of_each(split, layers, few, backend, clock, seen=blueprint.split, held=held)
-        found = tuple(layer.times(whole.rows / few.rows) for layer in found)
+        _, layer_times, _ = _one_of_each(
+            split, layers, few, backend, clock, seen=blueprint.split, loaded_layers=loaded_layers
+        )
+        layer_times = tuple(layer.times(batch.rows / few.rows) for layer in layer_times)
     model.train(training)
     backend.set_rng_state(state)
-    rate = max(work.forward / max(one.forward, 1e-9) for work, one in zip(workload.works, found, strict=True))
-    return speeds, Timings(found, workload.head.flops / max(rate, 1.0))
+    rate = max(
+        work.forward / max(layer_time.forward, 1e-9)
+        for work, layer_time in zip(workload.works, layer_times, strict=True)
+    )
+    return speeds, Timings(layer_times, workload.head.flops / max(rate, 1.0))
 
 
 def estimate(
@@ -201,25 +218,25 @@ def estimate(
     few = torch.ones(8, 8, dtype=dtype, device=backend.device)
     launch = OPERATIONS * median_seconds(lambda: few @ few, backend)
     note = "layers with experts in groups are not timed: seconds are estimated from products as large as theirs"
-    overhead = Overhead(*taken_beside(backend))
+    overhead = Overhead(*workspace_memory(backend))
     machine = Machine(backend.name, total, host, speeds, half, single, copied, launch, note=note, overhead=overhead)
-    whole, found = by_arithmetic(workload, layers, machine, dtype.itemsize), list[LayerSeconds]()
-    for kind, seconds in enumerate(whole.layers):
+    timings, layer_times = by_arithmetic(workload, layers, machine, dtype.itemsize), list[LayerSeconds]()
+    for kind, seconds in enumerate(timings.layers):
         index = workload.kinds.index(kind)
         if (experts := split.experts_of(index)) is None:
-            found.append(seconds)
+            layer_times.append(seconds)
             continue
         stacked = [tensor for tensor in _used(layers[index]) if tensor.name in experts.weights]
-        one = replace(layers[index], tensors=tuple(stacked), expansions=())
-        alone = _matmul(one, max(1, batch.tokens * active // experts.count), dtype, backend)
-        each = sum(tensor.shape[1:].numel() for tensor in stacked)  # of one expert
-        share = min(1.0, 2 * batch.tokens * active * each / max(workload.works[kind].forward, 1))
+        expert_layer = replace(layers[index], tensors=tuple(stacked), expansions=())
+        alone = _matmul(expert_layer, max(1, batch.tokens * active // experts.count), dtype, backend)
+        expert_numel = sum(tensor.shape[1:].numel() for tensor in stacked)  # of one expert
+        share = min(1.0, 2 * batch.tokens * active * expert_numel / max(workload.works[kind].forward, 1))
         slower = share * rate / alone + 1 - share
         groups = launch * len(blueprint.group_bytes.get(index, [0])[1:])  # because each is handed over by itself
         parts = seconds.forward, seconds.recompute, seconds.backward, seconds.without_products
-        forward, again, back, less = (slower * one + groups for one in parts)
-        found.append(LayerSeconds(forward, again, back, seconds.expand, less))
-    return machine, replace(whole, layers=tuple(found))
+        forward, again, back, without_products = (slower * part + groups for part in parts)
+        layer_times.append(LayerSeconds(forward, again, back, seconds.expand, without_products))
+    return machine, replace(timings, layers=tuple(layer_times))
 
 
 def _one_of_each(
@@ -232,26 +249,36 @@ def _one_of_each(
     *,
     blank: bool = False,
     seen: Split | None = None,
-    held: dict[int, Tensor],
+    loaded_layers: dict[int, Tensor],
 ) -> tuple[tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
     """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters have no values yet,
-    and a split that has `seen` what layers return need not look again. What is `held` of layers is not read again."""
+    and a split that has `seen` what layers return need not look again. What is `loaded_layers` of layers is not read again."""
     seen = split if seen is None or seen.keeps_tensors else seen  # tensors that mean nothing in another call
-    firsts, calls, given = calls_of(seen, layers, batch, trained, held)
-    for index in held.keys() - set(firsts):
-        del held[index]  # because its memory may be needed for another
+    firsts, calls, layer_inputs = calls_of(seen, layers, batch, trained, loaded_layers)
+    for index in loaded_layers.keys() - set(firsts):
+        del loaded_layers[index]  # because its memory may be needed for another
     split.knows_as(seen)
     split.model.train()
     for index in firsts:
         for parameter in split.layers[index].parameters():
             if blank and not parameter.is_meta:
                 made_up(parameter)
-    own = trained or [()] * len(layers)
-    found = [
-        layer_seconds(split, layers, one, calls[one], with_values(given[one], backend), backend, clock, own[one], held)
-        for one in firsts
+    trained_names = trained or [()] * len(layers)
+    layer_times = [
+        layer_seconds(
+            split,
+            layers,
+            index,
+            calls[index],
+            with_values(layer_inputs[index], backend),
+            backend,
+            clock,
+            trained_names[index],
+            loaded_layers,
+        )
+        for index in firsts
     ]
-    return firsts, tuple(found), given[-1]
+    return firsts, tuple(layer_times), layer_inputs[-1]
 
 
 def process_bytes() -> int:
@@ -267,20 +294,20 @@ def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> tuple[Speeds, dic
     largest, began, count = max(layer.nbytes for layer in layers), time.perf_counter(), 0
     buffers = [backend.host_buffer(largest) for _ in range(1 if largest > ALONE else AT_ONCE)]
 
-    def some() -> Iterator[LayerBytes]:
+    def repeated_layers() -> Iterator[LayerBytes]:
         nonlocal count
         while not count or time.perf_counter() - began < ENOUGH:
             count += 1
             yield layers[(count - 1) % len(layers)]
 
-    disk, last = read_speed(some(), buffers), (count - 1) % len(layers)
-    held = {last: buffers[(count - 1) % len(buffers)][: layers[last].nbytes]}
-    return Speeds(disk, math.inf if backend.memory().shared else upload_speed(backend, largest)), held
+    disk, last = read_speed(repeated_layers(), buffers), (count - 1) % len(layers)
+    loaded_layers = {last: buffers[(count - 1) % len(buffers)][: layers[last].nbytes]}
+    return Speeds(disk, math.inf if backend.memory().shared else upload_speed(backend, largest)), loaded_layers
 
 
-def _used(layer: LayerBytes) -> tuple[Placed, ...]:
+def _used(layer: LayerBytes) -> tuple[SlotTensor, ...]:
     """Return a layer's weights as they are used."""
-    return (*layer.tensors, *(expansion.placed for expansion in layer.expansions))
+    return (*layer.tensors, *(expansion.target for expansion in layer.expansions))
 
 
 def _matmul(layer: LayerBytes, tokens: int, dtype: torch.dtype, backend: Backend) -> float:
@@ -292,7 +319,7 @@ def _matmul(layer: LayerBytes, tokens: int, dtype: torch.dtype, backend: Backend
     return 2 * tokens * rows * columns / median_seconds(lambda: states @ weight.t(), backend)
 
 
-def _ends(
+def _outer_seconds(
     blueprint: Blueprint,
     split: Split,
     config: LemaConfig,
@@ -328,7 +355,9 @@ def _optimizer(
     if trained is not None:  # in host memory, in fp32
         parameters = [nn.Parameter(made_up(torch.empty(max(trained.layers[index].count, 1)))) for index in firsts]
     else:
-        parameters = [one for index in firsts for one in split.layers[index].parameters() if one.requires_grad]
+        parameters = [
+            parameter for index in firsts for parameter in split.layers[index].parameters() if parameter.requires_grad
+        ]
     if not parameters:
         return 0.0
     optimizer = make_optimizer(parameters, config)

@@ -50,7 +50,7 @@ class Tally(TorchDispatchMode):
         self._steps: list[_Step] = []
         self._steps_to_saved = 0
         # By number, which nothing else may get while it tells steps apart.
-        self._made: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         self._left_out: dict[int, Tensor] = {}
         self.live = 0  # bytes made here and alive now
 
@@ -74,10 +74,10 @@ class Tally(TorchDispatchMode):
 
     def flops_to_saved(self) -> int:
         """Return the operations up to the last saved tensor, without matrix products that reach no saved tensor."""
-        wanted, flops = set(self._saved), 0
+        needed, flops = set(self._saved), 0
         for step in reversed(self._steps[: self._steps_to_saved]):
-            if step.made & wanted or not step.product:
-                wanted |= step.given
+            if step.outputs & needed or not step.product:
+                needed |= step.inputs
                 flops += step.flops
         return flops
 
@@ -90,19 +90,19 @@ class Tally(TorchDispatchMode):
         formula = FORMULAS.get(func._overloadpacket)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         self.flops += flops
-        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         if func in PICKS and not self.counts(args[0]):
-            self.leave_out(made)
-        for tensor in made:
+            self.leave_out(outputs)
+        for tensor in outputs:
             if self.counts(tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._made:
-                    self._made[storage._cdata] = StorageWeakRef(storage)
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = StorageWeakRef(storage)
                     self.live += storage.nbytes()
                     weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
-        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         product = func._overloadpacket in PRODUCTS or formula is None
-        self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))
+        self._steps.append(_Step(flops, product, *(frozenset(map(_storage, tensors)) for tensors in (inputs, outputs))))
         self.peak = max(self.peak, self.live)
         return result
 
@@ -116,13 +116,13 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
     def like(tensor: Tensor) -> Tensor:
         if id(tensor) in inside or not isinstance(tensor, nn.Parameter):
             return tensor
-        made = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
-        vars(made).update(vars(tensor))  # which say how it lies over processes
-        return made
+        parameter = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+        vars(parameter).update(vars(tensor))  # which say how it lies over processes
+        return parameter
 
-    apart = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
+    contexts = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
     by = attention_without_values(model), tables_as_they_are(model)
-    with by[0], by[1], apart[0], apart[1], replaced_tensors(model, like):
+    with by[0], by[1], contexts[0], contexts[1], replaced_tensors(model, like):
         try:
             model.train()
             yield
@@ -136,8 +136,8 @@ class _Step:
 
     flops: int
     product: bool
-    given: frozenset[int]
-    made: frozenset[int]
+    inputs: frozenset[int]
+    outputs: frozenset[int]
 
 
 def _storage(tensor: Tensor) -> int:

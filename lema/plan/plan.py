@@ -19,7 +19,7 @@ from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
-from lema.plan.groups import ExpertsTold, experts_told
+from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, planner_of, timed
 from lema.plan.simulator import Simulated
@@ -91,7 +91,7 @@ class Plan:
     step: Simulated  # one step in the middle of a run
     room: Headroom  # what larger steps, or more memory, would give
     epoch: Epoch | None  # of the training data; None: the settings name none
-    experts: ExpertsTold | None  # of its model; None: it has none
+    experts: ExpertSummary | None  # of its model; None: it has none
     notes: tuple[str, ...]  # what a reader should know
 
     @property
@@ -128,10 +128,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""
-        whole = {**asdict(self), "tokens_per_second": self.tokens_per_second, "bottleneck": self.step.bottleneck}
+        record = {**asdict(self), "tokens_per_second": self.tokens_per_second, "bottleneck": self.step.bottleneck}
         peaks = {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
-        whole |= {**peaks, "fits": self.fits, "verdict": self.verdict}
-        return {key: _plain(value) for key, value in whole.items()}
+        record |= {**peaks, "fits": self.fits, "verdict": self.verdict}
+        return {key: _plain(value) for key, value in record.items()}
 
 
 def make_plan(
@@ -167,10 +167,10 @@ def hiding_tokens(planner: Planner) -> int:
         what = "LEMA does not time a layer that several processes run together"
         raise ConfigError(what, where="tokens_per_step: auto", how="set a number, such as 16k")
     at_once, hidden = planner.shape.micro_batch.tokens, _crossover(planner.needs())
-    found = at_once * (planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
+    tokens = at_once * (planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
     if planner.backend is None:
-        return found
-    return int(planner.backend.replicas.everyone(found * planner.backend.replicas.size)[0])
+        return tokens
+    return int(planner.backend.replicas.everyone(tokens * planner.backend.replicas.size)[0])
 
 
 def plan_with(
@@ -181,8 +181,8 @@ def plan_with(
     demand, allocation = needs.demand, needs.allocation
     step, memory = planner.simulated(demand, allocation), _memory(needs)
     return Plan(
-        machine=planner.site.machine,
-        measured=planner.site.speeds == "measured",
+        machine=planner.machine_state.machine,
+        measured=planner.machine_state.speeds == "measured",
         itemsize=main_dtype(planner.blueprint.model).itemsize,
         tokens=planner.shape.tokens,
         micro_batch=planner.shape.micro_batch,
@@ -191,7 +191,7 @@ def plan_with(
         step=step,
         room=_headroom(needs, memory, step.seconds),
         epoch=_epoch(needs, price, trust_remote_code, data),
-        experts=(experts := experts_told(planner)),
+        experts=(experts := expert_summary(planner)),
         notes=(*_notes(planner), *([] if experts is None else [experts.note])),
     )
 
@@ -203,39 +203,45 @@ def verdict_of(planner: Planner, data: Any) -> str:
     there = human_bytes(planner.limits[0]) + " of device memory"
     if planner.workload is None:
         return f"fits {'in ' + there if planner.limits[0] else 'as far as can be told'}, {at_once}"
-    said = f"fits, with {human_bytes(sum(needs.device.values()))} of {there}, {at_once}"
+    summary = f"fits, with {human_bytes(sum(needs.device.values()))} of {there}, {at_once}"
     if planner.timings is None or not len(data):
-        return said
-    phase = max(phases(needs.demand, needs.allocation, planner.site.machine.speeds), key=lambda one: one.seconds)
+        return summary
+    phase = max(
+        phases(needs.demand, needs.allocation, planner.machine_state.machine.speeds), key=lambda phase: phase.seconds
+    )
     slowest = max(("compute", "link", "disk"), key=lambda part: float(getattr(phase, part)))
     hidden, row = _crossover(needs), data.counts.tokens / len(data)
-    given, tokens = planner.config.tokens_per_step, shape.num_rows * min(row, shape.micro_batch.length)
-    tokens = given if isinstance(given, int) else tokens
+    tokens_per_step, tokens = planner.config.tokens_per_step, shape.num_rows * min(row, shape.micro_batch.length)
+    tokens = tokens_per_step if isinstance(tokens_per_step, int) else tokens
     # Where reading limits a step, a pack of full rows is read for as one row is; where computing does, nothing is won.
     as_packs = not (planner.config.packing or planner.config.tokens_per_step or slowest == "compute")
     gain = shape.tokens / tokens if as_packs else None
-    return f"{said}; {_limited(BOTTLENECKS[slowest], hidden, tokens, gain)}"
+    return f"{summary}; {_limited(BOTTLENECKS[slowest], hidden, tokens, gain)}"
 
 
 def brief(planner: Planner) -> dict[str, Any]:
     """Return, as plain JSON types, what a run takes of memory, of activations if it knew them already, and where."""
-    needs, machine = planner.needs(), planner.site.machine
-    told = {"memory": asdict(_memory(needs)), "activations": planner.workload is not None, "shared": machine.shared}
-    return {name: _plain(one) for name, one in {**told, "machine": asdict(machine)}.items()}
+    needs, machine = planner.needs(), planner.machine_state.machine
+    report = {"memory": asdict(_memory(needs)), "activations": planner.workload is not None, "shared": machine.shared}
+    return {name: _plain(section) for name, section in {**report, "machine": asdict(machine)}.items()}
 
 
 def _crossover(needs: StepNeeds) -> float | None:
-    return crossover(needs.demand, needs.allocation, needs.planner.site.machine.speeds, needs.planner.shape.tokens)
+    return crossover(
+        needs.demand, needs.allocation, needs.planner.machine_state.machine.speeds, needs.planner.shape.tokens
+    )
 
 
 def _limited(by: str, hidden: float | None, tokens: float, gain: float | None) -> str:
     """Say what limits a step of so many tokens, and what to change: reading is hidden from `hidden` on, and packing
     makes it `gain` times faster."""
-    said = f"a step is limited by {by}"
+    message = f"a step is limited by {by}"
     if hidden is not None and tokens < hidden:
-        said += f": {human_count(tokens)} tokens a step, and reading is hidden from {human_count(hidden)} on: "
-        said += "tokens_per_step: auto would cost less time"
-    return said + (f"; packing: true would take about {gain:.2g} times less" if gain is not None and gain > 1.5 else "")
+        message += f": {human_count(tokens)} tokens a step, and reading is hidden from {human_count(hidden)} on: "
+        message += "tokens_per_step: auto would cost less time"
+    return message + (
+        f"; packing: true would take about {gain:.2g} times less" if gain is not None and gain > 1.5 else ""
+    )
 
 
 def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> Epoch | None:
@@ -254,8 +260,8 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
     steps = math.ceil(rows / planner.shape.num_rows)
     all_steps, filled = math.ceil(config.num_train_epochs * steps), tokens / (rows * length)
     if isinstance(config.tokens_per_step, int):
-        given: dict[str, Any] = {"tokens": config.tokens_per_step, "per_step": config.group_by_length}
-        batches = Batches(data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **given)
+        options: dict[str, Any] = {"tokens": config.tokens_per_step, "per_step": config.group_by_length}
+        batches = Batches(data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **options)
         steps, all_steps = batches.before(1), batches.num_batches(config.num_train_epochs)
         filled = tokens / (steps * planner.shape.tokens)
 
@@ -282,7 +288,9 @@ def _memory(needs: StepNeeds) -> PlannedMemory:
     saved = sum(saved_elsewhere(demand, allocation).values()) * (allocation.saved_on == "disk")
     model, checkpoint = planner.blueprint.stored_bytes, planner.blueprint.checkpoint_bytes
     on_disk = {"model": model, "boundaries": spilled, "saved": saved, "checkpoint": checkpoint}
-    return PlannedMemory(needs.device, needs.host | {"process": planner.site.process_bytes}, on_disk, *planner.limits)
+    return PlannedMemory(
+        needs.device, needs.host | {"process": planner.machine_state.process_bytes}, on_disk, *planner.limits
+    )
 
 
 def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headroom:
@@ -310,39 +318,39 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
 
 def _largest_micro_batch(planner: Planner) -> int:
     """Return how many rows can be computed at once; the step has as many tokens as before, or one micro-batch."""
-    own = planner.shape.micro_batch
+    micro_batch = planner.shape.micro_batch
     # A micro-batch grows evenly with its rows, so that those of one row and of two tell what any takes.
-    one, two = (planner.work(replace(own, rows=rows)) for rows in (1, 2))
-    at_once = max(1, (planner.config.loss_chunk_tokens or CHUNK_TOKENS) // own.length)
+    one_row, two = (planner.work(replace(micro_batch, rows=rows)) for rows in (1, 2))
+    at_once = max(1, (planner.config.loss_chunk_tokens or CHUNK_TOKENS) // micro_batch.length)
 
     def fits(rows: int) -> bool:
-        shape = StepShape(replace(own, rows=rows), max(rows, planner.shape.num_rows))
-        return planner.fits(planner.demand(shape, _of_rows(one, two, rows, at_once), rows / own.rows))
+        shape = StepShape(replace(micro_batch, rows=rows), max(rows, planner.shape.num_rows))
+        return planner.fits(planner.demand(shape, _of_rows(one_row, two, rows, at_once), rows / micro_batch.rows))
 
-    return _largest(fits, MOST_TOKENS // own.length)
+    return _largest(fits, MOST_TOKENS // micro_batch.length)
 
 
-def _of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
+def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
     """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head, whose
     logits exist for no more than `rows_at_once`."""
-    whole: Workload = _grown(one, two, rows)
-    chunk: Workload = _grown(one, two, min(rows, rows_at_once))
-    pieces = whole.pieces
+    workload: Workload = _grown(one_row, two, rows)
+    chunk: Workload = _grown(one_row, two, min(rows, rows_at_once))
+    pieces = workload.pieces
     if pieces is not None and chunk.pieces is not None:
         # What waits grows with all rows, and what works on it with those of a chunk.
-        more = pieces.kept_bytes - chunk.pieces.kept_bytes
+        more = pieces.waiting_bytes - chunk.pieces.waiting_bytes
         pieces = replace(pieces, working_bytes=chunk.pieces.working_bytes + more)
-    return replace(whole, head=chunk.head, pieces=pieces)
+    return replace(workload, head=chunk.head, pieces=pieces)
 
 
-def _grown(one: Any, two: Any, rows: int) -> Any:
+def _grown(one_row: Any, two: Any, rows: int) -> Any:
     """Return every number of a description for a number of rows, from the descriptions for one and two rows."""
-    if isinstance(one, tuple):
-        return tuple(_grown(*both, rows) for both in zip(one, two, strict=True))
-    if is_dataclass(one):
-        kind: Any = type(one)
-        return kind(*(_grown(getattr(one, part.name), getattr(two, part.name), rows) for part in fields(one)))
-    return one + (rows - 1) * (two - one) if type(one) is int else one
+    if isinstance(one_row, tuple):
+        return tuple(_grown(*pair, rows) for pair in zip(one_row, two, strict=True))
+    if is_dataclass(one_row):
+        kind: Any = type(one_row)
+        return kind(*(_grown(getattr(one_row, part.name), getattr(two, part.name), rows) for part in fields(one_row)))
+    return one_row + (rows - 1) * (two - one_row) if type(one_row) is int else one_row
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -365,7 +373,7 @@ def step_curve(planner: Planner, allocation: Allocation, around: float) -> Itera
 
 
 def _notes(planner: Planner) -> tuple[str, ...]:
-    notes = [planner.site.machine.note] * bool(planner.site.machine.note)
+    notes = [planner.machine_state.machine.note] * bool(planner.machine_state.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.notes
     return tuple(notes)
@@ -373,7 +381,7 @@ def _notes(planner: Planner) -> tuple[str, ...]:
 
 def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
     """Say what preparing the checkpoint would save."""
-    moved = [(cast.move, cast.placed.dtype) for layer in layers for cast in layer.casts if cast.move is not None]
+    moved = [(cast.move, cast.target.dtype) for layer in layers for cast in layer.casts if cast.move is not None]
     pieces = len(moved) + sum(not run.alone for layer in layers for run in layer.runs)
     if pieces:
         aside = human_bytes(sum(move.count * dtype.itemsize for move, dtype in moved))
@@ -381,11 +389,11 @@ def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
             f"layers are put together from {pieces:,} pieces, {aside} moved on the host: "
             "`lema prepare MODEL FILE.safetensors` does it once"
         )
-    published = [one for layer in layers for one in layer.expansions if one.library == LIBRARY]
+    published = [expansion for layer in layers for expansion in layer.expansions if expansion.library == LIBRARY]
     if published:
-        stored = human_bytes(sum(part.nbytes for one in published for part in one.parts.values()))
-        whole = human_bytes(sum(one.placed.nbytes for one in published))
-        yield f"{stored} of weights are dequantised to {whole} at each lease: `lema prepare` writes them so, once"
+        stored = human_bytes(sum(part.nbytes for expansion in published for part in expansion.parts.values()))
+        expanded = human_bytes(sum(expansion.target.nbytes for expansion in published))
+        yield f"{stored} of weights are dequantised to {expanded} at each lease: `lema prepare` writes them so, once"
 
 
 def _plain(value: Any) -> Any:

@@ -87,12 +87,12 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
     run.step()
     spent = {name: total - before[name] for name, total in run.totals().items()}
     stream.close()
-    apart = device_parts(demand, allocation)  # what is not the stream's
-    beside = sum(size for part, size in apart.items() if part not in ("slots", "residents"))
+    on_device = device_parts(demand, allocation)  # what is not the stream's
+    extra_bytes = sum(size for part, size in on_device.items() if part not in ("slots", "residents"))
     in_host = host_parts(demand, allocation)
     return Simulated(
         **spent,
-        device_peak=(device.peak["host"] - in_host["cached"] if device.shared else device.peak["device"]) + beside,
+        device_peak=(device.peak["host"] - in_host["cached"] if device.shared else device.peak["device"]) + extra_bytes,
         host_peak=device.peak["host"] + sum(size for part, size in in_host.items() if part not in ("ring", "cached")),
     )
 
@@ -118,28 +118,28 @@ class _Run:
     def step(self) -> None:
         """Let one step pass, its leases those of `training_order`."""
         demand, device = self.demand, self.device
-        device.compute(demand.rest)
+        device.compute(demand.outside_seconds)
         for index in self.order[: demand.top]:
             self._visit(index, demand.layers[index].forward)
             if index in self.away:
                 self._send_away(*self.away[index])
         top = demand.layers[demand.top]
-        self._visit(demand.top, top.forward + top.backward + demand.turn, turn=demand.top)
+        self._visit(demand.top, top.forward + top.backward + demand.head_seconds, top=demand.top)
         self._hand_over(demand.top)
         device.synchronize()  # the loss is looked at
         self.announce()
         below = self.order[demand.top + 1 :]
-        kept = deque(index for index in below if index in self.away)
-        for _ in range(min(AHEAD, len(kept))):
-            self._bring_back(kept.popleft())
+        pending = deque(index for index in below if index in self.away)
+        for _ in range(min(AHEAD, len(pending))):
+            self._bring_back(pending.popleft())
         for index in below:
             waited = index in self._fetched
             if waited:
                 device.wait_for(self._fetched.pop(index))
             self._visit(index, down_seconds(demand, self.allocation, index) - demand.layers[index].expand, down=True)
             self._hand_over(index)
-            if waited and kept:
-                self._bring_back(kept.popleft())
+            if waited and pending:
+                self._bring_back(pending.popleft())
         device.synchronize()
 
     def totals(self) -> dict[str, Any]:
@@ -157,15 +157,18 @@ class _Run:
             "bytes_uploaded": 0 if device.shared else counters.bytes_uploaded,
         }
 
-    def _visit(self, index: int, seconds: float, *, turn: int | None = None, down: bool = False) -> None:
+    def _visit(self, index: int, seconds: float, *, top: int | None = None, down: bool = False) -> None:
         """Lease a layer, and its groups of experts; compute as long with each."""
-        expand, parts = self.demand.layers[index].expand, in_parts([index], self.stream.parts, turn=turn, down=down)[1:]
-        each = (expand + seconds) / (1 + len(parts)) if parts else expand + seconds
+        expand, parts = (
+            self.demand.layers[index].expand,
+            in_parts([index], self.stream.parts, top_layer=top, down=down)[1:],
+        )
+        part_seconds = (expand + seconds) / (1 + len(parts)) if parts else expand + seconds
         with self.stream.lease(index) as lease:
-            self.device.compute(each, lease.slot, self.stream.layers[index])
+            self.device.compute(part_seconds, lease.slot, self.stream.layers[index])
             for number in parts:
                 with self.stream.lease(number) as part:
-                    self.device.compute(each, part.slot, self.stream.layers[number])
+                    self.device.compute(part_seconds, part.slot, self.stream.layers[number])
 
     def _hand_over(self, index: int) -> None:
         """Write the gradients of weights that train themselves behind the backward, against the stream of weights."""

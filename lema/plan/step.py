@@ -70,8 +70,8 @@ class LayerSeconds:
 
     def times(self, factor: float) -> LayerSeconds:
         """Return the seconds of micro-batches that have `factor` times the tokens."""
-        forward, recompute, backward, _, less = (factor * one for one in astuple(self))
-        return LayerSeconds(forward, recompute, backward, self.expand, less)
+        forward, recompute, backward, _, without_products = (factor * duration for duration in astuple(self))
+        return LayerSeconds(forward, recompute, backward, self.expand, without_products)
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,16 @@ def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, pa
     """
     length = padding_of(config, parts, positions).longest(config)
     tokens = tokens_at_once(config, length)
-    each = rows_each(config)
-    at_once = None if config.micro_batch_size is None else max(1, config.micro_batch_size // each)
-    share = each * sum(map(len, dealt([1] * config.batch_size, 0, processes, at_once)))
+    example_rows = rows_each(config)
+    at_once = None if config.micro_batch_size is None else max(1, config.micro_batch_size // example_rows)
+    share = example_rows * sum(map(len, dealt([1] * config.batch_size, 0, processes, at_once)))
     num_rows = share * config.gradient_accumulation_steps
     if tokens is None:
         return StepShape(micro_batch_of(config, min(config.micro_batch_size or share, share), length), num_rows)
     rows = -(-tokens // length)
     if config.tokens_per_step is not None:
-        known = tokens if config.tokens_per_step == "auto" else config.tokens_per_step
-        num_rows = -(-4 * known // (3 * length * processes))  # with the padding that a quarter of each may be
+        step_tokens = tokens if config.tokens_per_step == "auto" else config.tokens_per_step
+        num_rows = -(-4 * step_tokens // (3 * length * processes))  # with the padding that a quarter of each may be
     if processes > 1:
         num_rows += rows  # because micro-batches are dealt out whole
     return StepShape(micro_batch_of(config, min(rows, num_rows), length), num_rows)
@@ -143,21 +143,21 @@ def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Mac
     reading them in the device's memory takes, and writing them there; an element of them has `itemsize` bytes as it is
     used."""
     speed = machine.flops(itemsize)
-    found = []
+    layer_seconds = []
     for kind, work in enumerate(workload.works):
         first = layers[workload.kinds.index(kind)]
         expand = (first.nbytes + first.expanded_bytes) / machine.memory if first.expansions else 0.0
         flops = work.forward, work.recompute, work.backward, max(0, work.recompute - work.product_flops)
         parts = zip(flops, (*work.exchanges, work.exchanges[1]), strict=True)
         # One after the other, because what follows a collective needs what it brings.
-        forward, again, back, less = (
-            max(one / speed, machine.launch) + machine.exchanging(sent) for one, sent in parts
+        forward, again, back, without_products = (
+            max(operations / speed, machine.launch) + machine.exchanging(sent) for operations, sent in parts
         )
-        found.append(LayerSeconds(forward, again, back, expand, less))
+        layer_seconds.append(LayerSeconds(forward, again, back, expand, without_products))
     reduced = [workload.of(layer).reduced for layer in range(len(layers))]  # the gradients of all in one collective
-    once = Exchange(max(one.count for one in reduced), sum(one.nbytes for one in reduced))
+    once = Exchange(max(exchange.count for exchange in reduced), sum(exchange.nbytes for exchange in reduced))
     head = workload.head.flops / speed + machine.exchanging(workload.head.exchange)
-    return Timings(tuple(found), head, machine.exchanging(workload.entered), machine.exchanging(once))
+    return Timings(tuple(layer_seconds), head, machine.exchanging(workload.entered), machine.exchanging(once))
 
 
 def demand_of(
@@ -197,11 +197,11 @@ def demand_of(
         costs.append(LayerCost(*sizes, *seconds, micro, gradients, tuple(parts[1:]), products, spent.without_products))
     product = 0.0 if timings is None else times * timings.head / PRODUCTS
     for piece in pieces:
-        part = product * piece.nbytes / sum(one.nbytes for one in pieces)
+        part = product * piece.nbytes / sum(head_piece.nbytes for head_piece in pieces)
         seconds = (0.0, part, part, part)
         uploaded = piece.nbytes if shared else piece.upload_bytes
         costs.append(LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, *seconds))
-    known = Demand(
+    demand = Demand(
         tuple(costs),
         lowest=lowest,
         pieces=len(pieces),
@@ -211,37 +211,37 @@ def demand_of(
         shared=shared,
     )
     if workload is None or shape is None:
-        return known
-    return _with_activations(known, workload, timings, shape)
+        return demand
+    return _with_activations(demand, workload, timings, shape)
 
 
-def _with_activations(known: Demand, workload: Workload, timings: Timings | None, shape: StepShape) -> Demand:
+def _with_activations(demand: Demand, workload: Workload, timings: Timings | None, shape: StepShape) -> Demand:
     times, batch = shape.num_micro_batches, shape.micro_batch
     hidden = round(times * workload.hidden_bytes)
-    known = replace(known, lowest=0 if workload.starts_below else known.lowest)
+    demand = replace(demand, lowest=0 if workload.starts_below else demand.lowest)
     # Beside each boundary waits the generator's state, which other devices have but a few bytes of; beside the hidden
     # state after the top layer, the gradients of its adapters.
-    states = len(known.keeping) * workload.state_bytes * known.shared
-    beside = workload.call_bytes + states
-    turn = 0.0 if timings is None else times * timings.head
-    if known.pieces:
-        turn /= PRODUCTS * known.pieces  # the last piece's second product: its other seconds are its own
+    states = len(demand.keeping) * workload.state_bytes * demand.shared
+    extra_bytes = workload.call_bytes + states
+    head_seconds = 0.0 if timings is None else times * timings.head
+    if demand.pieces:
+        head_seconds /= PRODUCTS * demand.pieces  # the last piece's second product: its other seconds are its own
     else:
-        beside += workload.of(known.top).gradient_bytes
-    turn *= 1 + batch.beside / 3  # rows beside those that train have their part of the head's forward
+        extra_bytes += workload.of(demand.top).gradient_bytes
+    head_seconds *= 1 + batch.beside / 3  # rows beside those that train have their part of the head's forward
     if batch.settled and timings is not None:
-        turn += times * timings.layers[workload.kinds[known.top]].forward
+        head_seconds += times * timings.layers[workload.kinds[demand.top]].forward
     return replace(
-        known,
+        demand,
         # Of experts in groups all micro-batches wait while one is worked on.
-        working_bytes=round(max(times, 1.0) * workload.apart)
-        + (workload.in_pieces(times) if known.pieces else workload.working_bytes),
+        working_bytes=round(max(times, 1.0) * workload.waiting_bytes)
+        + (workload.in_pieces(times) if demand.pieces else workload.working_bytes),
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in working_bytes.
-        flight_bytes=(2 + batch.beside) * hidden - min(hidden, workload.hidden_bytes) + round(times * beside),
+        flight_bytes=(2 + batch.beside) * hidden - min(hidden, workload.hidden_bytes) + round(times * extra_bytes),
         boundary_bytes=hidden,
         micro_boundary_bytes=min(hidden, workload.hidden_bytes),
-        turn=turn,
-        rest=0.0 if timings is None else times * timings.prelude + timings.optimizer,
+        head_seconds=head_seconds,
+        outside_seconds=0.0 if timings is None else times * timings.prelude + timings.optimizer,
     )
 
 
@@ -263,8 +263,10 @@ class StepNeeds:
         """Bytes of host memory at the peak, by part, of all processes, beside those of a device that computes in it."""
         parts = host_parts(self.demand, self.allocation)
         if (trained := self.planner.blueprint.trained) is not None:  # each process writes to a copy of its own
-            own = sum(layer.slot_bytes for layer, names in zip(self.demand.layers, trained.names, strict=True) if names)
-            parts["cached"] += (self.demand.processes - 1) * own
+            private_bytes = sum(
+                layer.slot_bytes for layer, names in zip(self.demand.layers, trained.names, strict=True) if names
+            )
+            parts["cached"] += (self.demand.processes - 1) * private_bytes
         return parts
 
     @property

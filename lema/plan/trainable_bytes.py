@@ -32,8 +32,8 @@ __all__ = [
     "TrainedBytes",
     "host_training",
     "lowest_trained",
+    "masters_in_files",
     "outside_bytes",
-    "place_masters",
     "trainable_bytes",
     "trained_bytes",
     "training_of",
@@ -105,7 +105,7 @@ def unmovable_bytes(layers: Iterable[TrainableBytes], outside: TrainableBytes, *
     return passing + outside_bytes(outside, shared=shared) + MASTER_BYTES * outside.count
 
 
-def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memory: int) -> frozenset[int]:
+def masters_in_files(layer_bytes: Mapping[int, int], outside_bytes: int, host_memory: int) -> frozenset[int]:
     """Return the layers whose masters, moments and waiting gradients have to lie in files: as few as will do.
 
     The backward goes down, and steps layers as it goes: when a step has ended, what is used next is that of the top.
@@ -129,7 +129,7 @@ def place_masters(layer_bytes: Mapping[int, int], outside_bytes: int, host_memor
     return frozenset(layer_bytes.keys() - in_memory)
 
 
-MADE = 2  # tensors that AdamW makes for each that it steps: a denominator, and its root
+OPTIMIZER_TENSORS = 2  # tensors that AdamW makes for each that it steps: a denominator, and its root
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,13 @@ def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: 
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(chosen(name) and not name.startswith(prefix))
         if chosen(name) and name.startswith(prefix):
-            number, _, own = name.removeprefix(prefix).partition(".")
-            names[int(number)].add(own)
+            number, _, weight_name = name.removeprefix(prefix).partition(".")
+            names[int(number)].add(weight_name)
         elif chosen(name):
             outside.append((name, parameter.numel(), parameter.dtype))
     inside = []
     for index, (layer, own_names) in enumerate(zip(layers, names, strict=True)):
-        if own_names and any(one.library == NARROW for one in layer.expansions):
+        if own_names and any(expansion.library == NARROW for expansion in layer.expansions):
             raise ConfigError(
                 "weights of the model that train compute in the type that they have",
                 where="compute_dtype",
@@ -184,14 +184,18 @@ def trained_bytes(model: PreTrainedModel, layers: Sequence[LayerBytes], chosen: 
                 where="model_name_or_path",
                 how="train adapters, or use the model before quantisation",
             )
-        trained = ((one.name, one.shape.numel(), one.dtype) for one in layer.tensors if one.name in own_names)
+        trained = (
+            (tensor.name, tensor.shape.numel(), tensor.dtype) for tensor in layer.tensors if tensor.name in own_names
+        )
         inside.append(trainable_bytes(trained))
     return TrainedBytes(tuple(map(frozenset, names)), tuple(inside), trainable_bytes(outside))
 
 
 def lowest_trained(stack: nn.ModuleList) -> int:
     """Return the lowest layer with a parameter that requires grad; the top one where none has."""
-    trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
+    trained = (
+        index for index, layer in enumerate(stack) if any(parameter.requires_grad for parameter in layer.parameters())
+    )
     return next(trained, len(stack) - 1)
 
 
@@ -208,17 +212,17 @@ def host_training(
     outside, layers = trained.outside, trained.layers
     movable = {index: layer.movable(clipped=clipped) for index, layer in enumerate(layers) if layer.count}
     always = there // processes + unmovable_bytes(layers, outside, shared=shared)
-    in_files = place_masters(movable, always, limit // processes)
+    in_files = masters_in_files(movable, always, limit // processes)
     here = [layers[index] for index in movable.keys() - in_files]
     landing = 0 if shared or clipped else max(layer.nbytes for layer in layers)
     largest, gradients = max(layer.largest for layer in layers), MASTER_BYTES * outside.count
     single = max((MASTER_BYTES * layer.count for layer in layers if layer.not_single), default=0)
-    made = single + MADE * (2 if single else 1) * largest
+    optimizer_bytes = single + OPTIMIZER_TENSORS * (2 if single else 1) * largest
     return HostTraining(
         masters=outside_bytes(outside, shared=shared) - outside.moments + sum(layer.masters for layer in here),
         moments=outside.moments + sum(layer.moments for layer in here),
         gradients=landing + sum(layer.nbytes * clipped for layer in here),
-        stepping=max(made, 0 if shared and not outside.not_single else gradients),
+        stepping=max(optimizer_bytes, 0 if shared and not outside.not_single else gradients),
         mapped=sum(movable[index] for index in in_files),
     )
 
@@ -230,14 +234,14 @@ def training_of(planner: Planner, trained: TrainedBytes, demand: Demand, allocat
     there, config = cached + demand.outside_bytes * demand.shared, planner.config
     settings = {"clipped": config.max_grad_norm is not None, "shared": demand.shared}
     try:
-        found = host_training(trained, there, planner.limits[1], **settings, processes=demand.processes)
+        training = host_training(trained, there, planner.limits[1], **settings, processes=demand.processes)
     except MemoryLimitError as error:
         where = "memory available on this machine" if config.host_memory is None else "host_memory"
         how = f"{error.how}: of these {there:,} are the weights as they stream"
         raise MemoryLimitError(error.what, where=where, how=how) from error
     parts, limit, rows = device_parts(demand, allocation), planner.limits[0], planner.shape.micro_batch.rows
     if (needed := sum(parts.values())) <= limit:
-        return found
+        return training
     options = []
     if allocation.saved:
         options.append(f"gradient_checkpointing: true ({parts['saved']:,} bytes less)")

@@ -81,12 +81,12 @@ class VirtualDevice:
         self.computed = self.computed_until = 0.0
         self.device = torch.device("meta")  # where tensors have no bytes
         self._bytes, self.peak = Counter[str](), Counter[str]()  # of buffers, on the device and in host memory
-        self._known: dict[int, BufferState] = {}
+        self._buffer_states: dict[int, BufferState] = {}
         self._ready = self._read = 0.0  # when the last upload and the last read were complete
 
     def memory_of(self, tensor: Tensor) -> BufferState:
         """Return what is known of the buffer that `tensor` is a part of."""
-        return self._known[tensor.untyped_storage()._cdata]
+        return self._buffer_states[tensor.untyped_storage()._cdata]
 
     def memory(self) -> MemoryStats:
         """Say that layers that stay are there when a step begins, as they are in the middle of a run."""
@@ -94,26 +94,26 @@ class VirtualDevice:
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:  # noqa: ARG002 - as in Backend
         """Return a buffer without memory, and count it for as long as it lives."""
-        return self._made("host", nbytes)
+        return self._allocate("host", nbytes)
 
     def device_slots(self, nbytes: int, count: int) -> _Slot:
         """Return a slot without memory, or the source itself where the device computes in host memory."""
         assert count == 1, "a stream asks for one slot at a time"
-        return _Slot(self, None if self.shared else self._made("device", nbytes))
+        return _Slot(self, None if self.shared else self._allocate("device", nbytes))
 
     def compute(self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None) -> None:
         """Queue computation, with the weights of `layer` in the slot `lease` if they are given."""
         start = max(self.clock.now, self.computed_until)
         if lease is not None:
-            known = self.memory_of(lease)
-            if known.content is not layer:
+            state = self.memory_of(lease)
+            if state.content is not layer:
                 raise ScheduleError("a layer is computed with another layer's weights")
-            start = max(start, known.filled)
+            start = max(start, state.filled)
             self._account(start)
         self.computed += seconds
         self.computed_until = start + seconds
         if lease is not None:
-            known.in_use = max(known.in_use, self.computed_until)
+            state.in_use = max(state.in_use, self.computed_until)
         if self.shared:
             self.clock.wait_until(self.computed_until)
 
@@ -140,11 +140,11 @@ class VirtualDevice:
         self.stall_disk += on_disk
         self.stall_upload += min(pause - on_disk, max(0.0, self._ready - self._read))
 
-    def _made(self, where: str, nbytes: int) -> Tensor:
+    def _allocate(self, where: str, nbytes: int) -> Tensor:
         self._bytes[where] += nbytes
         self.peak[where] = max(self.peak[where], self._bytes[where])
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._known[tensor.untyped_storage()._cdata] = BufferState()
+        self._buffer_states[tensor.untyped_storage()._cdata] = BufferState()
         weakref.finalize(tensor, self._bytes.subtract, {where: nbytes})
         return tensor
 
@@ -158,19 +158,19 @@ class _Slot:
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> _Upload:
         """Queue the copy of a source, or of what a layout says of it."""
-        device, known = self.device, self.device.memory_of(source)
-        if known.content is None or known.filled > device.clock.now:
+        device, state = self.device, self.device.memory_of(source)
+        if state.content is None or state.filled > device.clock.now:
             raise ScheduleError("a buffer was uploaded before it was filled")
         if self.memory is None:
-            return _Upload(device, source, known, known.filled, known.filled)
+            return _Upload(device, source, state, state.filled, state.filled)
         target = device.memory_of(self.memory)
         nbytes = source.numel() if layout is None else layout.copied
         if target.leased:
             raise ScheduleError("more layers are held than there are slots")
         _, done = device.link.do(nbytes, max(device.clock.now, target.in_use))
-        known.in_use = max(known.in_use, done)
-        target.content, target.filled, target.in_use, target.leased = known.content, done, done, True
-        return _Upload(device, self.memory, target, known.filled, done)
+        state.in_use = max(state.in_use, done)
+        target.content, target.filled, target.in_use, target.leased = state.content, done, done, True
+        return _Upload(device, self.memory, target, state.filled, done)
 
 
 @dataclass(frozen=True)
@@ -179,20 +179,20 @@ class _Upload:
 
     device: VirtualDevice
     buffer: Tensor
-    known: BufferState  # of the buffer
+    state: BufferState  # of the buffer
     read: float  # when the layer was in host memory
     done: float  # when it was on the device
 
     def wait(self) -> Tensor:
-        self.known.leased = True
+        self.state.leased = True
         self.device.uploaded(self.done, self.read)
         return self.buffer
 
     def release(self) -> None:
-        self.known.leased = False
+        self.state.leased = False
 
     def drained(self) -> None:
-        self.device.clock.wait_until(self.known.in_use if self.device.shared else self.done)
+        self.device.clock.wait_until(self.state.in_use if self.device.shared else self.done)
 
 
 class VirtualReader(LayerReader):
@@ -211,17 +211,17 @@ class VirtualReader(LayerReader):
         name: str = "weights",  # noqa: ARG002 - as in LayerReader
     ) -> Ticket:
         """Queue the read of a layer."""
-        device, known = self._on, self._on.memory_of(buffer)
+        device, state = self._on, self._on.memory_of(buffer)
         now = device.clock.now
         if before is not None:
             before()  # another thread waits in it: afterwards this one is as late as it was
         begin, device.clock.now = device.clock.now, now
-        if known.leased:
+        if state.leased:
             raise ScheduleError("a buffer was refilled while its layer was on lease")
         start, done = device.disk.do(layer.read_bytes, begin)
-        if start < known.in_use:
+        if start < state.in_use:
             raise ScheduleError("a buffer was refilled while it was copied or computed with")
-        known.content, known.filled = layer, done
+        state.content, state.filled = layer, done
         self.bytes_read += layer.read_bytes
         return _Read(device.clock, done)
 
@@ -237,4 +237,4 @@ class _Read(Ticket):
     def wait(self) -> None:
         self._clock.wait_until(self._end)
 
-    settle = wait
+    cancel = wait

@@ -84,7 +84,7 @@ class HeadWork:
     flops: int  # floating-point operations; 0: nobody asks for them, where the head is in pieces
     working_bytes: int  # the most that is alive at once; logits are those of one chunk
     exchange: Exchange  # with that of putting together what the layers have made
-    kept_bytes: int = 0  # what waits while other micro-batches are worked on, where the head is in pieces
+    waiting_bytes: int = 0  # what waits while other micro-batches are worked on, where the head is in pieces
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Workload:
     starts_below: bool  # whether something before the layers trains
     entered: Exchange  # before the layers
     pieces: HeadWork | None = None  # the head and the loss in pieces of the vocabulary; None: they are not asked for
-    apart: int = 0  # what waits for a layer's experts in the backward, where these are leased in groups
+    waiting_bytes: int = 0  # what waits for a layer's experts in the backward, where these are leased in groups
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
@@ -118,14 +118,14 @@ class Workload:
         """The same where the head is in pieces: so many micro-batches go through a piece before the next one."""
         assert self.pieces is not None
         # Less the hidden states, because those of all micro-batches are counted twice elsewhere.
-        kept = (max(times, 1.0) - 1) * (self.pieces.kept_bytes - self.hidden_bytes)
-        return self.most(round(self.pieces.working_bytes + kept))
+        waiting_bytes = (max(times, 1.0) - 1) * (self.pieces.waiting_bytes - self.hidden_bytes)
+        return self.most(round(self.pieces.working_bytes + waiting_bytes))
 
-    def most(self, turn: int) -> int:
+    def most(self, head_bytes: int) -> int:
         """Return the most that is needed anywhere, given what the turn takes with the gradients of adapters, if any."""
         # These are not there yet at the turn, because they come on the way down.
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
-        return max(self.prelude_bytes, turn - to_come, *(work.working_bytes for work in self.works))
+        return max(self.prelude_bytes, head_bytes - to_come, *(work.working_bytes for work in self.works))
 
 
 def measure(
@@ -136,7 +136,7 @@ def measure(
     trained: Sequence[Collection[str]] = (),
     parallel: Parallel | None = None,
     head: HeadCut | None = None,
-    known: Workload | None = None,
+    measured: Workload | None = None,
     split: Split | None = None,
 ) -> Workload:
     """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
@@ -144,7 +144,7 @@ def measure(
     The model, with the decoder layers' weights on `meta`, is left as it was. Logits exist for `loss_chunk_tokens` at a
     time. `trained` are, of each layer, the weights of its own that train; empty: none do, in any. `parallel` are the
     processes that its layers have been divided among; None: they are whole. The `head` is given where it may be cut
-    into pieces, and what is `known` of this micro-batch if the head alone is another: then layers are not run again.
+    into pieces, and what is `measured` of this micro-batch if the head alone is another: then layers are not run again.
     The model's `split` learns what layers return once, however many micro-batches are run.
     Raises `ModelError` where the model cannot be streamed, or what it computes depends on values.
     """
@@ -154,7 +154,7 @@ def measure(
     kinds = cost_kinds(split, layers, trained)
     with without_values(model):
         try:
-            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, known)
+            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(
@@ -172,16 +172,20 @@ def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Col
     kind is measured for seconds, so attributes that cost nothing do not count: by these, 26 of 170 types of models have
     more kinds. How weights are stored on disk counts, and which of them (`weights` of each layer) train.
     """
-    known: dict[Any, int] = {}
-    found = []
-    for layer, stored, own in zip(split.layers, layers, weights or [()] * len(layers), strict=True):
+    kind_numbers: dict[Any, int] = {}
+    kinds = []
+    for layer, stored, trained_names in zip(split.layers, layers, weights or [()] * len(layers), strict=True):
         modules = tuple((name, type(module)) for name, module in layer.named_modules())
-        trained = tuple((name, one.shape) for name, one in layer.named_parameters() if one.requires_grad)
+        trained = tuple(
+            (name, parameter.shape) for name, parameter in layer.named_parameters() if parameter.requires_grad
+        )
         tensors = sorted(str((tensor.name, tensor.dtype, tensor.shape)) for tensor in stored.tensors)
-        expanded = sorted(str((one.library, one.placed.name, one.placed.shape)) for one in stored.expansions)
-        kind = (modules, trained, tuple(tensors), tuple(expanded), tuple(sorted(own)))
-        found.append(known.setdefault(kind, len(known)))
-    return tuple(found)
+        expanded = sorted(
+            str((expansion.library, expansion.target.name, expansion.target.shape)) for expansion in stored.expansions
+        )
+        kind = (modules, trained, tuple(tensors), tuple(expanded), tuple(sorted(trained_names)))
+        kinds.append(kind_numbers.setdefault(kind, len(kind_numbers)))
+    return tuple(kinds)
 
 
 def calls_of(
@@ -189,7 +193,7 @@ def calls_of(
     layers: Sequence[LayerBytes],
     batch: MicroBatch,
     trained: Sequence[Any] = (),
-    held: Collection[int] = (),
+    loaded_layers: Collection[int] = (),
 ) -> tuple[tuple[int, ...], tuple[LayerCall, ...], list[Tensor]]:
     """Return one layer of each kind (as `one_of_each`), the calls of all, and the inputs of each layer and of the head:
     tensors without values. `trained` are names of weights, of each layer."""
@@ -197,8 +201,8 @@ def calls_of(
     with without_values(split.model):
         learn(split, layers)
         prelude = split.prelude(batch.inputs(), {})
-        given = given_of(split, layers, prelude)
-    return one_of_each(kinds, given, held), prelude.calls, given
+        layer_inputs = given_of(split, layers, prelude)
+    return one_of_each(kinds, layer_inputs, loaded_layers), prelude.calls, layer_inputs
 
 
 def given_of(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> list[Tensor]:
@@ -207,23 +211,25 @@ def given_of(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> li
     (entered,) = split.enter([hidden])
     if all(call.left is None for call in prelude.calls):
         return [entered] * len(layers) + [hidden]
-    given = [entered]
+    layer_inputs = [entered]
     with torch.no_grad(), Tally():  # which knows more shapes
         for index, (layer, call) in enumerate(zip(layers, prelude.calls, strict=True)):
-            given.append(split.run_layer(index, fake_weights(layer), call, given[-1]))
-    return given
+            layer_inputs.append(split.run_layer(index, fake_weights(layer), call, layer_inputs[-1]))
+    return layer_inputs
 
 
-def one_of_each(kinds: Sequence[int], given: Sequence[Tensor], held: Collection[int] = ()) -> tuple[int, ...]:
-    """Return one layer of each kind: of its own the first that is given most, and of equal ones one that is `held`."""
-    ranked = sorted(range(len(kinds)), key=lambda index: (-given[index].nbytes, index not in held))
+def one_of_each(
+    kinds: Sequence[int], layer_inputs: Sequence[Tensor], loaded_layers: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return one layer of each kind: of its own the first that is given most, and of equal ones one that is `loaded_layers`."""
+    ranked = sorted(range(len(kinds)), key=lambda index: (-layer_inputs[index].nbytes, index not in loaded_layers))
     return tuple(next(index for index in ranked if kinds[index] == kind) for kind in range(max(kinds) + 1))
 
 
 def fake_weights(layer: LayerBytes) -> dict[str, Tensor]:
     """Return a layer's weights as its lease would, without values."""
-    placed = (*layer.tensors, *(expansion.placed for expansion in layer.expansions))
-    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in placed}
+    tensors = (*layer.tensors, *(expansion.target for expansion in layer.expansions))
+    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors}
 
 
 def _measure(
@@ -234,30 +240,30 @@ def _measure(
     chunk_tokens: int,
     trained: Sequence[Collection[str]],
     head: HeadCut | None,
-    known: Workload | None,
+    measured: Workload | None,
 ) -> Workload:
     inputs = batch.inputs()
     learn(split, layers)
     with Tally(split.parallel) as tally:
         tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
         inside, parameters = f"{split.layers_name}.", split.model.named_parameters()
-        outside_trains = any(one.requires_grad and not name.startswith(inside) for name, one in parameters)
+        outside_trains = any(parameter.requires_grad and not name.startswith(inside) for name, parameter in parameters)
         prelude = split.prelude(inputs, {}, differentiate=outside_trains)
         begun = tally.exchanged
-    given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
+    call_tensors = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.captured_values)}
     entered, *_, hidden = states = given_of(split, layers, prelude)
     works = tuple(
         layer_work(split, index, layers[index], prelude.calls[index], states[index : index + 2], trained[index])
-        for index in (one_of_each(kinds, states) if known is None else ())
+        for index in (one_of_each(kinds, states) if measured is None else ())
     )
     # The last layer puts the parts of several processes together, and the gradient of the whole is there as well.
-    whole = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
+    gathered_bytes = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
     return Workload(
         kinds,
-        works if known is None else known.works,
-        _head_work(split, entered, hidden, chunk_tokens, whole),
-        max(one.nbytes for one in states[:-1]),
-        sum(tensor.untyped_storage().nbytes() for tensor in given.values() if tally.counts(tensor)),
+        works if measured is None else measured.works,
+        _head_work(split, entered, hidden, chunk_tokens, gathered_bytes),
+        max(state.nbytes for state in states[:-1]),
+        sum(tensor.untyped_storage().nbytes() for tensor in call_tensors.values() if tally.counts(tensor)),
         tally.peak,
         load("cpu").rng_state().nbytes,
         prelude.hidden.requires_grad,
@@ -269,7 +275,7 @@ def _measure(
 def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
     """Let the split see what layers return, on a few tokens without values."""
     few = {"input_ids": torch.ones(1, math.lcm(8, split.parallel.size), dtype=torch.long)}
-    if not split.known(few):
+    if not split.has_learned(few):
         with Tally():  # which knows more shapes
             split.prelude(few, fake_weights(layers[0]))
 
@@ -278,7 +284,7 @@ def layer_work(
     split: Split, index: int, stored: LayerBytes, call: LayerCall, states: Sequence[Tensor], trained: Collection[str]
 ) -> LayerWork:
     layer, weights = split.layers[index], fake_weights(stored)
-    given, gradient = torch.empty_like(states[0]).requires_grad_(), torch.empty_like(states[1])
+    layer_input, gradient = torch.empty_like(states[0]).requires_grad_(), torch.empty_like(states[1])
     parameters = list(layer.parameters())
     for parameter in parameters:
         if parameter.requires_grad:
@@ -288,8 +294,10 @@ def layer_work(
     saved, linears = dict[int, int](), AdaptedLinears(layer)
     products = linears.products(lambda output: output.to("meta"))  # which takes no memory
     with Tally(split.parallel) as tally:
-        tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.own), *parameters, *layer.buffers()])
-        tally.leave_out([one.grad for one in (*parameters, *weights.values())])
+        tally.leave_out(
+            [layer_input, gradient, *weights.values(), *tensors_in(call.captured_values), *parameters, *layer.buffers()]
+        )
+        tally.leave_out([tensor.grad for tensor in (*parameters, *weights.values())])
 
         def pack(tensor: Tensor) -> Tensor:
             if tally.counts(tensor):
@@ -299,7 +307,7 @@ def layer_work(
 
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
         with torch.enable_grad(), hooks, linears.watched(saved.__len__, products) as last:
-            output = split.run_layer(index, weights, call, given)
+            output = split.run_layer(index, weights, call, layer_input)
         products.drop(last, len(saved))
         forward, forward_bytes, sent = tally.flops, tally.live, tally.exchanged
         torch.autograd.backward(output, gradient)
@@ -310,12 +318,14 @@ def layer_work(
     for parameter in parameters:
         parameter.grad = None
     flops = forward, tally.flops_to_saved(), tally.flops - forward
-    kept = (products.nbytes, products.flops) if call.autocast in (None, split.dtype) else (0, 0)
-    return LayerWork(*flops, sum(saved.values()), tally.peak, forward_bytes, gradients, exchanges, reduced, *kept)
+    product_cost = (products.nbytes, products.flops) if call.autocast in (None, split.dtype) else (0, 0)
+    return LayerWork(
+        *flops, sum(saved.values()), tally.peak, forward_bytes, gradients, exchanges, reduced, *product_cost
+    )
 
 
-def _head_work(split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
-    """Run one chunk, cut as `lema.engine.head.loss` cuts it, and take as many as there are beside `beside` bytes. The
+def _head_work(split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int, gathered_bytes: int) -> HeadWork:
+    """Run one chunk, cut as `lema.engine.head.loss` cuts it, and take as many as there are beside `gathered_bytes` bytes. The
     last layer makes what has the shape of what `entered` the first, before that of all processes is one."""
     rows, length = hidden.shape[:2]
     block = (min(rows, max(1, chunk_tokens // length)), min(length, chunk_tokens))
@@ -326,12 +336,12 @@ def _head_work(split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int,
         with torch.enable_grad():
             value = split.parallel.cross_entropy(partial(split.head, leaf), target, reduction="sum")
         torch.autograd.grad(value, leaf)
-    one, tokens, part = tally.exchanged, rows * length, math.prod(block)
+    chunk_exchange, tokens, part = tally.exchanged, rows * length, math.prod(block)
     split.parallel.leave_layers(entered)
     # The last chunk may be a part of one, with as many collectives and fewer bytes.
-    count = one.count * sum(1 for _ in blocks(rows, length, chunk_tokens))
-    sent = tally.exchanged.plus(one, -1).plus(Exchange(count, one.nbytes * tokens // part))
-    return HeadWork(tally.flops * tokens // part, tally.peak + beside, sent)
+    count = chunk_exchange.count * sum(1 for _ in blocks(rows, length, chunk_tokens))
+    sent = tally.exchanged.plus(chunk_exchange, -1).plus(Exchange(count, chunk_exchange.nbytes * tokens // part))
+    return HeadWork(tally.flops * tokens // part, tally.peak + gathered_bytes, sent)
 
 
 @dataclass(frozen=True)
@@ -348,7 +358,7 @@ class _Chunks:
         for rows, columns in blocks(*self.tokens, self.chunk_tokens):
             yield rows, columns, targets[rows, columns]
 
-    def place(self, *_: Any) -> None: ...  # nobody asks for logits
+    def store_logits(self, *_: Any) -> None: ...  # nobody asks for logits
 
 
 @dataclass(frozen=True)
@@ -370,14 +380,16 @@ def _pieces_work(
     assert pieced is not None
     # All are of one size but for the last, so that between it and the second nothing new is alive.
     few, pieces = {0, 1, len(pieced.spans) - 1}, head.pieces(layers)
-    stream = _Leases(dict(enumerate((fake_weights(one) for at, one in enumerate(pieces) if at in few), len(layers))))
+    stream = _Leases(
+        dict(enumerate((fake_weights(piece) for at, piece in enumerate(pieces) if at in few), len(layers)))
+    )
     pieced.spans = tuple(span for at, span in enumerate(pieced.spans) if at in few)
     leaf = torch.empty_like(hidden)
     chunks: Any = _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)  # stands for `LossChunks`
     with Tally() as tally:
         tally.leave_out([leaf, *split.model.parameters(), *split.model.buffers(), *tensors_in(stream.weights)])
-        given = pieced.inputs(leaf)
-        kept = given.numel() * (given.element_size() + torch.float32.itemsize)  # with its gradient
-        del given
+        head_inputs = pieced.inputs(leaf)
+        waiting_bytes = head_inputs.numel() * (head_inputs.element_size() + torch.float32.itemsize)  # with its gradient
+        del head_inputs
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
-    return HeadWork(0, tally.peak, Exchange(), kept)
+    return HeadWork(0, tally.peak, Exchange(), waiting_bytes)

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lema.backend.host.filelocks import lock
-from lema.backend.host.files import BINARY, NAMES_HELD, NO_FOLLOW, flush, open_directory
+from lema.backend.host.files import BINARY, NO_FOLLOW, OPEN_NAMES_LOCKED, flush, open_directory
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.storage.diskspace import disk_errors
 from lema.storage.manifest import check_manifest, write_manifest
 from lema.storage.regular import check_target
 
 __all__ = ["appearing", "commit", "directories_for", "discard", "discard_unused", "free_directory", "replace_file"]
-__all__ += ["replacing", "settle"]
+__all__ += ["finish_directory", "replacing"]
 
 PART, OLD, GONE = "part", "old", "gone"
 LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
@@ -41,7 +41,7 @@ def commit(directory: Path, fill: Callable[[Path], object]) -> None:
     as it was written. What was there before is then untouched, and nothing is left behind."""
     with _named_when_whole(directory) as part:
         fill(part)
-        settle(part)
+        finish_directory(part)
         write_manifest(part)
         flush(part)
         try:
@@ -59,7 +59,7 @@ def appearing(directory: Path, part: Path | None = None) -> Iterator[Path]:
     be written; what was there before is untouched."""
     with disk_errors(directory), _named_when_whole(directory, part) as part:
         yield part
-        settle(part)
+        finish_directory(part)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def discard(directory: Path) -> None:
 def discard_unused(directory: Path, *files: Path) -> bool:
     """Delete a directory unless a process holds its lock, or that of one of these files in it; return whether it did.
     `OSError`: it cannot be opened, or renamed."""
-    if NAMES_HELD:  # what it is used for is open, so that it keeps its name
+    if OPEN_NAMES_LOCKED:  # what it is used for is open, so that it keeps its name
         gone = _aside(directory, GONE)
         try:
             directory.rename(gone)
@@ -117,17 +117,17 @@ def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None
     of checkpoints are always swept, and those of `name`. If `alone`, nothing else writes there, locks or none."""
     with suppress(OSError):  # what cannot be listed is not ours to clear
         for left in sorted(parent.iterdir()):
-            found = LEFT.fullmatch(left.name)
-            if found is None or left.is_symlink() or not left.is_dir():
+            match = LEFT.fullmatch(left.name)
+            if match is None or left.is_symlink() or not left.is_dir():
                 continue
-            if found["name"] != name and not re.fullmatch(r"checkpoint-\d+", found["name"]):
+            if match["name"] != name and not re.fullmatch(r"checkpoint-\d+", match["name"]):
                 continue
-            directory, kind = parent / found["name"], found["kind"]
+            directory, kind = parent / match["name"], match["kind"]
             # What another process has cleared meanwhile, or owns, is not ours to touch.
-            with suppress(OSError), _locked(left, wait=False) as held:
-                if (held or alone) and kind == OLD and not directory.exists():
+            with suppress(OSError), _locked(left, wait=False) as locked:
+                if (locked or alone) and kind == OLD and not directory.exists():
                     left.rename(directory)
-                elif held or alone:
+                elif locked or alone:
                     shutil.rmtree(left if kind == GONE else left.rename(_aside(directory, GONE)))
 
 
@@ -167,7 +167,7 @@ def _open_file(file: Path) -> int:
 def _rename(part: Path, directory: Path) -> None:
     """Give a directory its name; one that is there already steps aside until then."""
     empty = directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir())
-    if empty and NAMES_HELD:
+    if empty and OPEN_NAMES_LOCKED:
         directory.rmdir()  # because nothing takes the name of a directory there
     if empty or not directory.exists():
         part.rename(directory)  # over an empty one without its lock, because the `commit` around this one may hold that
@@ -184,7 +184,7 @@ def _rename(part: Path, directory: Path) -> None:
             shutil.rmtree(old.rename(_aside(directory, GONE)))
 
 
-def settle(directory: Path) -> None:
+def finish_directory(directory: Path) -> None:
     """Flush a directory, and give its files the permissions that any new file would have. A library's temporary files
     are readable by their owner alone; a new directory has what the umask lets through."""
     for folder, _, files in os.walk(directory, topdown=False):
@@ -213,15 +213,15 @@ def open_partial(file: Path) -> tuple[int, Path]:
     Return its descriptor, open for reading and writing, and its name, to be renamed to `file` or removed."""
     pattern = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{8}}\.partial")
     with suppress(FileNotFoundError):
-        for left in filter(lambda other: pattern.fullmatch(other.name), sorted(file.parent.iterdir())):
+        for left in filter(lambda sibling: pattern.fullmatch(sibling.name), sorted(file.parent.iterdir())):
             # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours to remove.
             with suppress(OSError):
-                if NAMES_HELD and not left.is_symlink():  # no lock is needed to tell: one that is open stays
+                if OPEN_NAMES_LOCKED and not left.is_symlink():  # no lock is needed to tell: one that is open stays
                     left.unlink()
-                if NAMES_HELD:
+                if OPEN_NAMES_LOCKED:
                     continue
-                with _locked(left, _open_file, wait=False) as held:
-                    if held:
+                with _locked(left, _open_file, wait=False) as locked:
+                    if locked:
                         left.unlink()
     # Not mkstemp, because the file gets the permissions that the umask gives any other.
     descriptor, path = _begin(file, "partial", partial(Path.touch, exist_ok=False), _open_file)
@@ -278,9 +278,9 @@ def partial_file(file: Path) -> Iterator[tuple[int, Path]]:
         with _closing(descriptor):
             yield descriptor, path
             os.fsync(descriptor)
-            if not NAMES_HELD:
+            if not OPEN_NAMES_LOCKED:
                 path.replace(file)  # before it is closed, because what is not locked may be swept
-        if NAMES_HELD:
+        if OPEN_NAMES_LOCKED:
             path.replace(file)
     except BaseException:
         with suppress(OSError):  # because the error that brought us here is the one to tell

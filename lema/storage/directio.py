@@ -108,14 +108,14 @@ class BlockFile:
     def _add_to_block(self, memory: memoryview, begin: int, end: int) -> None:
         """Keep the bytes of a block that is not filled yet; write it when it is."""
         block = begin // BLOCK
-        kept, filled = self._edges.pop(block) if block in self._edges else (_pages(BLOCK), 0)
+        edge, filled = self._edges.pop(block) if block in self._edges else (_pages(BLOCK), 0)
         start = begin - block * BLOCK
-        kept[start : start + end - begin] = memory[begin - self._base : end - self._base]
+        edge[start : start + end - begin] = memory[begin - self._base : end - self._base]
         filled += end - begin
         if filled == min(BLOCK, self._size - block * BLOCK):
-            self._submit(kept, block * BLOCK, None)
+            self._submit(edge, block * BLOCK, None)
         else:
-            self._edges[block] = kept, filled
+            self._edges[block] = edge, filled
 
     def _submit(self, view: memoryview, offset: int, memory: memoryview | None) -> None:
         self._pending.append((self._pool.submit(self._write, view, offset), memory))

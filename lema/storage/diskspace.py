@@ -12,25 +12,25 @@ from pathlib import Path
 
 from lema.errors import FAILING_DISK, WHOLE_DISK, DiskError, DiskFull, LemaError, Stopped
 
-__all__ = ["check_room", "disk_errors", "is_full", "make_private", "not_written", "say_passed_over", "unsaved"]
+__all__ = ["check_free_bytes", "disk_errors", "is_full", "make_private", "not_written", "unsaved", "warn_passed_over"]
 __all__ += ["own_number", "user_cache"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for the other files: settings, generators' states, the log so far
-MORE_ROOM = "free some space, or choose an output_dir on another disk; earlier files are untouched"
+FREE_SPACE_HINT = "free some space, or choose an output_dir on another disk; earlier files are untouched"
 
 
 def user_cache(name: str) -> Path:
     """Return the folder of one kind of what later starts read again, below the user's cache directory: XDG_CACHE_HOME,
     if it is absolute, or ~/.cache; for a user without a home, below the directory of temporary files."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if given.is_absolute():  # what is relative is to be ignored, as the XDG specification says
-        return given / "lema" / name
+    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if configured.is_absolute():  # what is relative is to be ignored, as the XDG specification says
+        return configured / "lema" / name
     try:
         return Path("~/.cache").expanduser() / "lema" / name
     except RuntimeError:  # HOME is not set, and the system does not know the user, as in a container
-        own = own_number()
-        return Path(tempfile.gettempdir(), "lema" if own is None else f"lema-{own}", name)
+        user_id = own_number()
+        return Path(tempfile.gettempdir(), "lema" if user_id is None else f"lema-{user_id}", name)
 
 
 def own_number() -> int | None:
@@ -42,24 +42,24 @@ def own_number() -> int | None:
 def make_private(folder: Path) -> None:
     """Make a folder of the user's cache, and the one above it, in which nobody else writes: what is kept there is
     trusted. A user's own group may, whose number is the user's. `DiskError`: it cannot be made, or others may write."""
-    own = own_number()
+    user_id = own_number()
     try:
-        for place in (folder.parent, folder):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.mkdir(mode=0o700, exist_ok=True)
-            status = place.stat()
+        for directory in (folder.parent, folder):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            status = directory.stat()
             shared = stat.S_IWOTH | (0 if status.st_gid == status.st_uid else stat.S_IWGRP)
-            if own is not None and (status.st_uid not in (0, own) or status.st_mode & shared):
-                how = f"chmod go-w {place}, or set XDG_CACHE_HOME to a directory of your own"
-                raise DiskError("other users may write to this cache", where=str(place), how=how)
+            if user_id is not None and (status.st_uid not in (0, user_id) or status.st_mode & shared):
+                how = f"chmod go-w {directory}, or set XDG_CACHE_HOME to a directory of your own"
+                raise DiskError("other users may write to this cache", where=str(directory), how=how)
     except OSError as error:
         how = "set XDG_CACHE_HOME to a directory that may be written to"
         raise DiskError(f"the cache cannot be used: {error.strerror}", where=str(folder), how=how) from error
 
 
-def free_bytes(place: Path) -> int | None:
+def free_bytes(path: Path) -> int | None:
     """Return how many bytes an ordinary user may still write at a place, which need not exist yet; None: unknown."""
-    for directory in (place, *place.absolute().parents):
+    for directory in (path, *path.absolute().parents):
         try:
             usage = shutil.disk_usage(directory)
         except FileNotFoundError:
@@ -70,12 +70,12 @@ def free_bytes(place: Path) -> int | None:
     return None
 
 
-def check_room(place: Path, nbytes: int, what: str) -> None:
+def check_free_bytes(path: Path, nbytes: int, what: str) -> None:
     """Make sure that a directory, or its place, has room for `nbytes` of tensors; else `DiskFull` names `what`."""
-    needed, free = nbytes + nbytes // 64 + MARGIN, free_bytes(place)
+    needed, free = nbytes + nbytes // 64 + MARGIN, free_bytes(path)
     if free is not None and free < needed:
         what = f"the disk is too full for {what}: {needed:,} bytes are needed, and {free:,} are free"
-        raise DiskFull(what, where=str(place), how=MORE_ROOM)
+        raise DiskFull(what, where=str(path), how=FREE_SPACE_HINT)
 
 
 def is_full(error: BaseException) -> bool:
@@ -94,11 +94,11 @@ def not_written(what: str, error: BaseException, where: Path) -> DiskError:
     """Return what to raise for a write's `error`, perhaps `DiskFull`. `what` failed, and why; `where` it was to be."""
     failing = isinstance(error, OSError) and error.errno in FAILING_DISK
     how = WHOLE_DISK if failing else "check that the directory is writable"
-    kind, how = (DiskFull, MORE_ROOM) if is_full(error) else (DiskError, how)
+    kind, how = (DiskFull, FREE_SPACE_HINT) if is_full(error) else (DiskError, how)
     return kind(what, where=str(where), how=how)
 
 
-def say_passed_over(error: DiskFull, after: str) -> None:
+def warn_passed_over(error: DiskFull, after: str) -> None:
     """Warn that a checkpoint is not written for want of room, and that the run goes on; `after` says after what."""
     warnings.warn(
         f"no checkpoint after {after}: {error.what} ({error.where}). The run goes on, those before are as they were, "

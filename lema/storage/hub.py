@@ -121,29 +121,29 @@ def is_stream(path: str | Path) -> bool:
 
 
 @contextmanager
-def hub_data(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
+def hub_data(source: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
     """Give the library `datasets`, a data set's path and options, and how it is read. `DataError`: what is raised."""
-    path, _, query = given.removeprefix(HUB).partition("?")
+    path, _, query = source.removeprefix(HUB).partition("?")
     options = dict(parse_qsl(query))
     how = {"split": "train"} | {name: options.pop(name) for name in ("split", "streaming", "take") if name in options}
     if wrong := sorted(options.keys() - {"name", "revision"}):  # others name files, directories and addresses
         what = f"a data set of the hub has no option {wrong[0]!r}"
-        raise DataError(what, where=given, how="there are name, split, revision and streaming")
+        raise DataError(what, where=source, how="there are name, split, revision and streaming")
     try:
         import datasets
     except ImportError as error:
         what, fix = "a data set of the hub needs the library `datasets`", installing("datasets")
-        raise DataError(what, where=given, how=fix) from error
+        raise DataError(what, where=source, how=fix) from error
     if "[" in how["split"]:
         fix = "give the whole split; max_train_samples takes a part of it"
-        raise DataError(f"a part of a split, {how['split']}, has no file of its own", where=given, how=fix)
+        raise DataError(f"a part of a split, {how['split']}, has no file of its own", where=source, how=fix)
     if how.get("streaming") not in (None, "true", "false"):
-        raise DataError(f"streaming is {how['streaming']!r}", where=given, how="say true or false")
+        raise DataError(f"streaming is {how['streaming']!r}", where=source, how="say true or false")
     try:
         yield datasets, path, options, how
     except Exception as error:  # whatever the network, the builder or the files raise
         fix = "check path, name and split; without a network the data set must be in the cache of `datasets`"
-        raise DataError(f"the data set cannot be loaded: {error}", where=given, how=fix) from error
+        raise DataError(f"the data set cannot be loaded: {error}", where=source, how=fix) from error
 
 
 def version_of(stream: Path) -> str:

@@ -50,9 +50,9 @@ class GlobalBinaryIndex(dict[str, TensorRecord]):
         for file in self.files:
             self.metadata[file], records = read_header(file)
             for name, record in records.items():
-                if (other := self.get(name)) is not None:
+                if (previous := self.get(name)) is not None:
                     how = "delete the shard left over from another download or save"
-                    raise WeightsError(f"tensor {name!r} is stored twice", where=f"{other.file} and {file}", how=how)
+                    raise WeightsError(f"tensor {name!r} is stored twice", where=f"{previous.file} and {file}", how=how)
                 self[name] = record
         broken = [
             f"{name} (in {file})"
@@ -101,20 +101,20 @@ def file_stamps(files: Iterable[Path]) -> dict[Path, tuple[int, ...]]:
     """Return what the system says of each file, which changes when it is written or exchanged: device, inode, size, and
     the times of its contents and of what is said of it, in nanoseconds; nothing of one that is not there. The second
     time changes with its names and rights, too, and nobody can set it back."""
-    found: dict[Path, tuple[int, ...]] = {}
+    stamps: dict[Path, tuple[int, ...]] = {}
     for file in files:
         with suppress(OSError):
             status = file.stat()
             times = status.st_mtime_ns, status.st_ctime_ns
-            found[file] = status.st_dev, status.st_ino, status.st_size, *times
-    return found
+            stamps[file] = status.st_dev, status.st_ino, status.st_size, *times
+    return stamps
 
 
 def origin_of(index: GlobalBinaryIndex) -> str:
     """Return what names a model to others: what it was prepared from; else its hub id with its commit, where it lies in
     the hub's cache, and its path elsewhere."""
-    if (known := index.origin) is not None:
-        return "@".join(filter(None, known))
+    if (origin := index.origin) is not None:
+        return "@".join(filter(None, origin))
     root = index.root.absolute()
     repository = root.parent.parent.name
     if root.parent.name == "snapshots" and repository.startswith("models--"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from lema.backend import Replicas
 from lema.backend.group import first_alone
 from lema.backend.host.filelocks import lock
-from lema.backend.host.files import BINARY, NAMES_HELD, NO_FOLLOW
+from lema.backend.host.files import BINARY, NO_FOLLOW, OPEN_NAMES_LOCKED
 from lema.errors import ConfigError, DiskError
 from lema.storage.atomic import sweep
 from lema.storage.regular import check_target
@@ -31,7 +31,7 @@ def run_lock(output_dir: Path) -> Iterator[bool]:
     """Have a directory to oneself, in a `with` block; it is given whether there is a lock. The directory is made if
     need be. Where the file system knows no locks, a warning says so, and the run goes on without. `ConfigError`:
     another run writes there; says which process it is. `DiskError`: the lock's file cannot be written."""
-    file, made = output_dir / LOCK, not output_dir.exists()
+    file, is_new = output_dir / LOCK, not output_dir.exists()
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         descriptor = _taken(file)
@@ -44,18 +44,18 @@ def run_lock(output_dir: Path) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             _give_back(descriptor, file)
-        if made:
+        if is_new:
             with suppress(OSError):  # a run that wrote nothing leaves nothing
                 output_dir.rmdir()
 
 
 def _give_back(descriptor: int, file: Path) -> None:
     """Remove the lock's file and close it; the lock goes with the descriptor, whatever becomes of the file."""
-    if NAMES_HELD:
+    if OPEN_NAMES_LOCKED:
         os.close(descriptor)
     with suppress(OSError):
         file.unlink()
-    if not NAMES_HELD:  # where it can, the file goes first, or it could be another run's by then
+    if not OPEN_NAMES_LOCKED:  # where it can, the file goes first, or it could be another run's by then
         os.close(descriptor)
 
 

@@ -26,8 +26,8 @@ ANOTHER = "choose another checkpoint, or restore this one from a good copy"
 def write_manifest(directory: Path) -> None:
     """Write `manifest.json` for the files in a directory, and flush it to disk; call it when they are all written.
     Files of folders below it are named by their paths. What cannot be read, or written, is an `OSError`."""
-    found = {name: _facts(directory / name) for name in _names(directory)}
-    text = _text({"algorithm": ALGORITHM, FILES: found})
+    facts = {name: _facts(directory / name) for name in _names(directory)}
+    text = _text({"algorithm": ALGORITHM, FILES: facts})
     with (directory / MANIFEST).open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
         file.flush()
@@ -38,24 +38,24 @@ def check_manifest(directory: Path, spared: Collection[str] = ()) -> None:
     """Read every file of a directory back, and compare it with what its manifest says. Files that the manifest does not
     name are let be, such as notes of the user's; those with tensors are not. Those named in `spared` may be missing or
     damaged. `AdapterError`: no sound manifest, or a file is missing, damaged or too many; names it."""
-    said = _read(directory)
-    for name, facts in said.items():
+    recorded = _read(directory)
+    for name, facts in recorded.items():
         if name in spared:
             continue
         path = directory / name
         try:
             size = path.stat().st_size if path.is_file() else None
-            found = _facts(path) if size == facts["size"] else {}
+            actual = _facts(path) if size == facts["size"] else {}
         except OSError as error:
             raise _damaged(f"a file cannot be read: {error.strerror}", path) from error
         if size is None:
             raise _damaged("a file is missing", path)
         if size != facts["size"]:
             raise _damaged(f"a file has {size:,} bytes, and {facts['size']:,} were written", path)
-        if found != facts:
+        if actual != facts:
             raise _damaged("a file has changed: its SHA-256 differs", path)
     for name in _names(directory):
-        if name not in said and Path(name).suffix in TENSORS:
+        if name not in recorded and Path(name).suffix in TENSORS:
             raise _damaged("there is a file with tensors that does not belong to the checkpoint", directory / name)
 
 
@@ -92,8 +92,8 @@ def _text(written: Any) -> str:
 
 def _names(directory: Path) -> list[str]:
     """Return the files below a directory, but for the manifest itself, by their paths from it."""
-    found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-    return sorted(name for name in found if name != MANIFEST)
+    paths = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+    return sorted(name for name in paths if name != MANIFEST)
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -42,8 +42,8 @@ def check_companions(directory: Path) -> None:
     folder = directory / TEMPLATES
     if folder.is_symlink() or folder.exists():
         check_inside(folder)
-    for place in (directory, folder):
-        for file in sorted({file for pattern in COMPANIONS + CODE for file in place.glob(pattern)}):
+    for parent in (directory, folder):
+        for file in sorted({file for pattern in COMPANIONS + CODE for file in parent.glob(pattern)}):
             check_inside(file)
             most = MAX_TEMPLATE_BYTES if file.suffix == ".jinja" else MAX_BYTES
             if not file.is_dir() and regular_size(file) > most:
@@ -74,20 +74,20 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> "PreTrainedTo
 
 @contextmanager
 def library_errors(
-    place: str | Path,
+    location: str | Path,
     what: str = "the tokenizer fails on a text",
     how: str = "use the tokenizer that was published with the model",
     kinds: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
 ) -> Iterator[None]:
-    """Have any error of a tokenizer be a `DataError` that names its `place`: the files are from outside, and the
+    """Have any error of a tokenizer be a `DataError` that names its `location`: the files are from outside, and the
     library that reads them raises plain `Exception`, and panics that are not even that; or these `kinds` alone."""
     try:
         yield
     except kinds as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # somebody interrupts
-        said = str(error) or type(error).__name__
-        raise unreadable(place or "tokenizer", error, DataError, f"{what}: {said}", how) from error
+        message = str(error) or type(error).__name__
+        raise unreadable(location or "tokenizer", error, DataError, f"{what}: {message}", how) from error
 
 
 def _check_growth(file: Path) -> None:
@@ -111,8 +111,8 @@ def _check_growth(file: Path) -> None:
 def _check_arguments(file: Path) -> None:
     """Refuse the settings of a tokenizer that give its class arguments by position, which may be paths of other files:
     of those by name `transformers` takes none from there. `DataError`."""
-    if given := _read(file).get("init_inputs"):
-        what = f"the tokenizer's settings give its class arguments that may name other files: {given!r}"
+    if arguments := _read(file).get("init_inputs"):
+        what = f"the tokenizer's settings give its class arguments that may name other files: {arguments!r}"
         raise DataError(what, where=f"{file}: init_inputs", how="remove init_inputs from the file")
 
 
@@ -146,8 +146,10 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
         what = f"{file} has {' and '.join(acting)}, which act on the machine; they are ignored"
         warnings.warn(f"{what}. In Python, an option of generate can set them", stacklevel=2)
     for name, value in vars(settings).items():
-        given = value if isinstance(value, list) else [] if value is None else [value]
-        if name.endswith("_token_id") and any(type(one) is not int or abs(one) >= 2**63 for one in given):
+        token_ids = value if isinstance(value, list) else [] if value is None else [value]
+        if name.endswith("_token_id") and any(
+            type(token_id) is not int or abs(token_id) >= 2**63 for token_id in token_ids
+        ):
             raise ModelError(f"{name} is no token: {value}", where=str(file), how="correct the file, or delete it")
     return settings
 
@@ -174,43 +176,43 @@ def read_config_file(directory: Path) -> dict[str, Any]:
         config = read_json(file, MAX_CONFIG_BYTES, "a config")
     except WeightsError as error:
         raise ModelError(error.what, where=error.where, how=error.how) from error
-    for place, what in _absurd(config, "", MAX_DEPTH):
-        raise ModelError(f"config.json is not that of a model: {what}", where=f"{file}: {place}", how="correct it")
-    for place in _fetching(config):
+    for location, what in _absurd(config, "", MAX_DEPTH):
+        raise ModelError(f"config.json is not that of a model: {what}", where=f"{file}: {location}", how="correct it")
+    for location in _fetching(config):
         what = "config.json makes a library load files or repositories that LEMA does not check"
-        raise ModelError(what, where=f"{file}: {place}", how="remove it from the file")
+        raise ModelError(what, where=f"{file}: {location}", how="remove it from the file")
     if "configuration_files" in config:
         what = "config.json refers to other files, which LEMA does not check"
         raise ModelError(what, where=f"{file}: configuration_files", how="replace config.json by one that you trust")
     return config
 
 
-def _absurd(value: Any, place: str, depth: int) -> Iterator[tuple[str, str]]:
+def _absurd(value: Any, location: str, depth: int) -> Iterator[tuple[str, str]]:
     """Yield where a number is that no model has, or where a value is nested too deep, and what is wrong."""
     if depth == 0:
-        yield place, "it is nested too deep"
+        yield location, "it is nested too deep"
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _absurd(inner, f"{place}.{key}" if place else key, depth - 1)
+            yield from _absurd(inner, f"{location}.{key}" if location else key, depth - 1)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            yield from _absurd(inner, f"{place}[{number}]", depth - 1)
+            yield from _absurd(inner, f"{location}[{number}]", depth - 1)
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-        yield place, "a number of more than 64 bits"
-    elif isinstance(value, int | float) and value > MAX_LAYERS and COUNTS.search(place):
-        yield place, f"{value} of them, and {MAX_LAYERS} is the most that is built"
-    elif isinstance(value, int | float) and value > MAX_LABELS and place.endswith("num_labels"):
-        yield place, f"{value} labels, and {MAX_LABELS} are the most there are names for"
+        yield location, "a number of more than 64 bits"
+    elif isinstance(value, int | float) and value > MAX_LAYERS and COUNTS.search(location):
+        yield location, f"{value} of them, and {MAX_LAYERS} is the most that is built"
+    elif isinstance(value, int | float) and value > MAX_LABELS and location.endswith("num_labels"):
+        yield location, f"{value} labels, and {MAX_LABELS} are the most there are names for"
 
 
 LOADED = frozenset({"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"})
 
 
-def _fetching(value: Any, place: str = "") -> Iterator[str]:
+def _fetching(value: Any, location: str = "") -> Iterator[str]:
     """Yield where a config, or one inside it, has the classes of `transformers` load a part of the model from elsewhere
     as they make it: a pretrained backbone, or what timm is told of its model."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        here = f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}".removeprefix(".")
+        here = f"{location}[{key}]" if isinstance(key, int) else f"{location}.{key}".removeprefix(".")
         of_timm = isinstance(value, dict) and "timm" in str(value.get("model_type"))
         if (key == "use_pretrained_backbone" and inner) or (of_timm and key == "architecture" and ":" in str(inner)):
             yield here
@@ -246,7 +248,7 @@ def check_code(directory: Path, *, trusted: bool) -> None:
         raise ModelError(what, where=f"{file}: {key}", how=how)
     if trusted:
         for source in (file, directory / "tokenizer_config.json"):
-            _check_place(source)
+            _check_references(source)
     elif modules := _needed(config):
         raise ModelError(
             f"the model needs its own code, because transformers has none for type {config.get('model_type')!r}",
@@ -263,8 +265,8 @@ def _needed(config: dict[str, Any]) -> list[str]:
     kind, classes = config.get("model_type"), config.get("auto_map")
     if not isinstance(classes, dict):
         return []
-    known = {"AutoConfig": CONFIG_MAPPING, "AutoModelForCausalLM": known_types()}
-    missing = [name for name, types in known.items() if not (isinstance(kind, str) and kind in types)]
+    types_by_class = {"AutoConfig": CONFIG_MAPPING, "AutoModelForCausalLM": known_types()}
+    missing = [name for name, types in types_by_class.items() if not (isinstance(kind, str) and kind in types)]
     return sorted({_file(str(classes[name])) for name in missing if name in classes})
 
 
@@ -296,7 +298,10 @@ def parts_of(config: "PreTrainedConfig") -> "list[PreTrainedConfig]":
     from transformers import PreTrainedConfig
 
     inner = (getattr(config, name, None) for name in config.sub_configs)
-    return [config, *(part for one in inner if isinstance(one, PreTrainedConfig) for part in parts_of(one))]
+    return [
+        config,
+        *(part for sub_config in inner if isinstance(sub_config, PreTrainedConfig) for part in parts_of(sub_config)),
+    ]
 
 
 def keep_to_libraries(config: "PreTrainedConfig", file: Path) -> None:
@@ -315,14 +320,14 @@ def keep_to_libraries(config: "PreTrainedConfig", file: Path) -> None:
         warnings.warn(f"{what}{how}", stacklevel=3)
 
 
-def _check_place(source: Path) -> None:
+def _check_references(source: Path) -> None:
     for reference in _used(_read(source).get("auto_map") or {}):
         if not isinstance(reference, str) or not REFERENCE.fullmatch(reference):
             what = f"the model's code is named {reference!r}, which is no class in a file next to the weights"
             how = 'write "file.Class" there; do not use this model unless you trust it'
         elif "--" in reference:
-            other = reference.partition("--")[0]
-            what = f"the model's code is in another repository, {other}, at whatever it is today"
+            repository = reference.partition("--")[0]
+            what = f"the model's code is in another repository, {repository}, at whatever it is today"
             how = "put that repository's .py files next to the weights, and take its name out of auto_map"
         elif not (source.parent / _file(reference)).is_file():
             what = f"the model's code is not there: {_file(reference)}"

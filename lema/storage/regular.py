@@ -17,10 +17,10 @@ from lema.errors import ConfigError, DataError, WeightsError
 
 __all__ = [
     "append",
-    "check_apart",
     "check_directory",
     "check_inside",
     "check_kind",
+    "check_separate",
     "check_target",
     "expanded",
     "open_appending",
@@ -111,12 +111,12 @@ def check_target(file: Path) -> None:
         raise _taken(file, mode)
 
 
-def check_directory(place: Path) -> None:
+def check_directory(path: Path) -> None:
     """Make sure that a name is a directory's, or nothing's yet. `ConfigError`: something else has it, such as a file,
     or a link that leads nowhere."""
-    if not place.is_dir() and (place.is_symlink() or place.exists()):
-        what = f"{place.name} is no directory, and one would be made there"
-        raise ConfigError(what, where=str(place), how="choose another name, or move what is there")
+    if not path.is_dir() and (path.is_symlink() or path.exists()):
+        what = f"{path.name} is no directory, and one would be made there"
+        raise ConfigError(what, where=str(path), how="choose another name, or move what is there")
 
 
 def check_kind(file: Path, *begins: bytes) -> None:
@@ -150,7 +150,7 @@ def append(file: Path, content: bytes) -> None:
             content = content[opened.write(content) :]
 
 
-def check_apart(target: Path, reads: Iterable[Path], *, below: bool = True) -> None:
+def check_separate(target: Path, reads: Iterable[Path], *, below: bool = True) -> None:
     """Make sure that nothing is written over or into what is read: the target is none of the files, nor one of the
     directories, nor one of the files in these, under whatever name; and, unless told not to look `below`, it lies at no
     depth in one of the directories. `ConfigError` names the two."""

@@ -36,20 +36,20 @@ def read_templates(directory: Path) -> Templates | None:
     one is a link that leaves the directory, or no regular file."""
     check_companions(directory)
     file = directory / TEMPLATE
-    found = {DEFAULT: _text(file)} if file.is_file() else {}
-    found |= {one.stem: _text(one) for one in sorted((directory / TEMPLATES).glob("*.jinja"))}
-    if not found:
+    templates = {DEFAULT: _text(file)} if file.is_file() else {}
+    templates |= {path.stem: _text(path) for path in sorted((directory / TEMPLATES).glob("*.jinja"))}
+    if not templates:
         named = _json(directory / TOKENIZER).get("chat_template")
         if isinstance(named, list):
-            found = {str(one["name"]): str(one["template"]) for one in named if isinstance(one, dict)}
+            templates = {str(entry["name"]): str(entry["template"]) for entry in named if isinstance(entry, dict)}
         elif isinstance(named, str):
-            found = {DEFAULT: named}
-    return found[DEFAULT] if found.keys() == {DEFAULT} else found or None
+            templates = {DEFAULT: named}
+    return templates[DEFAULT] if templates.keys() == {DEFAULT} else templates or None
 
 
 def write_templates(directory: Path, templates: Templates) -> None:
     """Let a directory have these chat templates and no others. `DiskError`: a file could not be written."""
-    each = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
+    by_name = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
     for name in (*OLDER, TEMPLATE):
         (directory / name).unlink(missing_ok=True)
     if (directory / TEMPLATES).is_dir():
@@ -57,9 +57,9 @@ def write_templates(directory: Path, templates: Templates) -> None:
     about = _json(directory / TOKENIZER)
     if about.pop("chat_template", None) is not None:
         replace_file(directory / TOKENIZER, _written(about))
-    if (default := each.pop(DEFAULT, None)) is not None:
+    if (default := by_name.pop(DEFAULT, None)) is not None:
         replace_file(directory / TEMPLATE, default.encode())
-    for name, text in each.items():
+    for name, text in by_name.items():
         (directory / TEMPLATES).mkdir(exist_ok=True)
         replace_file(directory / TEMPLATES / f"{name}.jinja", text.encode())
 

@@ -106,11 +106,11 @@ class AssembledRecord:
     def boxes(self) -> list[tuple[list[int], list[tuple[int, int, int, int]]]]:
         """The first index of each piece along each axis, and its dimensions: size, axis, step, and stride in the file.
         `ValueError`: a piece does not lie along the axes."""
-        turned = (
-            Move(one.move.write, one.move.read, tuple((size, write, read) for size, read, write in one.move.dims))
-            for one in self.pieces
+        inverse_moves = (
+            Move(piece.move.write, piece.move.read, tuple((size, write, read) for size, read, write in piece.move.dims))
+            for piece in self.pieces
         )
-        return [_along_axes(move, self.shape) for move in turned]
+        return [_along_axes(move, self.shape) for move in inverse_moves]
 
 
 def part_of(
@@ -159,19 +159,19 @@ def _cut(
     if len(along) > 1:
         raise ValueError("two dimensions of a piece run along one axis")
     first = low[axis]
-    kept = [(size, by, step * strides[other]) for size, other, step, by in dims if other != axis]
+    cut_dims = [(size, by, step * strides[dim_axis]) for size, dim_axis, step, by in dims if dim_axis != axis]
     if along:
         size, _, step, by = along[0]
         begin, end = max(0, -(-(span[0] - first) // step)), min(size, -(-(span[1] - first) // step))
         if begin >= end:
             return None
-        kept.append((end - begin, by, step * strides[axis]))
+        cut_dims.append((end - begin, by, step * strides[axis]))
         first, read = first + begin * step, read + begin * by
     elif not span[0] <= first < span[1]:
         return None
     index = (*low[:axis], first - span[0] + done, *low[axis + 1 :])
-    write = sum(one * stride for one, stride in zip(index, strides, strict=True))
-    return Move(read, write, tuple(sorted(kept, key=lambda dim: -dim[1])))
+    write = sum(coordinate * stride for coordinate, stride in zip(index, strides, strict=True))
+    return Move(read, write, tuple(sorted(cut_dims, key=lambda dim: -dim[1])))
 
 
 def simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> TensorRecord | AssembledRecord:
@@ -197,13 +197,13 @@ def row_ranges(record: TensorRecord | AssembledRecord) -> list[RowRange] | None:
     if isinstance(record, TensorRecord):
         return [RowRange(0, record, record.offset)]
     row, width = prod(record.shape[1:]), DTYPE_BITS[record.dtype] // 8
-    found = []
-    for piece in sorted(record.pieces, key=lambda one: one.move.write):
+    ranges = []
+    for piece in sorted(record.pieces, key=lambda piece: piece.move.write):
         move = piece.move.joined()
         if not move.is_contiguous or move.write % row or move.count % row:
             return None
-        found.append(RowRange(move.write // row, piece.record, piece.record.offset + move.read * width))
-    return found
+        ranges.append(RowRange(move.write // row, piece.record, piece.record.offset + move.read * width))
+    return ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +228,15 @@ def follow(move: Move, shape: Sequence[int], boxes: Iterable[Box]) -> Iterator[t
     `ValueError`: the elements cannot be cut along the edges of the boxes."""
     base, dims = _along_axes(move, shape)
     for box in boxes:
-        if (found := _within(move.write, base, dims, box, shape)) is not None:
-            yield box.source, found.joined()
+        if (source_move := _within(move.write, base, dims, box, shape)) is not None:
+            yield box.source, source_move.joined()
 
 
 def _along_axes(move: Move, shape: Sequence[int]) -> tuple[list[int], list[tuple[int, int, int, int]]]:
     """Write what a move reads as an index along each axis, and dimensions `(size, axis, step, write stride)`."""
     strides = contiguous(shape)
     base = [move.read // stride % size for stride, size in zip(strides, shape, strict=True)]
-    found: list[tuple[int, int, int, int]] = []
+    axis_dims: list[tuple[int, int, int, int]] = []
     waiting = list(move.dims)
     while waiting:
         size, read, write = waiting.pop()
@@ -247,13 +247,13 @@ def _along_axes(move: Move, shape: Sequence[int]) -> tuple[list[int], list[tuple
             raise ValueError("a dimension runs across the axes of the array")
         step = read // strides[axis]
         if base[axis] + (size - 1) * step < shape[axis]:
-            found.append((size, axis, step, write))
+            axis_dims.append((size, axis, step, write))
             continue
-        turn = shape[axis] // step  # steps until the next axis moves on
-        if shape[axis] % step or size % turn or base[axis] or turn == 1:
+        period = shape[axis] // step  # steps until the next axis moves on
+        if shape[axis] % step or size % period or base[axis] or period == 1:
             raise ValueError("a dimension leaves its axis in the middle")
-        waiting += [(size // turn, read * turn, write * turn), (turn, read, write)]
-    return base, sorted(found, key=lambda dim: -dim[3])
+        waiting += [(size // period, read * period, write * period), (period, read, write)]
+    return base, sorted(axis_dims, key=lambda dim: -dim[3])
 
 
 def _within(

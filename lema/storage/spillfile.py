@@ -173,7 +173,7 @@ class Extents:
         self.taken_bytes -= nbytes
         end = start + nbytes
         end += self._free.pop(end, 0)
-        before = next((one for one, size in self._free.items() if one + size == start), None)
+        before = next((free_start for free_start, size in self._free.items() if free_start + size == start), None)
         if before is not None:
             start -= self._free.pop(before)
         if end == self.end:

@@ -18,7 +18,7 @@ from lema.storage.directio import BlockFile
 from lema.storage.diskspace import disk_errors
 from lema.storage.header import DTYPE_BITS, TensorRecord
 
-__all__ = ["ALIGNMENT", "TensorFile", "TensorSpec", "ends_apart", "read_into", "read_pieces", "tensor_file"]
+__all__ = ["ALIGNMENT", "TensorFile", "TensorSpec", "is_unaligned", "read_into", "read_pieces", "tensor_file"]
 
 ALIGNMENT = 4096  # of the data section: a reader past the page cache needs whole pages
 VECTOR = 16  # bytes that kernels load at once
@@ -26,7 +26,7 @@ PIECE_BYTES = 1 << 20  # a multiple of every dtype's size; small enough that its
 TensorSpec = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
 
 
-def ends_apart(spec: TensorSpec) -> bool:
+def is_unaligned(spec: TensorSpec) -> bool:
     """Return whether a tensor's bytes are no whole number of vectors, so that what follows it begins within one."""
     _, dtype, shape = spec
     return bool(prod(shape) * DTYPE_BITS[dtype] // 8 % VECTOR)
@@ -74,15 +74,15 @@ class TensorFile:
             for (name, dtype, shape), (offset, nbytes) in zip(specs, sizes, strict=True)
         }
         self.size = start + position  # of the whole file
-        self._header, self._given = (start - 8).to_bytes(8, "little") + text.ljust(start - 8), 0
+        self._header, self._written_bytes = (start - 8).to_bytes(8, "little") + text.ljust(start - 8), 0
         self._unwritten = set(self.records)
 
     def begin(self, blocks: BlockFile) -> None:
         """Write the header to a file of that size, and what follows to the same."""
         self._blocks = blocks
-        for place in blocks.views(0, len(self._header)):
-            place[:] = self._header[self._given : self._given + len(place)]
-            self._given += len(place)
+        for view in blocks.views(0, len(self._header)):
+            view[:] = self._header[self._written_bytes : self._written_bytes + len(view)]
+            self._written_bytes += len(view)
 
     def space(self, name: str) -> Iterator[memoryview]:
         """Yield the place of one tensor, a bounded piece at a time; fill each before the next is asked for. Bytes given
@@ -90,27 +90,27 @@ class TensorFile:
         assert name in self._unwritten, f"{name} is not announced, or was written before"
         record = self.records[name]
         with disk_errors(self.file):
-            for place in self._blocks.views(record.offset, record.nbytes):
-                yield place
-                self._given += len(place)
+            for view in self._blocks.views(record.offset, record.nbytes):
+                yield view
+                self._written_bytes += len(view)
                 if self._progress is not None:
-                    self._progress(self._given, self.size)
+                    self._progress(self._written_bytes, self.size)
         self._unwritten.remove(name)
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write the bytes of one tensor, C-contiguous and little-endian, at its place; a piece may be reused after.
         Bytes that could not be written are a `DiskError`."""
-        places, place = self.space(name), memoryview(b"")
+        targets, target = self.space(name), memoryview(b"")
         for piece in pieces:
             view = memoryview(piece)
             assert view.itemsize == 1, f"{name}: pieces are bytes, not items of {view.itemsize}"
             while view:
-                place = place or next(places, place)
-                assert place, f"{name}: more bytes given than the {self.records[name].nbytes} announced"
-                count = min(len(place), len(view))
-                place[:count] = view[:count]
-                place, view = place[count:], view[count:]
-        assert not place and next(places, None) is None, f"{name}: fewer bytes given than announced"
+                target = target or next(targets, target)
+                assert target, f"{name}: more bytes given than the {self.records[name].nbytes} announced"
+                count = min(len(target), len(view))
+                target[:count] = view[:count]
+                target, view = target[count:], view[count:]
+        assert not target and next(targets, None) is None, f"{name}: fewer bytes given than announced"
 
     def finish(self) -> None:
         """Block until every byte is on the disk."""

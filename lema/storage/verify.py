@@ -75,8 +75,8 @@ def check_written(file: Path, expected: Mapping[str, Tensor], also: int = 0) -> 
     try:
         _, records = read_header(file)
         if differing := sorted(records.keys() ^ expected.keys()):
-            place = "in the file" if differing[0] in records else "in memory"
-            raise _differs(f"{differing[0]} is only {place}", file)
+            location = "in the file" if differing[0] in records else "in memory"
+            raise _differs(f"{differing[0]} is only {location}", file)
         for name, record in records.items():
             if not same_bits(load_record(record), expected[name]):
                 raise _differs(f"{name} is not what is in memory", file)
@@ -87,11 +87,11 @@ def check_written(file: Path, expected: Mapping[str, Tensor], also: int = 0) -> 
         raise _differs(f"{count:,} numbers are in it, and {also:,} train", file)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors have the same shape, type and bits; NaN is not asked whether it equals itself."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    mine, yours = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    mine, yours = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
     return torch.equal(mine, yours)
 
 
@@ -175,14 +175,14 @@ def base_fingerprint(records: Mapping[str, TensorRecord]) -> str:
     tensor however large the model is. Training changes nearly every weight, so a model that was trained on has another
     fingerprint; a change of a few bytes elsewhere is not seen. How the tensors are divided among files does not matter.
     A file that cannot be read is a `ReadError`."""
-    whole = sha256()
+    digest = sha256()
     for name in sorted(records):
         record = records[name]
         about = json.dumps([name, record.dtype, list(record.shape)]).encode()
-        whole.update(len(about).to_bytes(8, "little") + about)
+        digest.update(len(about).to_bytes(8, "little") + about)
         starts = (0, (record.nbytes - SAMPLE_BYTES) // 2, record.nbytes - SAMPLE_BYTES)
         for start in starts if record.nbytes > 3 * SAMPLE_BYTES else range(0, record.nbytes, SAMPLE_BYTES):
             sample = bytearray(min(SAMPLE_BYTES, record.nbytes - start))
             read_into(record, memoryview(sample), start)
-            whole.update(sample)
-    return f"{VERSION}-{whole.hexdigest()}"
+            digest.update(sample)
+    return f"{VERSION}-{digest.hexdigest()}"

@@ -64,22 +64,22 @@ class GatheredBuffers:
         return len(self._ahead)
 
     @property
-    def under_way(self) -> set[int]:
+    def in_flight(self) -> set[int]:
         """The layers whose parts may not be overwritten: they are being sent."""
-        return {one.layer for one in self._buffers if one.gathering is not None and one.layer is not None}
+        return {buffer.layer for buffer in self._buffers if buffer.gathering is not None and buffer.layer is not None}
 
     def announce(self, layers: Iterable[int]) -> list[int]:
         """Say which layers will be leased next; return those that will be gathered for it, in their order."""
-        wanted = []
+        to_gather = []
         for index, layer in enumerate(layers):
             self._ahead.append((layer, index == 0))
             if layer in self._expected:
                 self._expected.remove(layer)
             else:
                 self._expected.pop(0)
-                wanted.append(layer)
+                to_gather.append(layer)
             self._expected.append(layer)
-        return wanted
+        return to_gather
 
     def begin(self, layer: int) -> bool:
         """Count the first announced lease as begun; False: it is another layer's, so none has begun."""
@@ -97,16 +97,16 @@ class GatheredBuffers:
     def lease(self, layer: int) -> Iterator[Tensor]:
         """Hold a layer's whole slot, uint8, for the length of a `with` block; begin to gather the next layer."""
         buffer = self._of(layer) or self._start(layer)
-        self._settle(buffer)
+        self._finish(buffer)
         self._used(buffer)
-        following, apart = self._ahead[0] if self._ahead else (layer, True)
-        if not apart and self._of(following) is None:
+        following, starts_order = self._ahead[0] if self._ahead else (layer, True)
+        if not starts_order and self._of(following) is None:
             self._start(following)
-        whole = buffer.memory[: self._replicas.size * self._parts[layer]]
+        slot = buffer.memory[: self._replicas.size * self._parts[layer]]
         if not self._poison:
-            yield whole
+            yield slot
             return
-        leased = whole.clone()
+        leased = slot.clone()
         try:
             yield leased
         finally:
@@ -117,24 +117,24 @@ class GatheredBuffers:
         self._ahead.clear()
         for buffer in self._buffers:
             with suppress(RuntimeError):  # from a process that has ended; the user of the layer got the error
-                self._settle(buffer)
+                self._finish(buffer)
         self._buffers.clear()
 
     def _start(self, layer: int) -> _Buffer:
         """Begin to gather a layer, into the buffer that was used longest ago."""
-        for other in self._buffers:
-            self._settle(other)  # in one order, and one at a time: the part of each is in a slot until it was sent
+        for pending in self._buffers:
+            self._finish(pending)  # in one order, and one at a time: the part of each is in a slot until it was sent
         upload, buffer = self._take(layer), self._buffers[0]
         buffer.layer = None
-        whole = buffer.memory[: self._replicas.size * self._parts[layer]]
-        with self._trace.span("gather", f"layer {layer}", nbytes=whole.numel()):
-            buffer.gathering = self._replicas.gather(upload, whole)
+        slot = buffer.memory[: self._replicas.size * self._parts[layer]]
+        with self._trace.span("gather", f"layer {layer}", nbytes=slot.numel()):
+            buffer.gathering = self._replicas.gather(upload, slot)
         buffer.layer = layer
-        self._counters.bytes_gathered += whole.numel() - self._parts[layer]
+        self._counters.bytes_gathered += slot.numel() - self._parts[layer]
         self._used(buffer)
         return buffer
 
-    def _settle(self, buffer: _Buffer) -> None:
+    def _finish(self, buffer: _Buffer) -> None:
         """Let compute queued from now on see the buffer's layer."""
         gathering, buffer.gathering = buffer.gathering, None
         if gathering is None:
@@ -152,7 +152,7 @@ class GatheredBuffers:
         return next((buffer for buffer in self._buffers if buffer.layer == layer), None)
 
     def _used(self, buffer: _Buffer) -> None:
-        self._buffers.sort(key=lambda other: other is buffer)
+        self._buffers.sort(key=lambda candidate: candidate is buffer)
 
     def _there(self) -> list[int | None]:
         return [buffer.layer for buffer in self._buffers]

@@ -74,8 +74,8 @@ def expand_into(expanded: Tensor, slot: Tensor, layer: LayerBytes) -> None:
     memory = expanded.data  # counts its changes by itself: graphs refer to weights by place, not by what was there
     scratch = memory[layer.expanded_bytes - layer.scratch_bytes : layer.expanded_bytes]
     for expansion in layer.expansions:
-        parts = {part: view(slot, placed) for part, placed in expansion.parts.items()}
-        formats.expand(expansion.library, parts, expansion.about, view(memory, expansion.placed), scratch)
+        parts = {part: view(slot, tensor) for part, tensor in expansion.parts.items()}
+        formats.expand(expansion.library, parts, expansion.about, view(memory, expansion.target), scratch)
 
 
 class ExpandedBuffers:

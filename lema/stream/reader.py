@@ -47,7 +47,7 @@ class _File:
         except OSError:
             os.close(self.descriptor)
             raise
-        self._opened = [one for one in (self.descriptor, self.direct) if one is not None]
+        self._opened = [descriptor for descriptor in (self.descriptor, self.direct) if descriptor is not None]
 
     def read(self, memory: memoryview, runs: Sequence[ByteRun]) -> None:
         """Read runs that follow each other in the file, each to its place in `memory`, by one request."""
@@ -85,8 +85,8 @@ class _File:
         for run in runs:
             for page in _shared_pages(run):
                 start, stop = max(run.offset, page * PAGE), min(run.offset + run.nbytes, (page + 1) * PAGE)
-                place = run.slot_offset + start - run.offset
-                memory[place : place + stop - start] = aside[page][start - page * PAGE : stop - page * PAGE]
+                slot_start = run.slot_offset + start - run.offset
+                memory[slot_start : slot_start + stop - start] = aside[page][start - page * PAGE : stop - page * PAGE]
 
     def close(self) -> None:
         for descriptor in self._opened:
@@ -160,16 +160,20 @@ class LayerReader:
             if self.first_reads is not None:
                 self.first_reads.take(run.file, [(run.offset, run.nbytes)], as_bytes(memory))
             if self.guard is not None:
-                self.guard.look(memory, run.file, run.offset)
+                self.guard.check(memory, run.file, run.offset)
 
     def _cast(self, name: str, cast: Cast, buffer: Tensor) -> None:
-        placed, (ranges, move) = cast.placed, cast.ranges()
-        place = buffer[placed.offset : placed.offset + placed.nbytes].view(placed.dtype)
+        slot_tensor, (ranges, move) = cast.target, cast.ranges()
+        destination = buffer[slot_tensor.offset : slot_tensor.offset + slot_tensor.nbytes].view(slot_tensor.dtype)
         stored = DTYPES[cast.record.dtype]
         nbytes = sum(size for _, size in ranges)
-        in_order = stored == placed.dtype and (move is None or move.joined().is_contiguous)
-        first = move.write * placed.dtype.itemsize if move is not None and in_order else 0
-        aside = place.view(torch.uint8)[first : first + nbytes] if in_order else torch.empty(nbytes, dtype=torch.uint8)
+        in_order = stored == slot_tensor.dtype and (move is None or move.joined().is_contiguous)
+        first = move.write * slot_tensor.dtype.itemsize if move is not None and in_order else 0
+        aside = (
+            destination.view(torch.uint8)[first : first + nbytes]
+            if in_order
+            else torch.empty(nbytes, dtype=torch.uint8)
+        )
         memory, done, path = as_bytes(aside), 0, cast.record.file
         with self._reading(name, nbytes):
             for offset, size in ranges:
@@ -181,11 +185,11 @@ class LayerReader:
         if in_order:
             target = aside.view(stored)
         elif move is None:
-            target = place.copy_(aside.view(stored))
+            target = destination.copy_(aside.view(stored))
         else:
-            target = move_elements(aside.view(stored), move, place)
+            target = move_elements(aside.view(stored), move, destination)
         if self.guard is not None:
-            self.guard.look_at_cast(cast, target)
+            self.guard.check_cast(cast, target)
 
     @contextmanager
     def _reading(self, name: str, nbytes: int) -> Iterator[None]:
@@ -219,34 +223,34 @@ class StoredRows:
         self._reader, self._name, self._ranges, self._dtype = reader, name, ranges, dtype
         self._num_rows, self._width = shape
         self._stored = DTYPES[ranges[0].record.dtype]
-        self._firsts = np.array([one.first for one in ranges])
+        self._firsts = np.array([row_range.first for row_range in ranges])
 
     def read(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, int64, sorted, each there once: `[ids, width]` in host memory. `IndexError`: there
         is no such row; as torch says it. `ReadError`: they could not be read. `NonFiniteError`: an element of them is
         NaN or infinite."""
-        wanted = ids.numpy()
-        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self._num_rows:
+        row_ids = ids.numpy()
+        if len(row_ids) and not 0 <= row_ids[0] <= row_ids[-1] < self._num_rows:
             raise IndexError("index out of range in self")
-        rows = torch.empty(len(wanted), self._width, dtype=self._stored)
-        self._reader.gather(self._runs(wanted), rows.view(-1).view(torch.uint8), name=self._name)
+        rows = torch.empty(len(row_ids), self._width, dtype=self._stored)
+        self._reader.gather(self._runs(row_ids), rows.view(-1).view(torch.uint8), name=self._name)
         cast = rows.to(self._dtype)
         if self._reader.guard is not None:
-            self._check(wanted, cast)
+            self._check(row_ids, cast)
         return cast
 
     def _runs(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[ByteRun]:
         """Return what to read: neighbours in one file are one run."""
         nbytes = self._width * self._stored.itemsize
         parts = np.searchsorted(self._firsts, ids, side="right") - 1
-        apart = (np.diff(ids) != 1) | (np.diff(parts) != 0)
-        cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(ids)] if len(ids) else []
-        found = []
+        breaks = (np.diff(ids) != 1) | (np.diff(parts) != 0)
+        cuts = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(ids)] if len(ids) else []
+        runs = []
         for begin, end in pairwise(cuts):
             part = self._ranges[parts[begin]]
             offset = part.offset + (int(ids[begin]) - part.first) * nbytes
-            found.append(ByteRun(part.record.file, offset, (end - begin) * nbytes, begin * nbytes, alone=False))
-        return found
+            runs.append(ByteRun(part.record.file, offset, (end - begin) * nbytes, begin * nbytes, alone=False))
+        return runs
 
     def _check(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], rows: Tensor) -> None:
         index = first_non_finite(rows.view(-1).view(torch.uint8), rows.dtype)

@@ -13,7 +13,7 @@ from lema.backend import Backend, DeviceSlots, SlotLayout, Upload
 from lema.backend.trace import NoTrace
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
-from lema.stream.schedule import Order, place_to_refill
+from lema.stream.schedule import Order, index_to_refill
 from lema.stream.slotlayout import upload_to
 from lema.stream.workers import Ticket
 
@@ -62,11 +62,11 @@ class HostBuffer:
         return drained if uploads else None
 
     @property
-    def arrived(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the layer is whole."""
         return self.ticket is None or (self.ticket.done() and not self.ticket.failed())
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Block until the layer is whole; raise what a read raised."""
         if self.ticket is not None:
             self.ticket.wait()
@@ -77,7 +77,7 @@ class HostBuffer:
         """Give up the layer, and wait until no read touches the buffer."""
         if self.ticket is not None:
             # The uploads stay: reads that never began have not waited for them.
-            self.ticket.settle()
+            self.ticket.cancel()
         self.layer = self.ticket = None
 
 
@@ -184,19 +184,19 @@ class LayerRing:
         self.pump()  # again, because the layer may be fetched from now on
         try:
             if (buffer := self._buffer_of(layer)) is not None:
-                self._arrive(buffer)
+                self._wait_for_read(buffer)
                 self._counters.layers_kept += int(buffer.leased)
                 buffer.leased = True
-            place = next((place for place in self.slots if place.layer == layer), None)
-            if place is None:
+            slot = next((slot for slot in self.slots if slot.layer == layer), None)
+            if slot is None:
                 number = self._to_refill(self.slots, next(iter(self._order))[0])
                 assert number is not None, "the next layer finds no slot"
-                place = self._upload(layer, number)
+                slot = self._upload(layer, number)
         except BaseException:
             self.cancel()
             raise
         self._order.begin()
-        return _Taken(self, place)
+        return _Taken(self, slot)
 
     def cancel(self) -> None:
         """Forget announced leases, and wait for running reads. Layers that are whole are kept."""
@@ -215,10 +215,12 @@ class LayerRing:
         self._backend.synchronize()  # because a copy may still be writing to the slot that goes, or reading from it
         slot = self.slots.pop(number)
         if len(self.buffers) > len(self.slots):
-            layers = [None if one.layer == slot.layer else one.layer for one in self.buffers]  # they may be one memory
-            place = place_to_refill(layers, self._order, -1, self._in_use())
-            if place is not None:
-                self.buffers.pop(place).empty()
+            layers = [
+                None if buffer.layer == slot.layer else buffer.layer for buffer in self.buffers
+            ]  # they may be one memory
+            index = index_to_refill(layers, self._order, -1, self._in_use())
+            if index is not None:
+                self.buffers.pop(index).empty()
         for buffer in self.buffers:
             buffer.uploads.pop(id(slot), None)
         slot.empty()
@@ -229,13 +231,13 @@ class LayerRing:
         `written` blocks until it has changed; None: it changes before the ring is asked for anything else."""
         if written is not None:
             self._changing[layer] = written
-        for place in self.slots:
-            if place.layer == layer:
-                if place.upload is not None:
-                    place.upload.drained()
-                place.empty()
+        for slot in self.slots:
+            if slot.layer == layer:
+                if slot.upload is not None:
+                    slot.upload.drained()
+                slot.empty()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until every layer that was being written to has changed."""
         changing, self._changing = self._changing, {}
         for written in changing.values():
@@ -244,8 +246,8 @@ class LayerRing:
 
     def close(self) -> None:
         """Drop every buffer; the reader has been closed."""
-        for place in self.slots:
-            place.empty()
+        for slot in self.slots:
+            slot.empty()
         if self.slots:
             self._backend.synchronize()  # no copy may still be reading a buffer that goes
         self.slots, self.buffers = [], []
@@ -262,63 +264,63 @@ class LayerRing:
         for number, layer in self._order:
             if layer in self._host or self._buffer_of(layer) is not None:
                 continue
-            if (place := self._to_refill(self.buffers, number)) is None:
+            if (index := self._to_refill(self.buffers, number)) is None:
                 # Later leases are not looked at, because a layer wanted later must not take a buffer from this one.
                 self._full_since = self._clock() if self._full_since is None else self._full_since
                 break
             if self._full_since is not None:
                 self._counters.seconds_blocked_compute += self._clock() - self._full_since
                 self._full_since = None
-            self._read(layer, self.buffers[place])
+            self._read(layer, self.buffers[index])
         for number, layer in self._order:
-            if any(place.layer == layer for place in self.slots):
+            if any(slot.layer == layer for slot in self.slots):
                 continue
             if layer in self._changing:
                 break  # because its host memory is being written to
             buffer = self._buffer_of(layer)
-            arrived = layer in self._host or (buffer is not None and buffer.arrived)
-            if not arrived or (place := self._to_refill(self.slots, number)) is None:
+            is_loaded = layer in self._host or (buffer is not None and buffer.is_complete)
+            if not is_loaded or (index := self._to_refill(self.slots, number)) is None:
                 break
-            self._upload(layer, place)
+            self._upload(layer, index)
 
-    def _to_refill(self, places: Sequence[HostBuffer | DeviceSlot], number: int) -> int | None:
-        return place_to_refill([place.layer for place in places], self._order, number, self._in_use())
+    def _to_refill(self, candidates: Sequence[HostBuffer | DeviceSlot], number: int) -> int | None:
+        return index_to_refill([candidate.layer for candidate in candidates], self._order, number, self._in_use())
 
     def _buffer_of(self, layer: int) -> HostBuffer | None:
         return next((buffer for buffer in self.buffers if buffer.layer == layer), None)
 
     def _read(self, layer: int, buffer: HostBuffer) -> None:
         """Start reading `layer` into a buffer, whose layer leaves its slot too: the slot may be the buffer itself."""
-        for place in self.slots:
-            if buffer.layer is not None and place.layer == buffer.layer:
-                place.empty()
+        for slot in self.slots:
+            if buffer.layer is not None and slot.layer == buffer.layer:
+                slot.empty()
         buffer.empty()
         stored = self._layers[layer]
         buffer.ticket = self._reader.submit(stored, buffer.memory, buffer.drain(), name=stored.called(layer))
         buffer.layer, buffer.leased = layer, False
         self._counters.layers_read += 1
 
-    def _arrive(self, buffer: HostBuffer) -> None:
+    def _wait_for_read(self, buffer: HostBuffer) -> None:
         if buffer.ticket is None or buffer.ticket.done():
-            buffer.arrive()  # raises what a read raised
+            buffer.wait()  # raises what a read raised
             return
         began = self._clock()
         with self._trace.span("stall: disk", self._name_of(buffer.layer)):
-            buffer.arrive()
+            buffer.wait()
         self._counters.seconds_blocked_disk += self._clock() - began
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
-        buffer, place, layout = self._buffer_of(layer), self.slots[number], self._layouts[layer]
+        buffer, slot, layout = self._buffer_of(layer), self.slots[number], self._layouts[layer]
         if buffer is not None:
-            buffer.arrive()
+            buffer.wait()
         source = self._host[layer] if buffer is None else buffer.memory
         with self._trace.span("upload", self._name_of(layer), nbytes=layout.copied):
-            upload = place.fill(layer, source, layout)
+            upload = slot.fill(layer, source, layout)
         if buffer is not None:
-            buffer.uploads[id(place)] = upload
+            buffer.uploads[id(slot)] = upload
         self._counters.bytes_uploaded += layout.copied
-        return place
+        return slot
 
     def _name_of(self, layer: int | None) -> str:
         return "" if layer is None else self._layers[layer].called(layer)
@@ -330,22 +332,22 @@ class LayerRing:
 class _Taken:
     """A layer in its slot, or on its way into it, as an `Upload`."""
 
-    def __init__(self, ring: LayerRing, place: DeviceSlot) -> None:
-        self._ring, self._place = ring, place
+    def __init__(self, ring: LayerRing, slot: DeviceSlot) -> None:
+        self._ring, self._slot = ring, slot
 
     def wait(self) -> Tensor:
         ring, began = self._ring, self._ring._clock()
-        with ring._trace.span("stall: upload", ring._name_of(self._place.layer)):
-            slot = self._place.lease()
+        with ring._trace.span("stall: upload", ring._name_of(self._slot.layer)):
+            slot = self._slot.lease()
         ring._counters.seconds_blocked_upload += ring._clock() - began
         return slot
 
     def release(self) -> None:
-        self._place.release()
+        self._slot.release()
         # Of empty slots the first is refilled: the one that was computed with longest ago.
-        self._ring.slots.sort(key=lambda other: other is self._place)
+        self._ring.slots.sort(key=lambda slot: slot is self._slot)
         self._ring.pump()
 
     def drained(self) -> None:
-        if self._place.upload is not None:
-            self._place.upload.drained()
+        if self._slot.upload is not None:
+            self._slot.upload.drained()

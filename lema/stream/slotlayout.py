@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lema.backend import DeviceSlots, SlotLayout, Span, Upload
 
-__all__ = ["SLOT_ALIGNMENT", "VECTOR", "Packed", "lay_out", "part_of", "upload_to", "whole"]
+__all__ = ["SLOT_ALIGNMENT", "VECTOR", "Packed", "identity_layout", "lay_out", "part_of", "upload_to"]
 
 SLOT_ALIGNMENT = 256  # bytes; what memory of a tensor of its own begins at on most devices
 VECTOR = 16  # bytes that kernels load at once: no address of theirs may be less aligned
@@ -41,7 +41,7 @@ def lay_out(packed: Iterable[Packed]) -> SlotLayout:
     """
     spans: list[Span] = []
     end = 0  # of what is in the slot so far
-    for tensor in sorted(packed, key=lambda one: (one.start, one.nbytes)):
+    for tensor in sorted(packed, key=lambda tensor: (tensor.start, tensor.nbytes)):
         if spans:
             last = spans[-1]
             shift = tensor.start - last.start
@@ -56,7 +56,7 @@ def lay_out(packed: Iterable[Packed]) -> SlotLayout:
     return SlotLayout(end, tuple(spans))
 
 
-def whole(start: int, end: int) -> SlotLayout:
+def identity_layout(start: int, end: int) -> SlotLayout:
     """Return the layout of bytes that go into the slot as they are."""
     return SlotLayout(end - start, (Span(start, end - start, 0),))
 

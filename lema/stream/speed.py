@@ -37,15 +37,15 @@ def median_seconds(work: Callable[[], object], backend: Backend, clock: Clock = 
 
 def read_speed(layers: Iterable[LayerBytes], buffers: Sequence[Tensor], clock: Clock = time.perf_counter) -> float:
     """Return the bytes per second at which layers are read, as many at a time as there are host buffers."""
-    free, under_way = deque(buffers), deque[Ticket]()
+    free, pending = deque(buffers), deque[Ticket]()
     with closing(LayerReader()) as reader:
         began = clock()
         for layer in layers:
-            if len(under_way) == len(free):
-                under_way.popleft().wait()
-            under_way.append(reader.submit(layer, free[0]))
+            if len(pending) == len(free):
+                pending.popleft().wait()
+            pending.append(reader.submit(layer, free[0]))
             free.rotate(-1)
-        for ticket in under_way:
+        for ticket in pending:
             ticket.wait()
         return reader.bytes_read / max(clock() - began, 1e-9)
 

@@ -34,7 +34,7 @@ from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing, StreamCounters
 from lema.stream.schedule import forward_order, in_parts, training_order, with_parts
-from lema.stream.slotlayout import VECTOR, whole
+from lema.stream.slotlayout import VECTOR, identity_layout
 from lema.stream.workers import Ticket
 
 __all__ = ["LayerStream"]
@@ -53,7 +53,7 @@ class LayerStream:
     are read once, at the start, and uploaded from host memory from then on; processes of one machine share that memory.
     `sharded`: of several processes, let each have its part of every layer; one layer is then on lease at a time.
     `parts`: of layers that are leased in parts, the numbers of the parts beside the one with the layer's own, which
-    come after all layers. `reader`: the threads that read; closed with the stream. `held`: memory of `host_cached`
+    come after all layers. `reader`: the threads that read; closed with the stream. `loaded_layers`: memory of `host_cached`
     layers that have been read, if there is one process.
     """
 
@@ -68,7 +68,7 @@ class LayerStream:
         sharded: bool = False,
         parts: Mapping[int, Sequence[int]] | None = None,
         reader: LayerReader | None = None,
-        held: Mapping[int, Tensor] = {},
+        loaded_layers: Mapping[int, Tensor] = {},
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -82,10 +82,10 @@ class LayerStream:
         self._clock = clock
         self._reader = reader or LayerReader(trace=trace)
         self._counters = StreamCounters()
-        self._held: dict[int, Lease] = {}
+        self._open_leases: dict[int, Lease] = {}
         # Of a layer and of its parts one buffer each, because both are on lease at once.
-        both = self.layers[: self.num_visited], self.layers[self.num_visited :]
-        self._expanded = tuple(ExpandedBuffers(some, backend) for some in both)
+        layer_groups = self.layers[: self.num_visited], self.layers[self.num_visited :]
+        self._expanded = tuple(ExpandedBuffers(group, backend) for group in layer_groups)
         self._gathered: GatheredBuffers | None = None
         replicas = backend.replicas
         self._lazy = not has_addresses(backend.device)
@@ -111,7 +111,7 @@ class LayerStream:
             self._reader,
             shared=self._gathered is None,
             layouts=layouts,
-            held=held,
+            loaded_layers=loaded_layers,
         )
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
         # A lazy device waits for and releases residents as other layers, because its graphs end there.
@@ -144,7 +144,7 @@ class LayerStream:
         layers share, and layers begin anywhere in a page. Otherwise, and where they are gathered there, as they are."""
         if self._packed:
             return slot_layout(layer)
-        return whole(*extent(layer)) if self._lazy and not self._sharded else whole(0, layer.nbytes)
+        return identity_layout(*extent(layer)) if self._lazy and not self._sharded else identity_layout(0, layer.nbytes)
 
     def _divided(self, layouts: Sequence[SlotLayout]) -> tuple[tuple[LayerBytes, ...], list[SlotLayout]]:
         """Return this process's part of each layer, and where it goes in a slot."""
@@ -153,7 +153,7 @@ class LayerStream:
             pairs = [slot_share(*pair, rank, size) for pair in zip(self.layers, layouts, strict=True)]
             return tuple(share for share, _ in pairs), [layout for _, layout in pairs]
         shares = tuple(rank_share(layer, rank, size) for layer in self.layers)
-        return shares, [whole(0, share.nbytes) for share in shares]
+        return shares, [identity_layout(0, share.nbytes) for share in shares]
 
     def unchanged(self, files: Collection[Path]) -> bool:
         """Whether these files have what was read of them, where their reader remembers it. `ReadError`: one cannot be
@@ -168,8 +168,8 @@ class LayerStream:
     def announce(self, order: Iterable[int]) -> None:
         """Say which layers will be leased next, after those announced before; reading starts at once. The further ahead
         leases are known, the better it chooses which layers to keep: announce those after a turn before it."""
-        wanted = order if self._gathered is None else self._gathered.announce(order)
-        self._ring.announce(layer for layer in wanted if layer not in self.residents)
+        upcoming = order if self._gathered is None else self._gathered.announce(order)
+        self._ring.announce(layer for layer in upcoming if layer not in self.residents)
 
     def forward_order(self) -> tuple[int, ...]:
         """Return the leases of an evaluation."""
@@ -178,7 +178,7 @@ class LayerStream:
     def training_order(self, lowest_trained: int, first: int = 0) -> tuple[int, ...]:
         """Return the leases of one optimizer step that begins at the layer `first`."""
         order = training_order(self.num_visited, lowest_trained)[first:]
-        return in_parts(order, self.parts, turn=self.num_visited - 1)
+        return in_parts(order, self.parts, top_layer=self.num_visited - 1)
 
     @property
     def announced(self) -> int:
@@ -189,19 +189,19 @@ class LayerStream:
     def lease(self, layer: int) -> Iterator[Lease]:
         """Hold a layer's weights on the device for the length of a `with` block; one on lease is leased again for
         nothing. `ReadError`: reading this layer, or any layer being prefetched, failed."""
-        if layer in self._held:
-            yield self._held[layer]
+        if layer in self._open_leases:
+            yield self._open_leases[layer]
             return
         self.before_lease()
         self._ring.raise_failures()  # of any layer, because training should stop now and not when its turn comes
         self._counters.leases += 1
         if self._gathered is not None:
-            assert not self._held, "more than one layer is on lease at once"
+            assert not self._open_leases, "more than one layer is on lease at once"
             if not self._gathered.begin(layer):  # an order other than the one announced starts afresh
                 self.cancel()
                 self.announce([layer])
                 self._gathered.begin(layer)
-            with self._gathered.lease(layer) as whole, self._open(layer, whole) as lease:
+            with self._gathered.lease(layer) as slot, self._open(layer, slot) as lease:
                 yield lease
         elif layer in self.residents and not self._lazy:
             with self._open(layer, self._stays(layer)) as lease:
@@ -214,7 +214,7 @@ class LayerStream:
             finally:
                 upload.release()
 
-    def accompany(self, order: Iterable[int]) -> None:
+    def join_idle(self, order: Iterable[int]) -> None:
         """Lease the layers of an order and compute nothing, so that processes that compute get this one's parts. What
         others cancel is cancelled here too. A stream that is not sharded does nothing, because no other needs it."""
         if self._gathered is None:
@@ -239,10 +239,10 @@ class LayerStream:
                 with self.trace.span("expand", stored.called(layer), nbytes=stored.expanded_bytes):
                     expand_into(expanded, slot, stored)
                 self._counters.seconds_expanding += self._clock() - began
-            self._held[layer] = Lease(layer, slot, views(slot, stored, expanded), expanded)
-            yield self._held[layer]
+            self._open_leases[layer] = Lease(layer, slot, views(slot, stored, expanded), expanded)
+            yield self._open_leases[layer]
         finally:
-            if (ended := self._held.pop(layer, None)) is not None and not ended.has_address:
+            if (ended := self._open_leases.pop(layer, None)) is not None and not ended.has_address:
                 ended.weights.clear()  # because a lazy device would make a copy of each view that is still there
             if expanded is not None:
                 buffers.give_back(expanded)
@@ -273,16 +273,16 @@ class LayerStream:
 
     def _in_use(self) -> Collection[int]:
         """Return the layers in the ring that may not be overwritten: those on lease, or whose parts are being sent."""
-        held = self._held.keys() if self._gathered is None else self._gathered.under_way
-        return held - self.residents
+        in_use = self._open_leases.keys() if self._gathered is None else self._gathered.in_flight
+        return in_use - self.residents
 
     def name_of(self, number: int) -> str:
         """Return how messages name what is leased by this number: a layer, or a part of one."""
         return self.layers[number].called(number)
 
-    def under_way(self) -> tuple[list[int], int | None, list[int]]:
+    def activity(self) -> tuple[list[int], int | None, list[int]]:
         """Return the layers on lease, the one announced next, and those being read; any thread may ask."""
-        return list(self._held), self._ring.first, self._ring.reading
+        return list(self._open_leases), self._ring.first, self._ring.reading
 
     def stored(self, layer: int) -> dict[str, Tensor]:
         """Return the weights of a layer that is kept in host memory, as views of that memory, by parameter name."""
@@ -293,20 +293,20 @@ class LayerStream:
     def rewritten(self, layer: int) -> Iterator[None]:
         """Let what `stored` returns of a layer be written to in a `with` block; leases after it have what was written.
         The layer is not on lease."""
-        assert layer not in self._held, "a layer was written to while it was on lease"
+        assert layer not in self._open_leases, "a layer was written to while it was on lease"
         self._ring.forget(layer)
         yield
         self._ring.pump()
 
     def rewrite(self, layer: int, written: Callable[[], None]) -> None:
-        """Let what `stored` returns of a layer be written to, by another thread, until `settle`. The layer is not on
+        """Let what `stored` returns of a layer be written to, by another thread, until `flush`. The layer is not on
         lease. A lease of it before then begins with `written`, which blocks until it has changed, or raises."""
-        assert layer not in self._held, "a layer was written to while it was on lease"
+        assert layer not in self._open_leases, "a layer was written to while it was on lease"
         self._ring.forget(layer, written)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until all is written that `rewrite` was told of; leases from now on have it."""
-        self._ring.settle()
+        self._ring.flush()
 
     def make_private(self, layers: Iterable[int]) -> None:
         """Keep layers of host memory in memory of this process alone from now on, where it may write to them."""
@@ -330,7 +330,7 @@ class LayerStream:
         self.num_slots = len(self._ring.slots) if shrunk else self.num_slots
         return shrunk
 
-    def arrive(self) -> None:
+    def load_residents(self) -> None:
         """Wait until all layers that stay on the device are there."""
         for layer in list(self._arriving):
             self._stays(layer)
@@ -339,7 +339,7 @@ class LayerStream:
         """Stop reading, also layers that stay on the device. The stream is not used afterwards; its reader may be."""
         self.cancel()
         for ticket, _ in self._arriving.values():
-            ticket.settle()
+            ticket.cancel()
 
     def close(self) -> None:
         """Stop reading and drop every buffer."""

@@ -45,9 +45,9 @@ def first_non_finite(memory: Tensor, dtype: torch.dtype) -> int | None:
     unsigned = np.empty(min(step, len(bits)), kind)
     for begin in range(0, len(bits), step):
         chunk = bits[begin : begin + step]
-        found = np.bitwise_and(chunk, kind(mask), out=unsigned[: len(chunk)])
-        if found.max() >= limit:
-            return begin + int((found >= limit).argmax())
+        magnitudes = np.bitwise_and(chunk, kind(mask), out=unsigned[: len(chunk)])
+        if magnitudes.max() >= limit:
+            return begin + int((magnitudes >= limit).argmax())
     return None
 
 
@@ -55,19 +55,19 @@ class BaseGuard:
     """Refuses weights that are not finite; `records` says where each tensor is stored, by its name in the model."""
 
     def __init__(self, records: Mapping[str, Stored]) -> None:
-        found: dict[Path, list[tuple[int, str, TensorRecord]]] = {}
+        tensors_by_file: dict[Path, list[tuple[int, str, TensorRecord]]] = {}
         for name, record in _stored(records):
-            found.setdefault(record.file, []).append((record.offset, name, record))
-        self._tensors = {file: sorted(tensors, key=lambda one: one[0]) for file, tensors in found.items()}
+            tensors_by_file.setdefault(record.file, []).append((record.offset, name, record))
+        self._tensors = {file: sorted(tensors, key=lambda entry: entry[0]) for file, tensors in tensors_by_file.items()}
         self._seen: set[tuple[Path, int, int | Move | None]] = set()
 
-    def look(self, memory: Tensor, file: Path, offset: int) -> None:
+    def check(self, memory: Tensor, file: Path, offset: int) -> None:
         """Look at bytes of a file, uint8, as they were read from `offset` on. `NonFiniteError`: an element of a weight
         is NaN or infinite; names the weight, the element and the file. What was looked at is not looked at again."""
         if (file, offset, memory.numel()) in self._seen:
             return
         end, tensors = offset + memory.numel(), self._tensors.get(file, [])
-        first = max(0, bisect.bisect_right(tensors, offset, key=lambda one: one[0]) - 1)
+        first = max(0, bisect.bisect_right(tensors, offset, key=lambda entry: entry[0]) - 1)
         for begin, name, record in tensors[first:]:
             if begin >= end:
                 break
@@ -76,19 +76,21 @@ class BaseGuard:
                 continue
             if (index := first_non_finite(memory[start - offset : stop - offset], dtype)) is not None:
                 index += (start - begin) // dtype.itemsize
-                raise refusal(name, record, [int(one) for one in np.unravel_index(index, record.shape)])
+                raise refusal(name, record, [int(coordinate) for coordinate in np.unravel_index(index, record.shape)])
         self._seen.add((file, offset, memory.numel()))
 
-    def look_at_cast(self, cast: Cast, target: Tensor) -> None:
+    def check_cast(self, cast: Cast, target: Tensor) -> None:
         """Look at a tensor, or a piece of one, that was read aside and cast into `target`. `NonFiniteError`: it is not
         finite as it is stored, or too large for the type it was cast to."""
-        record, dtype = cast.record, cast.placed.dtype
+        record, dtype = cast.record, cast.target.dtype
         if (record.file, record.offset, cast.move) in self._seen:
             return
         if first_non_finite(target.contiguous().reshape(-1).view(torch.uint8), dtype) is not None:
             tensors = self._tensors[record.file]
-            _, name, whole = tensors[bisect.bisect_right(tensors, record.offset, key=lambda one: one[0]) - 1]
-            raise refusal(name, whole, None, None if DTYPES[record.dtype] == dtype else dtype)
+            _, name, tensor_record = tensors[
+                bisect.bisect_right(tensors, record.offset, key=lambda entry: entry[0]) - 1
+            ]
+            raise refusal(name, tensor_record, None, None if DTYPES[record.dtype] == dtype else dtype)
         self._seen.add((record.file, record.offset, cast.move))
 
 

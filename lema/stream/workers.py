@@ -40,7 +40,7 @@ class Ticket:
         if self._error is not None:
             raise self._error
 
-    def settle(self) -> None:
+    def cancel(self) -> None:
         """Block until no part is running, with or without errors; parts that have not begun never will."""
         self.give_up()
         self._over.wait()

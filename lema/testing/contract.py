@@ -119,12 +119,12 @@ class BackendContract(CopyPromises):
             assert 0 <= parallel.rank < parallel.size
             gathered = parallel.gather(torch.full((3,), float(parallel.rank), device=device))
             assert [tensor.tolist() for tensor in gathered] == [[float(rank)] * 3 for rank in range(parallel.size)]
-            whole, unused = (nn.Parameter(torch.zeros(2, device=device)) for _ in range(2))
-            whole.grad = torch.tensor([3.0, 4.0], device=device)
-            parallel.reduce_gradients([whole, unused])
-            assert whole.grad.tolist() == [3.0, 4.0], "what every rank has the whole gradient of is not summed"
+            replicated, unused = (nn.Parameter(torch.zeros(2, device=device)) for _ in range(2))
+            replicated.grad = torch.tensor([3.0, 4.0], device=device)
+            parallel.reduce_gradients([replicated, unused])
+            assert replicated.grad.tolist() == [3.0, 4.0], "what every rank has the whole gradient of is not summed"
             assert unused.grad is None
-            assert float(parallel.norm([whole, unused])) == 5.0, "what all ranks have alike counts once"
+            assert float(parallel.norm([replicated, unused])) == 5.0, "what all ranks have alike counts once"
 
     def test_a_group_of_one_leaves_a_layer_whole(self) -> None:
         """There is no other process to share with."""
@@ -159,14 +159,14 @@ class BackendContract(CopyPromises):
         with closing(self.backend()) as backend:
             if backend.replicas.size == 1:
                 slots = backend.device_slots(SLOT, 1)
-                whole = torch.zeros(SLOT, dtype=torch.uint8, device=backend.device)
-                found = []
+                gathered = torch.zeros(SLOT, dtype=torch.uint8, device=backend.device)
+                reads = []
                 for number in range(4):
                     source = source_of(backend, number)
-                    gathering = backend.replicas.gather(slots.upload(source), whole)
+                    gathering = backend.replicas.gather(slots.upload(source), gathered)
                     gathering.wait()
-                    found.append((self._late_read(backend, whole), source))
-                for number, (result, source) in enumerate(found):
+                    reads.append((self._late_read(backend, gathered), source))
+                for number, (result, source) in enumerate(reads):
                     assert torch.equal(result.cpu(), source.float()), f"gathering {number}"
                 upload = slots.upload(source_of(backend, 9))
                 assert torch.equal(read(upload.wait()), source_of(backend, 9)), "the slot of the part is not free"
@@ -176,15 +176,15 @@ class BackendContract(CopyPromises):
         published = publish(self.model_config(), tmp_path)
         for recompute, dropout, num_batches in ((True, 0.1, 1), (True, 0.0, 2), (False, 0.0, 2)):
             step = steps_of_both(self.backend(), published, recompute, dropout, num_batches)
-            for what, found, expected in step:
-                self._compare(what, found.cpu(), expected.cpu())
+            for what, actual, expected in step:
+                self._compare(what, actual.cpu(), expected.cpu())
 
-    def _compare(self, what: str, found: Tensor, expected: Tensor) -> None:
+    def _compare(self, what: str, actual: Tensor, expected: Tensor) -> None:
         assert bool(expected.any()), f"{what} is zero, which proves nothing"
         if self.tolerance == 0:
-            assert torch.equal(found, expected), f"{what} differs, by {float((found - expected).abs().max()):.3g}"
+            assert torch.equal(actual, expected), f"{what} differs, by {float((actual - expected).abs().max()):.3g}"
         else:
-            difference = float((found - expected).abs().max() / expected.abs().max())
+            difference = float((actual - expected).abs().max() / expected.abs().max())
             sys.stdout.write(f"measured: {what} differs by {difference:.3e} of its largest number\n")  # pytest -rP
             assert difference <= self.tolerance, f"{what} differs by {difference:.3g} of its largest number"
 
@@ -207,31 +207,31 @@ def steps_of_both(
     sizes = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout}
     streamed = str(published.with_name("streamed"))
     # Without a limit every layer streams; by default those stay that the device has memory for.
-    ways: dict[str, Any] = {"gradient_checkpointing": recompute, "device_memory": None}
-    settings = LemaConfig(streamed, device=backend.name, **ways, **sizes)
+    options: dict[str, Any] = {"gradient_checkpointing": recompute, "device_memory": None}
+    settings = LemaConfig(streamed, device=backend.name, **options, **sizes)
     with closing(LemaModel(settings, backend=backend)) as model:
         model.initialize_lora()
         assert model.lora_manager is not None
         model.lora_manager.train()
-        whole = _whole_model(published, dropout, backend.device)
-        streamed_adapter, whole_adapter = _adapter(model.lora_manager), _adapter(whole)
+        whole_model = _whole_model(published, dropout, backend.device)
+        streamed_adapter, whole_adapter = _adapter(model.lora_manager), _adapter(whole_model)
         assert streamed_adapter.keys() == whole_adapter.keys()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():  # because B is zero at first, which leaves A without a gradient
             for name, parameter in streamed_adapter.items():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
                 whole_adapter[name].copy_(parameter)
-        batches = _batches(whole.config.vocab_size, num_batches)
+        batches = _batches(whole_model.config.vocab_size, num_batches)
         state = backend.rng_state()
-        expected = _whole_loss(whole, batches, backend.device)
+        expected = _whole_loss(whole_model, batches, backend.device)
         backend.set_rng_state(state)
         loss = model.adapter.loss(batches)
         torch.autograd.backward(loss)
         yield "the loss", loss.detach(), expected
         for name, parameter in streamed_adapter.items():
-            wanted = whole_adapter[name].grad
-            assert parameter.grad is not None and wanted is not None, f"{name} has no gradient"
-            yield f"the gradient of {name}", parameter.grad, wanted
+            expected_grad = whole_adapter[name].grad
+            assert parameter.grad is not None and expected_grad is not None, f"{name} has no gradient"
+            yield f"the gradient of {name}", parameter.grad, expected_grad
         for adapter in (streamed_adapter, whole_adapter):
             torch.optim.AdamW(list(adapter.values())).step()
         backend.end_step()

@@ -63,7 +63,7 @@ class CopyPromises:
                     assert torch.equal((viewed + 0).cpu(), source.view(dtype)), f"the bytes differ, read as {dtype}"
                 _give_back(upload)
 
-    def test_spans_of_a_source_go_where_a_layout_says(self) -> None:
+    def test_a_layout_maps_spans_of_a_source_to_the_slot(self) -> None:
         """A device that has memory of its own, and addresses, puts bytes of a source to other places of the slot."""
         with closing(self.backend()) as backend:
             if backend.memory().shared or not has_addresses(backend.device):
@@ -91,32 +91,32 @@ class CopyPromises:
                     assert torch.equal(read(upload.wait()), source), f"upload {number} of a ring of {count}"
                     _give_back(upload)
 
-    def test_as_many_uploads_are_held_as_there_are_slots(self) -> None:
+    def test_as_many_uploads_are_open_as_there_are_slots(self) -> None:
         """Uploads begin before the ones ahead of them are waited for, and end in any order."""
         with closing(self.backend()) as backend:
             slots = backend.device_slots(SLOT, 3)
             for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
                 sources = [source_of(backend, number + 10 * order[0]) for number in range(3)]
                 uploads = [slots.upload(source) for source in sources]
-                held = [uploads[number].wait() for number in range(3)]
+                leased = [uploads[number].wait() for number in range(3)]
                 for number in order:
-                    assert torch.equal(read(held[number]), sources[number]), f"slot {number} of 3 held"
+                    assert torch.equal(read(leased[number]), sources[number]), f"slot {number} of 3 held"
                     _give_back(uploads[number])
 
-    def test_a_refill_does_not_disturb_a_slot_that_is_held(self) -> None:
+    def test_a_refill_does_not_disturb_a_leased_slot(self) -> None:
         """One slot stays on lease while the others go round, some of them given back before anyone waited."""
         with closing(self.backend()) as backend:
             slots = backend.device_slots(SLOT, 3)
             source = source_of(backend, 1)
-            held = slots.upload(source)
-            slot = held.wait()
+            leased = slots.upload(source)
+            slot = leased.wait()
             for number in range(2, 8):
                 first, second = slots.upload(source_of(backend, number)), slots.upload(source_of(backend, number + 50))
                 first.wait()
                 _give_back(second)
                 _give_back(first)
                 assert torch.equal(read(slot), source), "the slot on lease changed"
-            _give_back(held)
+            _give_back(leased)
 
     def test_a_slot_is_refilled_only_after_the_compute_queued_before_release(self) -> None:
         """`release` may return at once; work queued under the lease still reads the lease's bytes."""
@@ -151,11 +151,11 @@ class CopyPromises:
             rings = [backend.device_slots(SLOT, 1) for _ in range(3)]
             sources = [source_of(backend, number) for number in range(3)]
             uploads = [ring.upload(source) for ring, source in zip(rings, sources, strict=True)]
-            held = [upload.wait() for upload in uploads]
+            leased = [upload.wait() for upload in uploads]
             _give_back(uploads[1])
             rings[1].upload(source_of(backend, 9)).wait()
             for number in (0, 2):
-                assert torch.equal(read(held[number]), sources[number]), f"the slot of ring {number} changed"
+                assert torch.equal(read(leased[number]), sources[number]), f"the slot of ring {number} changed"
 
     def test_a_drained_source_may_be_overwritten(self) -> None:
         """After `release` and `drained`, called from another thread, the source is free and the work unharmed."""
@@ -246,10 +246,10 @@ class CopyPromises:
                 expected = torch.full((SLOT // 4,), float(number))
                 download = backend.download(self._late(backend, expected), buffer.view(torch.float32))
                 upload = slots.upload(buffer)
-                found = upload.wait().view(torch.float32).clone()
+                uploaded = upload.wait().view(torch.float32).clone()
                 upload.release()
                 download.release()
-                assert torch.equal(found.cpu(), expected), f"download {number} was not waited for"
+                assert torch.equal(uploaded.cpu(), expected), f"download {number} was not waited for"
 
     def _late_read(self, backend: Backend, slot: Tensor) -> Tensor:
         """Queue work, and behind it a read of the slot."""
@@ -257,8 +257,8 @@ class CopyPromises:
 
     def _late(self, backend: Backend, values: Tensor) -> Tensor:
         """Queue work, and behind it what makes a tensor of these values and strides on the device."""
-        made = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=backend.device)
-        return torch.mul(values.to(backend.device), self._late_one(backend).to(values.dtype), out=made)
+        out = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=backend.device)
+        return torch.mul(values.to(backend.device), self._late_one(backend).to(values.dtype), out=out)
 
     def _late_one(self, backend: Backend) -> Tensor:
         self.keep_busy()

@@ -41,8 +41,8 @@ def as_batch(
         batch = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
     else:
         raise DataError("a batch is a tensor of token ids, or a mapping with input_ids", where="train_step")
-    beside = {"labels": labels, "attention_mask": attention_mask}
-    batch |= {name: one for name, one in beside.items() if one is not None}
+    extra_tensors = {"labels": labels, "attention_mask": attention_mask}
+    batch |= {name: tensor for name, tensor in extra_tensors.items() if tensor is not None}
     if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
     if "labels" not in batch:
@@ -59,8 +59,8 @@ def as_batch(
         if batch[name].dtype not in (torch.int64, torch.int32):
             raise DataError(f"{name} should be whole numbers, not {batch[name].dtype}", where="train_step")
     if isinstance(inputs, Mapping):  # what an objective knows of rows, such as their advantages
-        rows = {name: one for name, one in inputs.items() if isinstance(one, Tensor) and name not in NAMES}
-        if wrong := [name for name, one in rows.items() if len(one) != len(batch["input_ids"])]:
+        rows = {name: tensor for name, tensor in inputs.items() if isinstance(tensor, Tensor) and name not in NAMES}
+        if wrong := [name for name, tensor in rows.items() if len(tensor) != len(batch["input_ids"])]:
             raise DataError(f"{', '.join(wrong)} should have one entry for each row", where="train_step")
         batch |= rows
     if vocab_size is not None:
@@ -91,11 +91,11 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
         )
 
 
-def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callable[[str], None]) -> Any:
+def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, report: Callable[[str], None]) -> Any:
     """Return data as rows of `input_ids` and `labels`: as they are where they have them, and nothing that says which
     to leave out; else read and tokenised as files are.
     They are such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
-    `say` is called with what there is to say of data that were tokenised. Raises `DataError` as
+    `report` is called with what there is to say of data that were tokenised. Raises `DataError` as
     `lema.data.prepare_data`, and where there is no tokenizer."""
     if data is None or isinstance(data, TokenDataset | PreferenceDataset):
         return data
@@ -104,8 +104,8 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     if sized and not isinstance(first, Mapping | str | Path):
         return data
     if isinstance(first, Mapping) and {"input_ids", "labels"} <= first.keys():
-        some = data if type(data) is list else [first]  # not all, where making a row may take time
-        if not any(FLAGS & row.keys() for row in some):
+        sample = data if type(data) is list else [first]  # not all, where making a row may take time
+        if not any(FLAGS & row.keys() for row in sample):
             return data
     if files is None:
         how = "tokenise them with lema.data.prepare_data, or take the trainer from LemaModel.get_trainer"
@@ -115,7 +115,7 @@ def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callab
     read = read_data(config, files, data)
     read = mixed(config, read) if data is config.train_data else read
     for line in (f"data: {read.counts}", *read.notes):
-        say(line)
+        report(line)
     return read
 
 
@@ -123,22 +123,22 @@ def packed(
     rows: Any,
     model: StreamedModel,
     config: LemaConfig,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     *,
     checked: bool = False,
 ) -> Any:
-    """Return rows joined into packs, where the config asks for that; `say` is told how many there are. The model is
+    """Return rows joined into packs, where the config asks for that; `report` is told how many there are. The model is
     asked whether it can be trained on them, unless it is `checked` already. Raises `ConfigError` where it does not keep
     the rows of a pack apart, `DataError` where a row does not fit."""
     if rows is None or not config.packing:
         return rows
     if not len(rows):
         raise DataError("the data set is empty", how="give at least one row")
-    some = [rows[place]["input_ids"] for place in range(min(len(rows), 4))]
+    sample_rows = [rows[index]["input_ids"] for index in range(min(len(rows), 4))]
     if not checked:
-        check_packing(model, some, config.micro_batch_size or config.batch_size)
+        check_packing(model, sample_rows, config.micro_batch_size or config.batch_size)
     length = longest_row(config.max_length, num_positions(model.split.model.config))
     packs = Packs(rows, length, config.seed, wrapped=config.packing == "wrapped")
     for line in packs.notes:
-        say(line)
+        report(line)
     return packs

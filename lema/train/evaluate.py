@@ -38,7 +38,7 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
         with model.stop.opened():
             for micro_batches, where in passes:
                 if not micro_batches:
-                    model.accompany(training=False)
+                    model.join_idle(training=False)
                     continue
                 mean, count = model.evaluate(micro_batches)
                 loss = worst(replicas, float(mean))
@@ -50,11 +50,11 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
     finally:
         module.train(was_training)
     sums = replicas.exchange((total, tokens, measured))
-    total, tokens = sum(one[0] for one in sums), sum(one[1] for one in sums)
+    total, tokens = sum(process_sums[0] for process_sums in sums), sum(process_sums[1] for process_sums in sums)
     loss = total / tokens
     if model.objective is not None:
-        whole = means(added(*(found for _, _, found in sums)), "eval_")
-        return {"eval_loss": loss, **whole, "eval_examples": tokens}
+        metrics = means(added(*(process_measured for _, _, process_measured in sums)), "eval_")
+        return {"eval_loss": loss, **metrics, "eval_examples": tokens}
     return {"eval_loss": loss, "eval_perplexity": math.exp(loss) if loss < 700 else math.inf, "eval_tokens": tokens}
 
 

@@ -48,7 +48,7 @@ SAME_SETTINGS = (
 
 def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
     """Return the settings as callbacks read them; `ConfigError` where they do not go together."""
-    theirs = {one.value for one in SchedulerType}  # no callback goes by it: each sees the schedule itself
+    theirs = {scheduler.value for scheduler in SchedulerType}  # no callback goes by it: each sees the schedule itself
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
         arguments = TrainingArguments(
@@ -76,9 +76,11 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
 def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
     """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, on a terminal or in a
     notebook, unless one of them does."""
-    known = any(isinstance(one, hooks.ProgressCallback) or hasattr(one, "shows_progress") for one in callbacks)
-    looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
-    return [_Bar(), *callbacks] if looked_at and not (known or config.disable_tqdm) else callbacks
+    has_bar = any(
+        isinstance(callback, hooks.ProgressCallback) or hasattr(callback, "shows_progress") for callback in callbacks
+    )
+    is_interactive = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return [_Bar(), *callbacks] if is_interactive and not (has_bar or config.disable_tqdm) else callbacks
 
 
 class _Bar(hooks.ProgressCallback):
@@ -86,8 +88,8 @@ class _Bar(hooks.ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write what people look at."""
-        wanted = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "train_loss", "train_runtime")
-        shown = {name: one for name, one in (logs or {}).items() if name in wanted}
+        logged_names = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "train_loss", "train_runtime")
+        shown = {name: number for name, number in (logs or {}).items() if name in logged_names}
         super().on_log(args, state, control, logs=shown, **kwargs)  # type: ignore[no-untyped-call] # transformers' own
 
 
@@ -96,11 +98,11 @@ class NotePlan(hooks.TrainerCallback):
 
     def __init__(self, config: LemaConfig, plan: Mapping[str, Any], **about: Any) -> None:
         about |= {"plan": plan, "settings": config.to_dict(), "versions": about_run(config, "", None)["versions"]}
-        self._file, self._told = Path(config.output_dir) / PLAN_NAME, about
+        self._file, self._contents = Path(config.output_dir) / PLAN_NAME, about
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - called so
         """Write it."""
-        replace_file(self._file, json.dumps({"steps": state.max_steps, **self._told}, indent=1).encode())
+        replace_file(self._file, json.dumps({"steps": state.max_steps, **self._contents}, indent=1).encode())
 
 
 def _names(config: LemaConfig) -> list[str]:
@@ -117,12 +119,12 @@ class Position:
     row: Mapping[str, Any]  # what a line of metrics begins with
     name: str  # what messages call the step
     checkpoint: Path  # where the checkpoint of the step is, or would be
-    ends_epoch: bool = False  # whether the step took the last batch of an epoch
+    is_epoch_end: bool = False  # whether the step took the last batch of an epoch
 
 
 class RunEvents:
     """Metrics and callbacks of one run, until `close`; of several processes the first writes and reports.
-    `num_steps` and `num_epochs` are of the whole run. `told` is called with each line of metrics. `control` is what
+    `num_steps` and `num_epochs` are of the whole run. `on_row` is called with each line of metrics. `control` is what
     callbacks have asked for, `state` what they know of the run."""
 
     def __init__(
@@ -134,9 +136,9 @@ class RunEvents:
         *,
         num_epochs: int | None = None,
         evaluates: bool = False,
-        told: Callable[[dict[str, Any]], None] = lambda _: None,
+        on_row: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
-        self._replicas, self._told, self._directory = replicas, told, Path(config.output_dir)
+        self._replicas, self._on_row, self._directory = replicas, on_row, Path(config.output_dir)
         self._args = training_arguments(config, evaluates=evaluates)
         self.state = TrainerState(
             max_steps=num_steps,
@@ -177,24 +179,24 @@ class RunEvents:
             self.fire("on_train_begin")
             self._go_on_with(self._handler.callbacks)
         self._handler.model, self._handler.optimizer, self._handler.lr_scheduler = steps.module, optimizer, schedule
-        self._window, self._whole = self._opened(), self._opened()
+        self._window, self._total = self._opened(), self._opened()
         self._window.go_on(carried.get("window", NO_SUMS))
-        self._whole.go_on(carried.get("whole", NO_SUMS))
+        self._total.go_on(carried.get("whole", NO_SUMS))
         self.signs = Signs(steps.config, getattr(steps.model.split.model.config.get_text_config(), "vocab_size", None))
         self.signs.go_on(carried.get("signs"))
         if self.signs.odd is not None:
-            self._tell_sign(Sign("rate", self.signs.odd))
+            self._report_sign(Sign("rate", self.signs.odd))
 
     def _go_on_with(self, callbacks: Sequence[Any]) -> None:
         """Let callbacks be in the states that a checkpoint has of them; a run that one of them has ended stays so."""
-        kept: Any = self.state.stateful_callbacks
-        saved = {name: list(states) for name, states in kept.items()}
-        for one in callbacks:
-            if not (states := saved.get(type(one).__name__)):
+        stateful: Any = self.state.stateful_callbacks
+        saved = {name: list(states) for name, states in stateful.items()}
+        for callback in callbacks:
+            if not (states := saved.get(type(callback).__name__)):
                 continue
-            vars(one).update(states.pop(0)["attributes"])
-            if isinstance(one, EarlyStoppingCallback):
-                ended = one.early_stopping_patience_counter >= one.early_stopping_patience
+            vars(callback).update(states.pop(0)["attributes"])
+            if isinstance(callback, EarlyStoppingCallback):
+                ended = callback.early_stopping_patience_counter >= callback.early_stopping_patience
                 self.control.should_training_stop |= ended
 
     def move(self, at: Position) -> None:
@@ -207,7 +209,7 @@ class RunEvents:
         """What a checkpoint keeps of the measurements: the sums of the steps since the last line (`window`) and of all
         since the first `begin` (`whole`), the `signs` that nothing is learnt, and the bytes of metrics.jsonl
         (`record`), in the process that writes it."""
-        sums = {"window": self._window.sums, "whole": self._whole.sums, "signs": self.signs.state}
+        sums = {"window": self._window.sums, "whole": self._total.sums, "signs": self.signs.state}
         return sums if self._metrics is None else sums | {"record": self._metrics.path.stat().st_size}
 
     def save_state(self, directory: Path) -> None:
@@ -216,9 +218,9 @@ class RunEvents:
         if self._metrics is not None:
             self._metrics.flush()
         states: Any = {}
-        for one in () if self._handler is None else self._handler.callbacks:
-            if isinstance(one, hooks.ExportableState):
-                states.setdefault(type(one).__name__, []).append(one.state())
+        for callback in () if self._handler is None else self._handler.callbacks:
+            if isinstance(callback, hooks.ExportableState):
+                states.setdefault(type(callback).__name__, []).append(callback.state())
         self.state.stateful_callbacks = states
         self.state.save_to_json(str(directory / TRAINER_STATE))
 
@@ -244,15 +246,15 @@ class RunEvents:
     def counted(self, result: StepResult, rate: float) -> None:
         """Count a step that was taken, at a learning rate, for the next line of metrics; tell at once if it looks as if
         nothing were learnt."""
-        for window in (self._window, self._whole):
+        for window in (self._window, self._total):
             window.loss += result.loss * result.trained_tokens
             window.trained_tokens += result.trained_tokens
             window.tokens += result.tokens
             window.measured = added(window.measured, result.measured)
-        for sign in self.signs.look(result, rate):
-            self._tell_sign(sign)
+        for sign in self.signs.observe(result, rate):
+            self._report_sign(sign)
 
-    def _tell_sign(self, sign: Sign) -> None:
+    def _report_sign(self, sign: Sign) -> None:
         if self.signs.records(sign):
             self.event("dead", sign=sign.kind, why=sign.why, dead_steps=self.signs.steps)
         if self._replicas.first:
@@ -271,7 +273,7 @@ class RunEvents:
                 **means(window.measured),
                 **numbers,
                 **({"dead_steps": self.signs.steps} if self.signs.steps else {}),
-                "num_tokens": self._whole.tokens,
+                "num_tokens": self._total.tokens,
                 "tokens_per_second": window.tokens / seconds,
                 "seconds_passed": seconds,
                 "seconds_optimizer": window.optimizer,
@@ -283,11 +285,11 @@ class RunEvents:
 
     def summary(self) -> dict[str, Any]:
         """Return loss and speed over all steps, `carried` ones too; nothing, where none was taken."""
-        whole = self._whole
-        if not whole.trained_tokens:
+        total = self._total
+        if not total.trained_tokens:
             return {}
-        seconds, loss = time.perf_counter() - whole.began, whole.loss / whole.trained_tokens
-        return {"train_loss": loss, "train_runtime": seconds, "train_tokens_per_second": whole.tokens / seconds}
+        seconds, loss = time.perf_counter() - total.began, total.loss / total.trained_tokens
+        return {"train_loss": loss, "train_runtime": seconds, "train_tokens_per_second": total.tokens / seconds}
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Write a line of metrics, and have callbacks see it."""
@@ -324,7 +326,7 @@ class RunEvents:
         row = {"type": kind, **self._at.row, "time": time.time(), **what}  # seconds since 1970, UTC
         if self._metrics is not None:
             self._metrics.note(row)
-        self._told(row)
+        self._on_row(row)
         return row
 
     def _opened(self) -> Window:

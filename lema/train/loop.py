@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lema.backend.interrupt import Stop, StopRequested, agreed
 from lema.errors import ConfigError, DeadRun, DiskFull, Stopped
-from lema.storage.diskspace import say_passed_over, unsaved
+from lema.storage.diskspace import unsaved, warn_passed_over
 from lema.train.checkpoint.resume import Generators
 from lema.train.events import Position, RunEvents
 from lema.train.guards import watched
@@ -103,9 +103,9 @@ class RunLoop:
         """Take the steps; raise `Stopped`, with a checkpoint of the last step there, where somebody who was asked said
         so, or in a phase a callback; `DiskFull` where there is no space for the checkpoint that the stage ends with."""
         stage, log = self._stage, self._events.state.log_history
-        self._tell_best()
+        self._report_best()
         last = next((row for row in reversed(log) if "eval_loss" in row), {})
-        self.last_eval = {name: one for name, one in last.items() if name.startswith("eval_")}
+        self.last_eval = {name: number for name, number in last.items() if name.startswith("eval_")}
         with ExitStack() as stack:
             stack.callback(self._model.stream.cancel)  # leases announced for a step that never came
             stack.enter_context(watched(self._model, stage.steps.config))
@@ -183,32 +183,34 @@ class RunLoop:
         events.event("dead", sign=sign.kind, why=sign.why, dead_steps=count, stopped=True)
         events.end()
         before = None if stage.sound is None else stage.position(stage.sound).checkpoint
-        kept = "there is no checkpoint of before" if before is None else f"the checkpoint of before is {before}"
+        checkpoint_note = (
+            "there is no checkpoint of before" if before is None else f"the checkpoint of before is {before}"
+        )
         what = f"nothing was learnt in the last {count} steps: {sign.why}"
         how = TO_DO[sign.kind] + GO_ON
         if before is not None:
             how += f". --resume takes the newest checkpoint: delete those after {before.name} first"
-        raise DeadRun(what, where=f"{stage.position(stage.done).name}; {kept}", how=how)
+        raise DeadRun(what, where=f"{stage.position(stage.done).name}; {checkpoint_note}", how=how)
 
     def _leaves(self) -> bool:
         """Whether callbacks have ended a plain run before its last step."""
         return bool(self._events.control.should_training_stop) and not self._is_phase
 
-    def _ends_epoch(self) -> bool:
+    def _is_epoch_end(self) -> bool:
         """Whether after this step of a plain run comes what is due after an epoch."""
         stage = self._stage
-        return stage.done >= stage.num_steps or stage.position(stage.done).ends_epoch or self._leaves()
+        return stage.done >= stage.num_steps or stage.position(stage.done).is_epoch_end or self._leaves()
 
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step, all its rows in one layer-major pass; return its learning rate and norm."""
         stage, events = self._stage, self._events
         rate, drawn = float(stage.schedule.get_last_lr()[0]), stage.draw(stage.done)
         more = stage.done + 1 < stage.num_steps
-        known = more and self._model.prefix is not None
+        has_following = more and self._model.prefix is not None
         result = stage.steps.accumulate(
             drawn.micro_batches,
             more=more,
-            following=stage.draw(stage.done + 1).micro_batches if known else None,
+            following=stage.draw(stage.done + 1).micro_batches if has_following else None,
             where=drawn.where,
             on_event=events.fire,
         )
@@ -239,7 +241,7 @@ class RunLoop:
                 how = "set should_training_stop, or lower num_train_epochs"
                 raise ConfigError(what, where=f"step {stage.done}", how=how)
             events.agree()  # because evaluating or saving may have been the last
-            if not self._ends_epoch():
+            if not self._is_epoch_end():
                 return True
             events.fire("on_epoch_end")
             events.agree()
@@ -249,24 +251,24 @@ class RunLoop:
     def _act(self, numbers: Mapping[str, Any], after: str) -> None:
         """Log, evaluate and save, if callbacks have requested it or a phase ends; stop a phase on request."""
         stage, events = self._stage, self._events
-        ends, before = self._is_phase and stage.done == stage.num_steps, stage.best
-        if events.control.should_log or ends:
+        is_last, before = self._is_phase and stage.done == stage.num_steps, stage.best
+        if events.control.should_log or is_last:
             events.measured(numbers)
-        if stage.evaluates and (events.control.should_evaluate or ends):
+        if stage.evaluates and (events.control.should_evaluate or is_last):
             pending = {"after": after, "asked": events.asked(), "numbers": dict(numbers)}
             self._remember(pending)
             self._evaluate()
-        if ends:
+        if is_last:
             dead = {} if events.signs.verdict is None else {"dead": events.signs.verdict}
             events.event("phase_end", final_eval_loss=stage.eval_loss, best=stage.best, **dead)
         why = self._why() if self._is_phase else None
-        due, better = bool(ends or events.control.should_save or why), stage.best is not before
+        due, better = bool(is_last or events.control.should_save or why), stage.best is not before
         if better and stage.best is not None:
             stage.best["only"] = not due
         left: Pending | None = None
-        if after == "step" and not self._is_phase and self._ends_epoch():
+        if after == "step" and not self._is_phase and self._is_epoch_end():
             not_again = ("should_save", "should_training_stop")  # a run may go on for longer, or with more patience
-            asked = {name: one for name, one in events.asked().items() if name not in not_again}
+            asked = {name: requested for name, requested in events.asked().items() if name not in not_again}
             left = {"after": "saved", "asked": asked, "numbers": dict(numbers)}
         if (due or (better and self._keeps_best)) and self._saves_now(why, before, left):
             events.fire("on_save")
@@ -277,20 +279,20 @@ class RunLoop:
     def _evaluate(self, *, counts: bool = True) -> None:
         """Evaluate, and if it `counts` keep the best so far; or `ConfigError`: its metric was not measured."""
         stage, events, metric = self._stage, self._events, self._metric
-        self.last_eval = found = stage.evaluate()
-        stage.eval_loss = found["eval_loss"]
-        if metric not in found:
+        self.last_eval = metrics = stage.evaluate()
+        stage.eval_loss = metrics["eval_loss"]
+        if metric not in metrics:
             what = f"metric_for_best_model: {metric} was not measured"
-            raise ConfigError(what, where="evaluation", how=f"there are {', '.join(found)}")
-        events.log(found)
-        events.fire("on_evaluate", dict(found))
+            raise ConfigError(what, where="evaluation", how=f"there are {', '.join(metrics)}")
+        events.log(metrics)
+        events.fire("on_evaluate", dict(metrics))
         events.agree()
-        value, best = found[metric], None if stage.best is None else stage.best[metric]
+        value, best = metrics[metric], None if stage.best is None else stage.best[metric]
         if counts and (best is None or (value > best if self._greater else value < best)):
             stage.best = {"step": stage.done, metric: value}
-        self._tell_best()
+        self._report_best()
 
-    def _tell_best(self) -> None:
+    def _report_best(self) -> None:
         """Have callbacks know the best evaluation of the stage so far, and after which step of the run it was made."""
         best, state = self._stage.best, self._events.state
         state.best_metric = None if best is None else best[self._metric]
@@ -316,7 +318,7 @@ class RunLoop:
             if stage.done >= stage.num_steps or self._leaves():
                 raise
             if self._backend.replicas.first:
-                say_passed_over(error, stage.position(stage.done).name)
+                warn_passed_over(error, stage.position(stage.done).name)
             events.control.should_save = False  # the next interval asks again
             if self._keeps_best:
                 stage.best = best

@@ -89,10 +89,10 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
         with open_regular(file, inside=True) as opened:
             data = opened.read()
         lines = data[:size].splitlines(keepends=True)
-        kept = b"".join(line for line in lines if not isinstance(row := _row(line), dict) or keep(row))
-        if len(kept) < len(data):
+        retained = b"".join(line for line in lines if not isinstance(row := _row(line), dict) or keep(row))
+        if len(retained) < len(data):
             with replacing(file) as out:
-                out.write(kept)
+                out.write(retained)
     except OSError as error:
         raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
 
@@ -100,15 +100,15 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
 def check_unused(config: LemaConfig, ended: Sequence[str] = ("train_loss",)) -> None:
     """Refuse, with `ConfigError`, an `output_dir` with an adapter, or with metrics of which a line has one of the names
     in `ended`, unless they may be replaced by a run that begins."""
-    directory, held = Path(config.output_dir), ""
+    directory, contents = Path(config.output_dir), ""
     if (directory / CONFIG).is_file():
-        held = "an adapter"
+        contents = "an adapter"
     elif (file := directory / METRICS_NAME).is_file():
         with disk_errors(file), open_regular(file, inside=True) as lines:
             rows = filter(lambda row: isinstance(row, dict), map(_row, lines))
-            held = "the metrics of another run" if any(name in row for row in rows for name in ended) else ""
-    if held and not config.overwrite_output_dir:
-        what = f"the output directory holds {held}, which this run would replace"
+            contents = "the metrics of another run" if any(name in row for row in rows for name in ended) else ""
+    if contents and not config.overwrite_output_dir:
+        what = f"the output directory holds {contents}, which this run would replace"
         how = "choose another output_dir, or set overwrite_output_dir: true"
         raise ConfigError(what, where=str(directory), how=how)
 
@@ -136,7 +136,7 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
             raise DataError(f"not JSON: {error}", where=f"{file}:{number}") from error
         if not isinstance(row, dict):
             raise DataError("a line of metrics is a JSON object", where=f"{file}:{number}")
-        rows.append({key: _NON_FINITE.get(one, one) if isinstance(one, str) else one for key, one in row.items()})
+        rows.append({key: _NON_FINITE.get(cell, cell) if isinstance(cell, str) else cell for key, cell in row.items()})
     return rows
 
 
@@ -222,11 +222,11 @@ class Window:
     def go_on(self, sums: Sequence[Any]) -> None:
         """Take up the `sums` of a window that ended early."""
         self.loss, self.trained_tokens, measured, self.tokens, seconds = (*sums, *NO_SUMS[len(sums) :])
-        self.measured = {name: (one[0], one[1]) for name, one in measured.items()}
+        self.measured = {name: (pair[0], pair[1]) for name, pair in measured.items()}
         self.began -= seconds
 
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
     """Return what streaming cost between two looks at its counters: bytes, layers, and seconds of waiting."""
-    names = (one.name for one in fields(now) if one.name.startswith(("bytes_", "layers_", "seconds_")))
+    names = (counter.name for counter in fields(now) if counter.name.startswith(("bytes_", "layers_", "seconds_")))
     return {name: getattr(now, name) - getattr(then, name) for name in names}

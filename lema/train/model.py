@@ -22,16 +22,16 @@ from lema.config import LemaConfig
 from lema.config.types import dtype_name
 from lema.data.forms import num_positions
 from lema.engine import StreamedModel
-from lema.engine.beside import StartingAdapter
 from lema.engine.generation import KeyValues
-from lema.engine.head.cut import open_ends
+from lema.engine.head.cut import open_embed_head
 from lema.engine.head.loss import CHUNK_TOKENS
-from lema.engine.head.objectives import pursue
+from lema.engine.head.objectives import set_objective
 from lema.engine.head.pieces import PiecedHead
 from lema.engine.head.routers import add_router_loss
 from lema.engine.numerics import Numerics
 from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
+from lema.engine.reference_rows import StartingAdapter
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.lora.base import base_of, check_base, check_named_base, computed_for
@@ -43,14 +43,14 @@ from lema.model.computing import computing_of
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
 from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
-from lema.model.partition import held_records, open_backend
+from lema.model.partition import local_records, open_backend
 from lema.model.skeleton import compute_fast, other_outputs
 from lema.model.weight_names import match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
 from lema.plan.blueprint import Blueprint, reference_bytes
 from lema.plan.plan import hiding_tokens
-from lema.plan.planner import Planner, opened_planner, settled
+from lema.plan.planner import Planner, fitted_planner, opened_planner
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.rendering import read_templates
@@ -112,14 +112,14 @@ class LemaModel:
         self.computing = computing_of(hf_config, self.gbi, config, self.backend)
         for note in self.computing.notes if self.backend.replicas.first else ():
             warnings.warn(note, stacklevel=2)
-        if others := other_outputs(hf_config):
-            what = f"config.json sets {' and '.join(others)}, which changes no number, and streamed layers do not do"
+        if ignored_outputs := other_outputs(hf_config):
+            what = f"config.json sets {' and '.join(ignored_outputs)}, which changes no number, and streamed layers do not do"
             warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=2)
         if scores := num_labels is not None:
             hf_config.num_labels = num_labels
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
-        given = hf_config, self.computing.dtype, config.attn_implementation
-        self.skeleton = meta_model(*given, trust_remote_code=trust_remote_code, scores=scores)
+        arguments = hf_config, self.computing.dtype, config.attn_implementation
+        self.skeleton = meta_model(*arguments, trust_remote_code=trust_remote_code, scores=scores)
         compare_classes(self.skeleton, hf_config, trust_remote_code=trust_remote_code)
         self.fused = compute_fast(self.skeleton, config, self.backend)
         self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
@@ -129,7 +129,7 @@ class LemaModel:
         name = self.split.layers_name
         self._trace, self._divided = trace, False  # whether it is divided among processes
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
-        self._head, self._tables = open_ends(self.skeleton, self._stored, config, self.backend.parallel)
+        self._head, self._tables = open_embed_head(self.skeleton, self._stored, config, self.backend.parallel)
         self.split.tables = self._tables
         self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names | self._head.names)
         self._drawn = draw_head(self.skeleton, self.backend.device, config.seed) if scores else None
@@ -163,11 +163,11 @@ class LemaModel:
         if overrides.get("chat_template") is None and read_templates(path) is not None:
             gone["chat_template"] = None  # the one beside the adapter is what it was trained with
         config = config.model_copy(update=gone)
-        own = overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"})
-        with named_in(settings_file(path) if own else None):
+        has_saved_base = overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"})
+        with named_in(settings_file(path) if has_saved_base else None):
             files = ModelFiles(config, trust_remote_code=trust_remote_code, adapter=path)
             model = cls(config, backend=backend, files=files, trust_remote_code=trust_remote_code)
-        if own:
+        if has_saved_base:
             check_base(path, model.gbi)
         then, now = computed_for(path), dtype_name(model.computing.dtype)
         if then not in (None, now) and overrides.keys().isdisjoint({"compute_dtype", "dtype"}):
@@ -178,9 +178,9 @@ class LemaModel:
         else:
             saved = adapter_config(model.skeleton, saved, path)
         model.attach_lora(saved)
-        given = path, model.split.layers_name, model.backend.parallel
-        load_weights(adapters := model._require_adapter(), *given)
-        model.config, model.reference = reopened(model.config, adapters, *given)
+        arguments = path, model.split.layers_name, model.backend.parallel
+        load_weights(adapters := model._require_adapter(), *arguments)
+        model.config, model.reference = reopened(model.config, adapters, *arguments)
         return model
 
     def initialize_lora(self) -> None:
@@ -209,7 +209,9 @@ class LemaModel:
             self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, begun, self._stored.read)
             touched = self._tables.touched()
         self.keep_whole(touched.__contains__, self._head.touched())
-        self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
+        self.num_adapter_parameters = sum(
+            parameter.numel() for parameter in self.skeleton.parameters() if parameter.requires_grad
+        )
         if (alpha := self.config.neftune_noise_alpha) is not None:
             add_noise(self.skeleton, alpha)
         self._divide()
@@ -247,19 +249,19 @@ class LemaModel:
         check_reference(self.config, self.reference)
         self.settle_tokens()
         add_router_loss(adapter := self.adapter, self.config, self.directory)  # which settles what settings leave open
-        given = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
+        arguments = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples
 
             callbacks = [Samples(self), *callbacks]
-        return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
+        return LemaTrainer(*arguments, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
         they are not the model's own, or raise `DiskError`. Only the first process writes."""
         base = base_of(self.config, self.gbi, BaseFiles(self.gbi), self.computing.dtype)
-        given = self.backend, self._require_adapter(), self.config, base, self.reference
-        leave_adapter(Path(directory), *given, [self.files.write_rendering])
+        arguments = self.backend, self._require_adapter(), self.config, base, self.reference
+        leave_adapter(Path(directory), *arguments, [self.files.write_rendering])
 
     @cached_property
     def adapter(self) -> StreamedModel:
@@ -284,7 +286,7 @@ class LemaModel:
         )
         adapter.engine.runs_again = self.allocation.runs_again
         adapter.retry.advise = partial(advise, self.planner, self.allocation)
-        pursue(adapter, self.config)
+        set_objective(adapter, self.config)
         adapter.reference = self.reference
         return adapter
 
@@ -292,9 +294,9 @@ class LemaModel:
     def _layers(self) -> list[LayerBytes]:
         """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
         self._divide()
-        records = held_records(self.skeleton, self.records, self.backend.parallel)
-        given = records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names
-        return layer_bytes(*given, narrow=self.computing.narrow)
+        records = local_records(self.skeleton, self.records, self.backend.parallel)
+        arguments = records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names
+        return layer_bytes(*arguments, narrow=self.computing.narrow)
 
     @property
     def _parts(self) -> ExpertParts:  # as they are leased: with experts in groups, if memory is spent so
@@ -316,9 +318,13 @@ class LemaModel:
         if self.backend.parallel.size > 1 and not self._divided:
             words = self._head.handed_over() | self._tables.handed_over()
             self.backend.parallel.shard(self.skeleton, words)
-            held = held_records(self.skeleton, self.records, self.backend.parallel)
-            given = replace(self._stored, records=held), self.split.layers_name, held.keys() - words
-            self.outside_bytes += load_outside(self.skeleton, *given)
+            shard_records = local_records(self.skeleton, self.records, self.backend.parallel)
+            arguments = (
+                replace(self._stored, records=shard_records),
+                self.split.layers_name,
+                shard_records.keys() - words,
+            )
+            self.outside_bytes += load_outside(self.skeleton, *arguments)
             self.split.adapters_changed()
         self._divided = True
 
@@ -333,24 +339,27 @@ class LemaModel:
     @cached_property
     def planner(self) -> Planner:
         """The planner, which finds the best use of memory for this model and the step of its settings."""
-        return settled(self.opened, trains=self.lora_manager is not None)
+        return fitted_planner(self.opened, trains=self.lora_manager is not None)
 
     @property
     def opened(self) -> Planner:
         """The same before anything is chosen or looked at."""
         if "memory" in self.__dict__:
-            self.memory.arrive()  # because free memory is looked at
+            self.memory.load_residents()  # because free memory is looked at
         adapter = training_bytes(self.skeleton, self.split.layers_name), self.num_adapter_parameters
-        layers, ends = self._layers, (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
+        layers, outside = (
+            self._layers,
+            (self.outside_bytes, self._tables, self._head),
+        )  # in this order: ends are divided
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
-        given = self.directory, self.skeleton, layers, *ends, *adapter, self.gbi.nbytes, count
+        arguments = self.directory, self.skeleton, layers, *outside, *adapter, self.gbi.nbytes, count
         where = self.split.layers_name, self.split.layers, self._tables.names
         narrow = self.computing.narrow
         cut = partial(expert_parts, self.records, self.dtypes, *where, narrow=narrow)
         parallel = self.backend.parallel
-        kept = reference_bytes(self.config, self.skeleton)
+        reference_nbytes = reference_bytes(self.config, self.skeleton)
         how: dict[str, Any] = {"cut_experts": cut, "parallel": parallel, "computing": self.computing}
-        blueprint = Blueprint(*given, reference_bytes=kept, **how)
+        blueprint = Blueprint(*arguments, reference_bytes=reference_nbytes, **how)
         return opened_planner(self.config, blueprint, self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:
@@ -369,7 +378,7 @@ class LemaModel:
         return LayerStream(
             leased,
             self.backend,
-            parts={at: [one.number for one in own] for at, own in self.split.groups.items()},
+            parts={at: [part.number for part in group] for at, group in self.split.groups.items()},
             prefetch_depth=self.allocation.slots - 1,
             residents=self.allocation.residents,
             host_cached=self.allocation.host_cached,

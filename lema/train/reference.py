@@ -16,7 +16,7 @@ from lema.backend import Parallel
 from lema.config import LemaConfig
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.objective import WITH_REFERENCE, reference_of
-from lema.engine.beside import StartingAdapter
+from lema.engine.reference_rows import StartingAdapter
 from lema.errors import AdapterError, ConfigError
 from lema.lora import save_adapter
 from lema.lora.base import Base
@@ -88,10 +88,10 @@ def reference_writers(
     if start is None:
         return []
     with start.standing_in([adapters]):
-        whole = whole_adapter(adapters, over)
+        adapter_state = whole_adapter(adapters, over)
 
     def write(directory: Path) -> None:
         with start.standing_in([adapters]):
-            save_adapter(adapters, directory / REFERENCE, base.name, base.revision, whole)
+            save_adapter(adapters, directory / REFERENCE, base.name, base.revision, adapter_state)
 
     return [write]

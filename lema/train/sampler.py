@@ -32,7 +32,7 @@ class StepSampler:
             size=replicas.size,
             # Where batches come again as they are, micro-batches do as well, because `cache_frozen_prefix` knows them
             # by what is in them, and is to change no number.
-            apart=not config.shuffle or config.batch_size == 1,
+            separate_batches=not config.shuffle or config.batch_size == 1,
             per_step=self._per_step * config.group_by_length,
         )
         steps, batches = config.max_steps, self._batches
@@ -42,7 +42,7 @@ class StepSampler:
     @property
     def num_epochs(self) -> int:
         """How many epochs the run begins."""
-        return self._batches.place(self.num_batches - 1)[0] + 1
+        return self._batches.position(self.num_batches - 1)[0] + 1
 
     @property
     def repeats(self) -> bool:
@@ -84,22 +84,22 @@ class StepSampler:
 
     def epoch(self, steps: int) -> float:
         """Return how many epochs, and what part of one, lie behind so many steps."""
-        epoch, batch = self._batches.place(self._done(steps))
+        epoch, batch = self._batches.position(self._done(steps))
         return epoch + batch / (self._batches.before(epoch + 1) - self._batches.before(epoch))
 
     def row(self, steps: int) -> dict[str, float]:
         """Return what a line of metrics begins with after so many steps."""
-        told = {"step": steps, "epoch": self.epoch(steps)}
+        metrics = {"step": steps, "epoch": self.epoch(steps)}
         if self._config.tokens_per_step is not None:
-            told["tokens"] = self._batches.tokens_before(self._done(steps))
-        return told
+            metrics["tokens"] = self._batches.tokens_before(self._done(steps))
+        return metrics
 
     def position(self, steps: int) -> dict[str, int]:
         """Return how many whole epochs, and batches of the next one, lie behind so many steps."""
-        epoch, batch = self._batches.place(self._done(steps))
+        epoch, batch = self._batches.position(self._done(steps))
         return {"epoch": epoch, "batch": batch}
 
-    def ends_epoch(self, steps: int) -> bool:
+    def is_epoch_end(self, steps: int) -> bool:
         """Whether the last of so many steps took the last batch of an epoch."""
         return self.position(steps)["epoch"] != self.position(max(steps - 1, 0))["epoch"]
 

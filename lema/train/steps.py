@@ -28,7 +28,7 @@ from lema.engine.head.loss import attended_tokens, trained_tokens
 from lema.engine.optim import step_share
 from lema.errors import NonFiniteError
 from lema.model.skeleton import main_dtype
-from lema.storage.diskspace import check_room
+from lema.storage.diskspace import check_free_bytes
 from lema.train.checkpoint.format import Writer
 
 LARGE = 1e30  # numbers that a type has whose squares, of many weights, can be added up
@@ -106,7 +106,7 @@ def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedM
     shifted = model.objective is not None or model.shifts_labels
     here = trained_tokens(micro_batches, shifted=shifted), attended_tokens(micro_batches)
     counted = model.backend.replicas.exchange(here)
-    trained = sum(one for one, _ in counted)
+    trained = sum(count for count, _ in counted)
     return trained if model.objective is None else min(trained, 1), sum(tokens for _, tokens in counted)
 
 
@@ -125,13 +125,13 @@ def read_measured(model: StreamedModel) -> dict[str, tuple[float, float]]:
     return {} if nothing else added(*model.backend.replicas.exchange(measured_here(model)))
 
 
-def added(*found: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+def added(*measurements: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
     """Return the sums, by name, of sums and numbers of things."""
-    whole: dict[str, tuple[float, float]] = {}
-    for name, (total, count) in chain(*(one.items() for one in found)):
-        before = whole.get(name, (0.0, 0.0))
-        whole[name] = before[0] + total, before[1] + count
-    return whole
+    totals: dict[str, tuple[float, float]] = {}
+    for name, (total, count) in chain(*(measured.items() for measured in measurements)):
+        before = totals.get(name, (0.0, 0.0))
+        totals[name] = before[0] + total, before[1] + count
+    return totals
 
 
 def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict[str, float]:
@@ -168,10 +168,10 @@ def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
         )
 
 
-def check_room_for(count: int, nbytes: int, directory: Path, replicas: Replicas) -> None:
+def check_free_bytes_for(count: int, nbytes: int, directory: Path, replicas: Replicas) -> None:
     """Raise `DiskFull` in all processes, which all call this, unless a directory has room for so many checkpoints."""
     what = "a checkpoint" if count == 1 else f"{count} checkpoints"
-    first_alone(replicas, lambda: check_room(directory, count * nbytes, what))
+    first_alone(replicas, lambda: check_free_bytes(directory, count * nbytes, what))
 
 
 class Update:
@@ -205,7 +205,7 @@ class Update:
             enabled, device = self.scaler.is_enabled(), self._backend.device
             scale = self.scaler.scale(torch.ones((), device=device)) if enabled else 1.0
             if not micro_batches and num_tokens:  # the other processes have some
-                self._model.accompany()
+                self._model.join_idle()
                 loss = torch.zeros((), device=self._backend.device)
             else:
                 loss = self._model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
@@ -215,7 +215,7 @@ class Update:
             return loss.detach()
 
         with autograd_in_this_thread():  # so that a stop is seen before each layer
-            return self._model.retry.run_pass(attempt, micro_batches, parameters=parameters, made=logits)
+            return self._model.retry.run_pass(attempt, micro_batches, parameters=parameters, outputs=logits)
 
     def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
         """Sum the gradients over all processes, and multiply by `factor`; return their norm, on the device."""
@@ -267,14 +267,14 @@ class Update:
 def size_of(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a norm of what trains, which is finite where all of it is. Squares of fp16 would add up to infinity; and
     the largest number takes six times as long on a CPU."""
-    narrow = any(torch.finfo(one.dtype).max < LARGE for one in parameters)
+    narrow = any(torch.finfo(parameter.dtype).max < LARGE for parameter in parameters)
     return get_total_norm(parameters, math.inf if narrow else 2.0)
 
 
 def read_numbers(loss: Tensor, norm: Tensor | None, size: Tensor | None) -> tuple[float, float | None]:
     """Wait for the device, once, and return the loss and the norm. The loss is NaN, too, where the `size` of what
     trains is not finite, because a batch may not have met the number that is at fault."""
-    numbers = [one.to(loss.device).double() for one in (loss, norm, size) if one is not None]
-    value, *others = torch.stack(numbers).tolist() if len(numbers) > 1 else [float(loss)]
-    sound = size is None or math.isfinite(others[-1])
-    return value if sound else math.nan, None if norm is None else others[0]
+    numbers = [tensor.to(loss.device).double() for tensor in (loss, norm, size) if tensor is not None]
+    value, *norms = torch.stack(numbers).tolist() if len(numbers) > 1 else [float(loss)]
+    sound = size is None or math.isfinite(norms[-1])
+    return value if sound else math.nan, None if norm is None else norms[0]

@@ -22,7 +22,7 @@ STOP_FILE = "stop"
 # A terminal, `timeout` and `torchrun` each send a process the signal that its parent got, too: what comes twice within
 # this many seconds has come once.
 SAME_SIGNAL = 1.0
-BETWEEN_LOOKS = 1.0  # seconds between two looks at the file: its disk may be far away
+POLL_INTERVAL = 1.0  # seconds between two looks at the file: its disk may be far away
 
 
 class StopOnSignal:
@@ -33,21 +33,21 @@ class StopOnSignal:
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: signal.Signals | None = None
         self._file, self._clock = file, clock
-        self._next_look = 0.0
-        self._found = False
+        self._next_poll = 0.0
+        self._file_exists = False
         self._before: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
-        self._ends = False
+        self._must_exit = False
         self._watch = SignalWatch(self._seen)
 
     def why(self) -> str | None:
         """Return why the run is to stop; None: it goes on."""
         if self.received is not None:
             return self.received.name
-        if self._file is not None and not self._found and (now := self._clock()) >= self._next_look:
-            self._next_look = now + BETWEEN_LOOKS
-            self._found = self._file.exists()
-        return f"the file {self._file}" if self._found else None
+        if self._file is not None and not self._file_exists and (now := self._clock()) >= self._next_poll:
+            self._next_poll = now + POLL_INTERVAL
+            self._file_exists = self._file.exists()
+        return f"the file {self._file}" if self._file_exists else None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no signals
@@ -79,7 +79,7 @@ class StopOnSignal:
         """Be ready for a second signal, though the main thread may not have come to the handler of the first."""
         if number not in SIGNALS:
             return
-        if self._ends:
+        if self._must_exit:
             os._exit(128 + number)
         if self._timer is None:
             timer = threading.Timer(SAME_SIGNAL, self._end_at_once)
@@ -92,7 +92,7 @@ class StopOnSignal:
         only when the main thread comes out of the library it is in, and lets no other thread set what the system does.
         Where the C library cannot be asked for that, the thread that sees signals ends it, once it gets its turn."""
         set_action = c_function("signal")
-        self._ends = set_action is None
+        self._must_exit = set_action is None
         if set_action is not None:
             for number in SIGNALS:
                 set_action(int(number), None)  # SIG_DFL is a null pointer

@@ -52,7 +52,7 @@ from lema.train.reference import reference_writers, restore_reference
 from lema.train.steps import (
     StepResult,
     Update,
-    check_room_for,
+    check_free_bytes_for,
     count_tokens,
     may_drop,
     no_event,
@@ -147,7 +147,7 @@ class LemaTrainer:
         micro-batch's; `on_event` is called with `"on_pre_optimizer_step"` once the gradients are whole, and with
         `"on_optimizer_step"` before they are dropped. The rest is as in `lema.train.steps.Steps.accumulate`."""
         optimizer, replicas = self.ready(), self.backend.replicas
-        place = f"step {self.global_step + 1}{where}"
+        location = f"step {self.global_step + 1}{where}"
         trained, tokens = count_tokens(micro_batches, self.model)
         if self.accumulation_step == 0:
             self._denominator, self._trained_tokens = trained, 0
@@ -168,10 +168,10 @@ class LemaTrainer:
             mine = worst(replicas, mine)
             value: float = sum(replicas.exchange(mine)) * (self._denominator / trained)
             if not math.isfinite(value):
-                untaken = f"{place}; the optimizer made no step"
+                untaken = f"{location}; the optimizer made no step"
                 self._refuse(partial(self._passes.non_finite_loss, value, mine, untaken))
             if norm is not None and length is not None:
-                dropped = self._step_or_drop(optimizer, norm, length, place, on_event)
+                dropped = self._step_or_drop(optimizer, norm, length, location, on_event)
                 if dropped is not None:
                     return StepResult(value, trained, tokens, None, dropped)
         except BaseException:
@@ -180,12 +180,12 @@ class LemaTrainer:
         return StepResult(value, trained, tokens, length, measured=read_measured(self.model))
 
     def _step_or_drop(
-        self, optimizer: Optimizer, norm: Tensor, length: float, place: str, on_event: Callable[[str], None]
+        self, optimizer: Optimizer, norm: Tensor, length: float, location: str, on_event: Callable[[str], None]
     ) -> NonFiniteError | None:
         """End a step with the gradients' `norm`, `length` on the host; return why it is dropped, None: it is taken."""
         if self.update.fails(length):
             again = partial(self.update.accumulate, self._parameters())
-            self._refuse(lambda: self._passes.non_finite_gradient(place, again, self._drop_gradients))
+            self._refuse(lambda: self._passes.non_finite_gradient(location, again, self._drop_gradients))
         if (dropped := self._fault) is not None:
             self.update.drop()
             self._end_step()
@@ -233,10 +233,10 @@ class LemaTrainer:
             if self.files is not None and not isinstance(dataset, TokenDataset | PreferenceDataset):
                 then = newest_settings(Path(self.config.output_dir)).get("template_date") if resume else None
                 self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config, then))
-            read = partial(as_rows, config=self.config, files=self.files, say=say)
+            read = partial(as_rows, config=self.config, files=self.files, report=say)
             rows = read(dataset)
             if self.files is not None:
-                self.files.note_ends(rows)
+                self.files.note_stop_tokens(rows)
             run, optimizer = PlainRun(self, rows, read(eval_dataset), say), self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
@@ -258,12 +258,12 @@ class LemaTrainer:
     def require_room(self, count: int) -> None:
         """Raise `DiskFull`, in every process, if `output_dir` has no space for this many checkpoints."""
         optimizer, adapters, reference = self.ready(), nbytes_of(self._parameters()), self.model.reference
-        kept = (one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
-        moments = nbytes_of(kept)
+        tensors = (tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor))
+        moments = nbytes_of(tensors)
         if (not moments or self.update.over) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             moments = 2 * adapters  # which there are after its first step, in all processes together
         adapters += 0 if reference is None else reference.nbytes
-        check_room_for(count, adapters + moments, Path(self.config.output_dir), self.backend.replicas)
+        check_free_bytes_for(count, adapters + moments, Path(self.config.output_dir), self.backend.replicas)
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
         """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as `lema.train.evaluate` does."""
@@ -288,13 +288,15 @@ class LemaTrainer:
         }
         adapters, parallel, config = self._adapters(), self.backend.parallel, self.config
         reference = self.model.reference
-        kept = optimizer_state(self.ready(), parallel, self.update.over)
-        whole = whole_adapter(adapters, parallel)
+        saved_optimizer = optimizer_state(self.ready(), parallel, self.update.over)
+        adapter_state = whole_adapter(adapters, parallel)
         states = states_of_all(self.backend, self.model.split.state)
         state = {**about_run(config, "adapters", self._base.fingerprint, self.model.split.dtype), **states, **about}
         written = class_names(adapters.get_base_model()).num_forms * (1 + (reference is not None))
-        nbytes = nbytes_of(self._parameters() if whole is None else whole.values()) * written
-        adapter = partial(save_adapter, adapters, base=self._base.name, revision=self._base.revision, whole=whole)
+        nbytes = nbytes_of(self._parameters() if adapter_state is None else adapter_state.values()) * written
+        adapter = partial(
+            save_adapter, adapters, base=self._base.name, revision=self._base.revision, consolidated=adapter_state
+        )
         every: list[Writer] = [
             lambda _: self._base_files.check(),
             adapter,
@@ -304,7 +306,7 @@ class LemaTrainer:
             *reference_writers(reference, adapters, self._base, parallel),
             *writers,
         ]
-        write = partial(write_checkpoint, Path(directory), kept, state, every, nbytes)
+        write = partial(write_checkpoint, Path(directory), saved_optimizer, state, every, nbytes)
         first_alone(self.backend.replicas, write)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
@@ -320,12 +322,12 @@ class LemaTrainer:
         state = read_state(path)
         check_same_adapter(adapters, path)
         check_base(path, self.gbi, exact=True)  # because the numbers of a run may not change within it
-        given = adapters, path, self.model.split.layers_name, self.backend.parallel
-        restore_reference(self.model.reference, *given)
-        load_weights(*given)
+        arguments = adapters, path, self.model.split.layers_name, self.backend.parallel
+        restore_reference(self.model.reference, *arguments)
+        load_weights(*arguments)
         if not weights_only:
-            own = None if self.update.over is None else own_share(optimizer, self.update.over)
-            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel, own)
+            local_indices = None if self.update.over is None else own_share(optimizer, self.update.over)
+            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel, local_indices)
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
@@ -373,8 +375,8 @@ class LemaTrainer:
         self._adapters().train()
         if self.optimizer is None:
             self._base_files  # noqa: B018 - now, because what is saved says on which files the run began
-            made = make_optimizer(self._parameters(), self.config, self.peft_model, replicas=self.update.over)
-            self.optimizer = made
+            optimizer = make_optimizer(self._parameters(), self.config, self.peft_model, replicas=self.update.over)
+            self.optimizer = optimizer
         return self.optimizer
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -383,23 +385,23 @@ class LemaTrainer:
     def _end_step(self) -> None:
         self._drop_gradients()
         self.backend.end_step()
-        self._begin_anew()
+        self._reset_accumulation()
         self.global_step += 1
 
-    def _begin_anew(self) -> None:
+    def _reset_accumulation(self) -> None:
         self.accumulation_step, self._fault = 0, None
         self._passes.clear()
 
     def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
         """Have the step under way dropped, in all processes, if one more may be; else raise the `error` found."""
         if self._fault is None:
-            found = error()
-            if not may_drop(found, self.skipped_steps, self.config.max_skipped_steps):
-                raise found
-            self._fault = found
+            fault = error()
+            if not may_drop(fault, self.skipped_steps, self.config.max_skipped_steps):
+                raise fault
+            self._fault = fault
 
     def _forget(self) -> None:
-        self._begin_anew()
+        self._reset_accumulation()
         self.update.drop()
         self.update.size = None
         self.memory.cancel()

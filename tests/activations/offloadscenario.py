@@ -142,7 +142,7 @@ class Course:
         self.sources.clear()
         self.held.clear()
         self.drop(self.graphs)
-        self.settle()
+        self.finish_directory()
         assert (self.offload.live_bytes, self.offload._pieces) == (0, {})
         assert not self.alive, f"device memory is still held: {self.alive}"
         assert self.store.live == 0, "host memory is still held"
@@ -256,7 +256,7 @@ class Course:
     def let_go(self) -> None:
         """A forward is over: the device holds what others hold, and nothing for the offload's sake."""
         self.offload.let_go()
-        self.settle()
+        self.finish_directory()
         kept = {address for address, whose in self.alive.items() if not self.in_use(address)}
         assert not kept, "memory is held after the end of a forward"
 
@@ -266,7 +266,7 @@ class Course:
         return address in theirs | {one.source.address for graph in self.graphs for one in graph.saved if one.stays}
 
     def check_stash(self) -> None:
-        self.settle()
+        self.finish_directory()
         leaving = [one for one, whose in self.alive.items() if whose == "source" and not self.in_use(one)]
         assert len(leaving) <= self.stash, "more is held on the device than may be while it leaves"
 
@@ -319,7 +319,7 @@ class Course:
         if given_up:
             self.let_go()
         elif within:
-            self.settle()
+            self.finish_directory()
             left = [one for one in set(self.alive) - before if not self.in_use(one)]
             assert not left, "memory came back for a backward that is over"
         if self.chance.random() < 0.7:

@@ -12,7 +12,7 @@ from stream_fakes import LateBackend
 from torch import Tensor
 
 from lema.activations.boundaries import NUM_BUFFERS, TierName
-from lema.activations.kept import BoundaryArena
+from lema.activations.stepstore import BoundaryArena
 from lema.backend import Backend
 from lema.engine.head.gradients import graph_input
 from lema.errors import ReadError
@@ -55,7 +55,7 @@ def run(arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, in
                 given.fill_(-1)  # what is kept is a copy from the start; elsewhere it may be copied later
     for layer in reversed(LAYERS):
         for index in range(len(hidden)):
-            with step.kept(layer, index) as kept:
+            with step.fetch(layer, index) as kept:
                 wanted = expected[layer, index]
                 assert kept.dtype == wanted.dtype
                 assert kept.stride() == wanted.stride()
@@ -109,7 +109,7 @@ def test_copies_are_right_on_a_device_that_works_as_late_as_it_may(
                 step.keep(layer, index, state + layer)
         for layer in reversed(LAYERS):
             for index in range(len(hidden)):
-                with step.kept(layer, index) as kept:
+                with step.fetch(layer, index) as kept:
                     # Not done before somebody waits: by then the slot is another's, if it was let go too early.
                     backend.compute(partial(add_up, sums, (layer, index), kept))
         backend.synchronize()
@@ -139,7 +139,7 @@ def test_the_boundaries_of_a_step_lie_in_one_allocation(arena_on: Callable[..., 
         places = set()
         for layer in reversed(LAYERS):
             for index in range(len(hidden)):
-                with step.kept(layer, index) as kept:
+                with step.fetch(layer, index) as kept:
                     places.add(kept.untyped_storage().data_ptr())
         assert len(places) == 1
 
@@ -172,7 +172,7 @@ def test_memory_for_boundaries_on_disk_does_not_grow_with_depth(tmp_path: Path, 
                 step.keep(layer, index, state + layer)
         for layer in reversed(range(depth)):
             for index, state in enumerate(hidden):
-                with step.kept(layer, index) as kept:
+                with step.fetch(layer, index) as kept:
                     assert torch.equal(kept, state + layer)
     assert sum(backend.host) <= 2 * NUM_BUFFERS * hidden[0].nbytes  # each was at most once too small
     assert len(backend.host) <= 2 * NUM_BUFFERS
@@ -196,7 +196,7 @@ def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch:
         step.keep(layer, 0, state + layer)
     with pytest.raises(ReadError, match="bytes of activations differ from what was written"):
         for layer in reversed(range(9)):
-            with step.kept(layer, 0) as kept:
+            with step.fetch(layer, 0) as kept:
                 assert torch.equal(kept, state + layer)
     arena.close()
 
@@ -211,7 +211,7 @@ def test_a_step_that_waits_keeps_its_boundaries_while_another_runs(
         waiting.keep(layer, 0, hidden[0] + layer)
     run(arena, states(5))
     for layer in reversed(LAYERS):
-        with waiting.kept(layer, 0) as kept:
+        with waiting.fetch(layer, 0) as kept:
             assert torch.equal(kept, hidden[0] + layer)
 
 
@@ -222,20 +222,20 @@ def test_a_step_that_is_given_up_leaves_its_memory_to_the_next(
 ) -> None:
     arena, hidden = arena_on(tier), states(40)
     run(arena, hidden)
-    held, kept_in = arena.memory_bytes, arena._kept_in
+    held, kept_in = arena.memory_bytes, arena._storage_tier
     gc.disable()  # nothing waits for the collector
     try:
         step = arena.step(hidden, LAYERS)
         for layer in LAYERS[:num_kept]:
             step.keep(layer, 0, hidden[0] + layer)
         if num_kept == len(LAYERS):
-            with pytest.raises(KeyboardInterrupt), step.kept(LAYERS[-1], 0):
+            with pytest.raises(KeyboardInterrupt), step.fetch(LAYERS[-1], 0):
                 raise KeyboardInterrupt
         del step
         run(arena, hidden)
     finally:
         gc.enable()
-    assert arena._kept_in is kept_in
+    assert arena._storage_tier is kept_in
     assert arena.memory_bytes == held
 
 

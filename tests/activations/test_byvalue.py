@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lema.activations import get_lora_act_offloading_ctx_manager
 from lema.activations.lazy import ByValue
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 from lema.errors import ConfigError
 
 BLOCKS, ROWS, WIDTH = 8, 6, 16
@@ -29,10 +29,10 @@ class Marked:
     def __init__(self) -> None:
         self.inputs: list[Tensor] = []
 
-    def __call__(self, tensor: Tensor) -> Kept | None:
+    def __call__(self, tensor: Tensor) -> StayReason | None:
         if torch._C._current_graph_task_id() != -1:
-            return Kept.BACKWARD
-        return None if any(tensor is one for one in self.inputs) else Kept.UNCHOSEN
+            return StayReason.BACKWARD
+        return None if any(tensor is one for one in self.inputs) else StayReason.UNCHOSEN
 
 
 class Stack:
@@ -141,7 +141,7 @@ def test_only_inputs_of_layers_are_moved_each_once_each_way(lazy: LazyDevice, re
     counters = offload.counters
     assert (counters.moved, counters.copies_out, counters.copies_back) == (BLOCKS, BLOCKS, BLOCKS)
     assert (counters.bytes_out, counters.bytes_back) == (BLOCKS * NBYTES, BLOCKS * NBYTES)
-    assert counters.kept[Kept.UNCHOSEN] >= 2 * BLOCKS, "weights stay"
+    assert counters.kept[StayReason.UNCHOSEN] >= 2 * BLOCKS, "weights stay"
     assert lazy.uploads - uploads == BLOCKS
     assert offload.live_bytes == 0
 

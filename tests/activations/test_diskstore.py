@@ -51,7 +51,7 @@ def opened(directory: Path, blocks: int = 16, limit: int | None = None) -> DiskS
 
 
 def placed(store: DiskStore, nbytes: int) -> DiskPiece:
-    place = store.place(nbytes)
+    place = store.allocate(nbytes)
     assert isinstance(place, DiskPiece)
     return place
 
@@ -161,7 +161,7 @@ def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], bloc
 def nothing_is_left(store: DiskStore) -> None:
     store._await_dropped()
     store._await_dropped()  # copies that were to land before what was not written after all
-    assert not store._under_way
+    assert not store._in_flight
     assert not store._dropped
     assert not store._idle
     assert taken_bytes(store) == store._extents.end == used_bytes(store.staging) == 0
@@ -323,12 +323,12 @@ def test_what_nobody_wants_any_more_is_not_written(tmp_path: Path) -> None:
         place.filled(gate.landed)
     late = Kept(store, data(Random(0), BLOCK), [])
     late.place.drop()
-    store._look()
+    store._poll()
     for gate in gates:
         gate.opened.set()
     settle(store)
     store._await_dropped()
-    store._look()
+    store._poll()
     assert late.copy.done  # the buffer was not used again before
     assert store.bytes_written == taken_bytes(store) == 2 * BLOCK
     store.close()
@@ -353,7 +353,7 @@ def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(tmp
     (reading,) = kept[7].place.transfers
     reading.future.exception()
     assert kept[7].place.ready()
-    store._look()
+    store._poll()
     assert store.bytes_read == BLOCK
     for one in reversed(kept[:11]):
         one.read()
@@ -470,12 +470,12 @@ def test_one_piece_that_is_larger_than_staging_passes(tmp_path: Path, size: int)
     large = Kept(store, data(Random(1), size), wrong)
     other = Kept(store, data(Random(2), BLOCK), wrong)
     settle(store)
-    assert store.staging.held_bytes <= 2 * BLOCK
+    assert store.staging.allocated_bytes <= 2 * BLOCK
     for one in (large, small, large, other):
         one.read()
     store._drains.submit(lambda: None).result()
     settle(store)
-    assert store.staging.held_bytes <= 2 * BLOCK
+    assert store.staging.allocated_bytes <= 2 * BLOCK
     store.close()
     assert not wrong
 
@@ -487,7 +487,7 @@ def test_a_copy_that_has_ended_keeps_nothing_of_the_device(tmp_path: Path) -> No
     kept.place.used(upload.drained)
     settle(store)
     store._drains.submit(lambda: None).result()
-    store._look()
+    store._poll()
     gone = [weakref.ref(upload), weakref.ref(kept.copy)]
     del upload, kept.copy
     assert [ref() for ref in gone] == [None, None]
@@ -535,7 +535,7 @@ def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "statvfs", nearly_full)
     with pytest.raises(DiskError, match="16,384 bytes are needed for activations") as caught:
-        store.place(3 * BLOCK)
+        store.allocate(3 * BLOCK)
     assert caught.value.where == str(tmp_path)
     assert caught.value.how == HOW
     monkeypatch.undo()
@@ -553,7 +553,7 @@ def test_a_file_that_may_not_grow_names_the_setting(tmp_path: Path) -> None:
     first.filled(gate.landed)
     assert gate.reached.wait(60)
     with pytest.raises(DiskError, match=r"20,480 bytes are needed for .*, but 16,384 are allowed") as caught:
-        store.place(2 * BLOCK)
+        store.allocate(2 * BLOCK)
     assert caught.value.where == str(tmp_path)
     assert "disk_space" in caught.value.how
     first.drop()
@@ -589,7 +589,7 @@ def test_a_write_that_fails_is_raised_by_the_next_call(
         for transfer in tuple(one.place.transfers):
             transfer.future.exception()
     calls: dict[str, Callable[[], object]] = {
-        "place": lambda: store.place(1),
+        "place": lambda: store.allocate(1),
         "settle": lambda: settle(store),
         "memory": lost.memory,
         "memory of another": kept[0].place.memory,
@@ -623,7 +623,7 @@ def test_a_write_that_fails_while_its_buffer_is_waited_for_costs_no_room(
     place.filled(gate.landed)
     monkeypatch.setattr(os, "statvfs", lambda place: gate.opened.set() or real(place))
     with pytest.raises(DiskError, match="writing failed"):
-        store.place(BLOCK)
+        store.allocate(BLOCK)
     assert gate.opened.is_set()
     assert taken_bytes(store) == BLOCK
     place.drop()
@@ -749,8 +749,8 @@ def test_a_store_that_was_closed_says_so(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-    assert store.staging.held_bytes == 0
-    for call in (kept.place.memory, lambda: settle(store), lambda: store.place(1)):
+    assert store.staging.allocated_bytes == 0
+    for call in (kept.place.memory, lambda: settle(store), lambda: store.allocate(1)):
         with pytest.raises(DiskError, match="closed") as caught:
             call()
         assert caught.value.where == str(tmp_path)

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lema.activations.hooks import Scope, Sites, entered
+from lema.activations.hooks import ModelHooks, Scope, entered
 from lema.activations.layers import LayerInputs, decoder_layers, only_layer_inputs
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 
 NAMES = ["llama", "gpt2", "mixtral"]
 WIDTH = 8
@@ -78,7 +78,7 @@ class Moving:
         assert self.scope.layer_inputs == {}
 
     def _pack(self, tensor: Tensor) -> tuple[bool, Tensor]:
-        if torch._C._current_graph_task_id() != -1 or self.choice(tensor) is Kept.UNCHOSEN:
+        if torch._C._current_graph_task_id() != -1 or self.choice(tensor) is StayReason.UNCHOSEN:
             self.stayed += 1
             return False, tensor
         self.storages.append(StorageWeakRef(tensor.untyped_storage()))
@@ -382,7 +382,7 @@ def hooks_on(model: nn.Module) -> list[tuple[list[int], list[int]]]:
 def test_hooks_of_sites_and_layers_leave_nothing_behind() -> None:
     model = adapted("mixtral", use_reentrant=True)
     before = hooks_on(model)
-    sites, one, other = Sites(model), LayerInputs(model), LayerInputs(model)
+    sites, one, other = ModelHooks(model), LayerInputs(model), LayerInputs(model)
     with one.opened(), other.opened():
         within = hooks_on(model)
     assert hooks_on(model) == within
@@ -412,7 +412,7 @@ def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(use
         compilations.append(graph)
         return graph.forward
 
-    compiled, sites = torch.compile(model, backend=backend, fullgraph=True), Sites(model, warn_if_no_head=False)
+    compiled, sites = torch.compile(model, backend=backend, fullgraph=True), ModelHooks(model, warn_if_no_head=False)
     inputs, scope = LayerInputs(model), Scope()
     for _ in range(3):
         with entered(scope), inputs.opened():

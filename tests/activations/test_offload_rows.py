@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema.activations import NoOpManager, OffloadActivations, get_lora_act_offloading_ctx_manager
 from lema.activations.policy import WeightStorages, everything
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 from lema.errors import ConfigError, LemaError
 
 STATE = 2 * 24 * HIDDEN * 4  # bytes of a hidden state
@@ -133,17 +133,17 @@ def test_a6_host_tensors_small_ones_and_special_classes_stay(offloading: Callabl
 
     with offloading(min_offload_size=1024) as context:
         (big(4, 4).sin() + 0).sum().backward()
-        assert context.counters.kept == {Kept.SMALL: 1}
+        assert context.counters.kept == {StayReason.SMALL: 1}
         special = torch.randn(64, 64).as_subclass(Quantized)
         (big() * special).sum().backward()
-        assert context.counters.kept[Kept.QUANTIZED] == 1
+        assert context.counters.kept[StayReason.QUANTIZED] == 1
         (torch.randn(64, 64, dtype=torch.complex64).conj() * big()).abs().sum()
-        assert context.counters.kept[Kept.LAYOUT] == 1
+        assert context.counters.kept[StayReason.LAYOUT] == 1
         parameter, buffer = nn.Parameter(torch.randn(64, 64)), nn.Buffer(torch.randn(64, 64))
         (big() * parameter * buffer).sum()
-        assert context.counters.kept[Kept.WEIGHT] == 2
+        assert context.counters.kept[StayReason.WEIGHT] == 2
     elsewhere = everything(WeightStorages(), {"meta"})
-    assert elsewhere(big()) is Kept.ELSEWHERE
+    assert elsewhere(big()) is StayReason.ELSEWHERE
 
 
 def moved_by(context: OffloadActivations, action: Callable[[], Any]) -> list[Tensor]:
@@ -197,8 +197,8 @@ def test_a7_no_byte_of_a_weight_is_moved(
     for _ in range(2):
         moved = moved_by(context, train)
         assert moved and weight_bytes(model, moved) == 0
-    assert context.counters.kept[Kept.WEIGHT] > NUM_LAYERS
-    assert bool(context.counters.kept[Kept.CAST]) == autocast
+    assert context.counters.kept[StayReason.WEIGHT] > NUM_LAYERS
+    assert bool(context.counters.kept[StayReason.CAST]) == autocast
 
 
 def test_a7_weights_that_are_swapped_in_for_the_forward_are_not_moved(
@@ -251,7 +251,7 @@ def test_a8_the_head_and_the_loss_stay(offloading: Callable[..., OffloadActivati
     context = offloading(model)
     moved = moved_by(context, lambda: loss_of(model).backward())
     assert moved and not [one for one in moved if one.shape[-1] == 96 and one.numel() == 2 * 24 * 96 and one.dim() < 3]
-    assert context.counters.kept[Kept.LOSS] > 0
+    assert context.counters.kept[StayReason.LOSS] > 0
 
 
 def test_a9_excluded_modules_and_regions_opted_out_of_nest(offloading: Callable[..., OffloadActivations]) -> None:
@@ -261,7 +261,7 @@ def test_a9_excluded_modules_and_regions_opted_out_of_nest(offloading: Callable[
     without = offloading(model, exclude_modules=["mlp"])
     assert_same(step(model, without), step(model))
     assert 0 < without.counters.moved < whole.counters.moved
-    assert without.counters.kept[Kept.EXCLUDED] > 0
+    assert without.counters.kept[StayReason.EXCLUDED] > 0
     with offloading() as context:
         value = big()
         with NoOpManager(), NoOpManager():
@@ -526,7 +526,7 @@ def test_a16_hidden_states_moves_inputs_of_layers_and_nothing_else(
     moved = moved_by(context, lambda: loss_of(model).backward())
     assert {tuple(one.shape) for one in moved} == {(2, 24, HIDDEN)}
     assert context.counters.copies_out == NUM_LAYERS
-    assert context.counters.kept[Kept.UNCHOSEN] > 0
+    assert context.counters.kept[StayReason.UNCHOSEN] > 0
 
 
 def test_a17_buffers_are_used_again_and_a_limit_holds(offloading: Callable[..., OffloadActivations]) -> None:
@@ -543,7 +543,7 @@ def test_a17_buffers_are_used_again_and_a_limit_holds(offloading: Callable[..., 
         found = step(model, limited)
     assert_same(found, step(model))
     assert limited.offload._store.pool.peak_bytes <= 100_000  # type: ignore[attr-defined]
-    assert limited.counters.kept[Kept.FULL] > 0 and limited.counters.moved > 0
+    assert limited.counters.kept[StayReason.FULL] > 0 and limited.counters.moved > 0
 
 
 def test_a18_the_host_is_the_reference_device(offloading: Callable[..., OffloadActivations]) -> None:
@@ -575,7 +575,7 @@ def test_a20_everything_seen_is_counted_once(offloading: Callable[..., OffloadAc
     counters = context.counters
     assert counters.to_dict() == {
         "seen": 5, "moved": 3, "restored": 3, "copies_out": 3, "copies_back": 2, "bytes_out": 3 * 64 * 64 * 4,
-        "bytes_back": 2 * 64 * 64 * 4, "early": 1, "kept": {Kept.WEIGHT.value: 1, Kept.SMALL.value: 1},
+        "bytes_back": 2 * 64 * 64 * 4, "early": 1, "kept": {StayReason.WEIGHT.value: 1, StayReason.SMALL.value: 1},
     }  # fmt: skip
     assert counters.seen == counters.moved + sum(counters.kept.values())
 
@@ -657,7 +657,7 @@ def test_b7_what_finds_no_room_in_host_memory_goes_to_disk(
     model = tiny_model()
     context = offloading(model, offload_dir=tmp_path, host_memory=100_000)
     assert_same(step(model, context), step(model))
-    assert context.counters.kept[Kept.FULL] == 0
+    assert context.counters.kept[StayReason.FULL] == 0
     assert context.offload._store.beyond.bytes_written > 0  # type: ignore[attr-defined]
 
 
@@ -666,7 +666,7 @@ def test_b9_a_byte_that_comes_back_wrong_is_found(offloading: Callable[..., Offl
         total = big().sin().exp().sum()
         context.offload.let_go()
         (piece,) = next(iter(context.offload._pieces.values()))
-        piece._place.memory()[5] += 1
+        piece._waiting_piece.memory()[5] += 1
         with pytest.raises(LemaError, match="changed while they were moved"):
             total.backward()
 

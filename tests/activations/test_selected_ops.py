@@ -21,7 +21,7 @@ from lema.activations.hooks import Scope, current, entered
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.layers import only_layer_inputs
 from lema.activations.offload import Offload
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 from lema.activations.selected import DEFAULT_ATTENTION_OPS, offloaded_ops
 from lema.backend.torchstreams import TorchCarrier
 from lema.errors import ConfigError, LemaError
@@ -30,13 +30,13 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 MM, DROPOUT = "aten::mm", "aten::native_dropout"
 
 
-def everything(tensor: Tensor) -> Kept | None:
+def everything(tensor: Tensor) -> StayReason | None:
     """The choice that keeps nothing but what is saved in a backward."""
-    return Kept.BACKWARD if torch._C._current_graph_task_id() != -1 else None
+    return StayReason.BACKWARD if torch._C._current_graph_task_id() != -1 else None
 
 
-def nothing(tensor: Tensor) -> Kept:
-    return Kept.FULL
+def nothing(tensor: Tensor) -> StayReason:
+    return StayReason.FULL
 
 
 def offload(choice: Any = None, *, stash: int = 1) -> Offload:

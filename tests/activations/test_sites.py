@@ -17,7 +17,7 @@ from tiny import ARCHITECTURES, micro_batches
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from lema.activations.hooks import Hooked, Hooks, Scope, Sites, current, entered, output_head, wrapped
+from lema.activations.hooks import Hooked, Hooks, ModelHooks, Scope, current, entered, output_head, wrapped
 from lema.errors import ConfigError
 
 
@@ -126,7 +126,7 @@ def test_the_head_is_found_in_every_layout_and_what_follows_is_the_loss(layout: 
     make, head_of = LAYOUTS[layout]
     model = make()
     assert output_head(model) is head_of(model)
-    sites = Sites(model)
+    sites = ModelHooks(model)
     assert sites.head
     scope = Scope()
     inside = []
@@ -149,7 +149,7 @@ def test_the_head_of_a_language_model_is_entered_once_after_the_layers(
 ) -> None:
     bare = make(name)
     model = wrap(bare)
-    sites = Sites(model)
+    sites = ModelHooks(model)
     base = wrapped(model)[-1]
     layers = base.get_submodule(ARCHITECTURES[name].layers)
     seen = Seen(base.get_input_embeddings(), *layers, base.lm_head)
@@ -166,7 +166,7 @@ def test_a_head_that_was_replaced_is_found_as_it_is_called(settings: dict[str, A
     model = adapted(**settings)
     head = output_head(model)
     assert head is not None and head is wrapped(model)[-1].lm_head and not isinstance(head, nn.Linear)
-    sites = Sites(model)
+    sites = ModelHooks(model)
     scope, inside = Scope(), []
     inner = [module for module in head.modules() if isinstance(module, nn.Linear)]
     for module in inner:
@@ -180,7 +180,7 @@ def test_a_head_that_was_replaced_is_found_as_it_is_called(settings: dict[str, A
 def test_tied_embeddings_are_no_head_when_tokens_are_looked_up() -> None:
     model = whole(tie_word_embeddings=True)
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    sites, seen = Sites(model), Seen(*model.model.layers)
+    sites, seen = ModelHooks(model), Seen(*model.model.layers)
     with entered(seen.scope):
         model(**micro_batches(1)[0])
     assert sites.head and not any(seen.past_head) and seen.scope.past_head
@@ -199,11 +199,11 @@ def test_a_head_that_is_the_embedding_itself_is_none() -> None:
 def test_a_model_without_a_head_is_told() -> None:
     model = AutoModel.from_config(ARCHITECTURES["llama"].config())
     with pytest.warns(UserWarning, match="no output head was found in LlamaModel.*exclude"):
-        sites = Sites(model)
+        sites = ModelHooks(model)
     assert not sites.head
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Sites(model, warn_if_no_head=False)
+        ModelHooks(model, warn_if_no_head=False)
 
 
 class Fails(Exception):
@@ -233,12 +233,12 @@ def blocks(scope: Scope, depths: list[int], *, fails: bool = False) -> nn.Module
 def test_excluded_modules_nest() -> None:
     scope, depths = Scope(), []
     model = blocks(scope, depths)
-    Sites(model, exclude=["outer"])
-    kept = Sites(model, exclude=["outer.inner", r"out.*\.probe"])
+    ModelHooks(model, exclude=["outer"])
+    kept = ModelHooks(model, exclude=["outer.inner", r"out.*\.probe"])
     with entered(scope):
         model(torch.ones(1))
     assert depths == [0, 2, 0, 0]  # the first was dropped at once
-    both = Sites(model, exclude=["outer"])
+    both = ModelHooks(model, exclude=["outer"])
     depths.clear()
     with entered(scope):
         model(torch.ones(1))
@@ -251,7 +251,7 @@ def test_excluded_modules_nest() -> None:
 def test_an_exception_leaves_excluded_modules() -> None:
     scope, depths = Scope(), []
     model = blocks(scope, depths, fails=True)
-    sites = Sites(model, exclude=["outer", "inner", "probe"])
+    sites = ModelHooks(model, exclude=["outer", "inner", "probe"])
     with entered(scope), pytest.raises(Fails):
         model(torch.ones(1))
     assert depths == [1, 3] and scope.excluded == 0
@@ -273,7 +273,7 @@ def test_where_a_hook_of_others_raises_the_excluded_module_around_is_still_one()
     inner = Probe(scope, depths)
     model = Named("outer", outer=Survives(inner=inner, after=Probe(scope, depths)))
     inner.register_forward_pre_hook(fail)
-    sites = Sites(model, exclude=["outer", "inner"], warn_if_no_head=False)
+    sites = ModelHooks(model, exclude=["outer", "inner"], warn_if_no_head=False)
     with entered(scope):
         model(torch.ones(1))
     assert depths == [1] and scope.excluded == 0
@@ -293,7 +293,7 @@ def test_kernels_that_keep_what_they_save_are_excluded_and_blocks_around_them_ar
     block = LigerBlock("norm", "probe", norm=LigerNorm(scope, depths), probe=Probe(scope, depths))
     named = Probe(scope, depths)
     model = Named("block", "my_Liger_loss", "head", block=block, my_Liger_loss=named, head=Probe(scope, depths))
-    sites = Sites(model)
+    sites = ModelHooks(model)
     with entered(scope):
         model(torch.ones(1))
     assert depths == [1, 0, 1, 0]
@@ -303,7 +303,7 @@ def test_kernels_that_keep_what_they_save_are_excluded_and_blocks_around_them_ar
 @pytest.mark.parametrize("make", [whole, adapted])
 def test_names_are_those_of_the_model_before_it_was_wrapped(make: Callable[[], nn.Module]) -> None:
     model = Replicated(make())
-    sites = Sites(model, exclude=["layers.3.mlp", r"model\.layers\.[01]\.self_attn"])
+    sites = ModelHooks(model, exclude=["layers.3.mlp", r"model\.layers\.[01]\.self_attn"])
     excluded = [name for name, hooks in hooks_on(model).items() if "_exclude" in hooks]
     ends = ["layers.0.self_attn", "layers.1.self_attn", "layers.3.mlp"]
     assert [name[name.index("layers.") :] for name in excluded] == ends
@@ -321,17 +321,17 @@ def test_names_are_those_of_the_model_before_it_was_wrapped(make: Callable[[], n
 def test_a_pattern_without_a_match_is_refused_and_leaves_no_hook(pattern: str, message: str) -> None:
     model = whole()
     with pytest.raises(ConfigError, match=message):
-        Sites(model, exclude=["mlp", pattern])
+        ModelHooks(model, exclude=["mlp", pattern])
     assert hooks_on(model) == {}
 
 
 def test_hooks_are_put_on_once_and_go_with_the_last_context() -> None:
     model = adapted()
-    first = Sites(model, exclude=["mlp"])
+    first = ModelHooks(model, exclude=["mlp"])
     once = hooks_on(model)
     with_weights = {name for name, hooks in once.items() if "_enter_weights" in hooks}
     assert with_weights == {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    second = Sites(model, exclude=["mlp", "self_attn"])
+    second = ModelHooks(model, exclude=["mlp", "self_attn"])
     both = hooks_on(model)
     assert all(len(hooks) == len(set(hooks)) for hooks in both.values()), "a hook is there twice"
     more = {name for name in both if both[name] != once.get(name)}
@@ -339,7 +339,7 @@ def test_hooks_are_put_on_once_and_go_with_the_last_context() -> None:
     first.close()
     first.close()
     assert hooks_on(model) == both  # the second has all of the first's
-    third = Sites(Replicated(model), warn_if_no_head=False)
+    third = ModelHooks(Replicated(model), warn_if_no_head=False)
     second.close()
     assert hooks_on(model) == {
         name: left for name in once if (left := [hook for hook in once[name] if hook not in ("_exclude", "_include")])
@@ -350,11 +350,11 @@ def test_hooks_are_put_on_once_and_go_with_the_last_context() -> None:
 
 def test_a_forgotten_context_takes_its_hooks_along_and_none_keeps_the_model() -> None:
     model = whole()
-    sites = Sites(model)
+    sites = ModelHooks(model)
     del sites
     gc.collect()
     assert hooks_on(model) == {}
-    sites = Sites(model, exclude=["mlp"])
+    sites = ModelHooks(model, exclude=["mlp"])
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -365,7 +365,7 @@ def test_a_forgotten_context_takes_its_hooks_along_and_none_keeps_the_model() ->
 def test_outside_of_a_context_and_in_evaluation_nothing_is_noted() -> None:
     model = whole()
     scope = Scope()
-    sites = Sites(model, exclude=["mlp"])
+    sites = ModelHooks(model, exclude=["mlp"])
     with entered(scope):
         pass
     model.eval()
@@ -377,7 +377,7 @@ def test_outside_of_a_context_and_in_evaluation_nothing_is_noted() -> None:
 
 def test_a_model_with_hooks_is_copied_pickled_and_saved(tmp_path: Path) -> None:
     model = whole()
-    sites = Sites(model, exclude=["mlp"])
+    sites = ModelHooks(model, exclude=["mlp"])
     (batch,) = micro_batches(1)
     expected = model(**batch).loss
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -386,7 +386,7 @@ def test_a_model_with_hooks_is_copied_pickled_and_saved(tmp_path: Path) -> None:
     for one in copies:
         with entered(Scope()):
             assert torch.equal(one(**batch).loss, expected)
-        other = Sites(one, exclude=["mlp"])
+        other = ModelHooks(one, exclude=["mlp"])
         assert hooks_on(one) == hooks_on(model)  # those that came with the copy are not there twice
         other.close()
         assert hooks_on(one) == {}
@@ -409,7 +409,7 @@ def modules_in(model: nn.Module, batch: dict[str, Tensor], scope: Scope) -> Iter
 @pytest.mark.parametrize("make", [whole, adapted])
 def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Module]) -> None:
     model, (batch,) = make(), micro_batches(1)
-    sites, scope = Sites(model), Scope()
+    sites, scope = ModelHooks(model), Scope()
     running = set(modules_in(model, batch, scope)) - {None}
     assert scope.modules == []
     linears = {module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".0." not in name}
@@ -421,7 +421,7 @@ def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Mod
 def test_modules_with_weights_are_left_by_an_exception() -> None:
     layer = nn.Linear(4, 4)
     model = Named("layer", "head", layer=layer, head=linear())
-    sites, scope = Sites(model), Scope()
+    sites, scope = ModelHooks(model), Scope()
     with entered(scope), torch.autocast("cpu"), pytest.raises(RuntimeError):
         model(torch.ones(1, 5))
     assert scope.modules == []

@@ -43,7 +43,7 @@ def test_a_few_buffers_serve_pieces_of_all_sizes() -> None:
         for buffer in found[:3]:
             assert buffer is not None
             one.give(buffer)
-    assert one.held_bytes == one.limit == 15 * BLOCK
+    assert one.allocated_bytes == one.limit == 15 * BLOCK
     assert one.allocated == 6, "buffers are made again only where they are too small"
 
 
@@ -81,21 +81,21 @@ def test_no_byte_is_handed_out_twice_and_the_limit_holds(steps: list[tuple[str, 
             (one.give if step == "give" else one.forget)(buffer)
         elif step == "clear":
             one.clear()
-            assert one.held_bytes == used_bytes(one)
+            assert one.allocated_bytes == used_bytes(one)
         assert all(buffer.eq(filled).all() for buffer, filled in out)
         asked = sum(-(-len(buffer) // BLOCK) * BLOCK for buffer, _ in out)
         most = max(most, asked, used_bytes(one))
         assert asked <= used_bytes(one) <= 2 * asked
-        assert one.held_bytes <= most
-        peak = max(peak, one.held_bytes)
+        assert one.allocated_bytes <= most
+        peak = max(peak, one.allocated_bytes)
         assert one.peak_bytes >= peak
         assert forced or limit is None or one.peak_bytes <= limit
-        assert limit is None or one.held_bytes <= max(limit, used_bytes(one))
+        assert limit is None or one.allocated_bytes <= max(limit, used_bytes(one))
     for buffer, _ in out:
         one.give(buffer)
     assert used_bytes(one) == 0
     one.clear()
-    assert one.held_bytes == 0
+    assert one.allocated_bytes == 0
 
 
 def test_steps_that_are_alike_allocate_once() -> None:
@@ -106,7 +106,7 @@ def test_steps_that_are_alike_allocate_once() -> None:
             one.give(buffer)
     assert one.allocated == 5
     assert one.reused == 20
-    assert one.held_bytes == one.peak_bytes == 2 * 8192 + 2 * 4096 + 90_112
+    assert one.allocated_bytes == one.peak_bytes == 2 * 8192 + 2 * 4096 + 90_112
 
 
 def test_batches_of_all_lengths_do_not_add_up() -> None:
@@ -117,7 +117,7 @@ def test_batches_of_all_lengths_do_not_add_up() -> None:
         most = max(most, length * 20_480)
         for buffer in buffers:
             one.give(buffer)
-        assert one.held_bytes <= 2 * most
+        assert one.allocated_bytes <= 2 * most
     assert one.allocated < 30  # of 300
 
 
@@ -129,16 +129,16 @@ def test_free_buffers_of_other_sizes_make_room() -> None:
     assert len(taken(one, BLOCK)) == BLOCK
     one.give(second)
     assert len(taken(one, 9 * BLOCK)) == 9 * BLOCK
-    assert one.held_bytes == one.peak_bytes == 10 * BLOCK
+    assert one.allocated_bytes == one.peak_bytes == 10 * BLOCK
 
 
 def test_a_buffer_that_must_be_had_goes_back_to_the_system() -> None:
     one = pool(limit=BLOCK)
     large = one.take(3 * BLOCK, must=True)
     assert large is not None
-    assert one.held_bytes == 3 * BLOCK
+    assert one.allocated_bytes == 3 * BLOCK
     one.give(large)
-    assert one.held_bytes == 0
+    assert one.allocated_bytes == 0
 
 
 def test_some_memory_is_left_to_the_machine() -> None:
@@ -164,7 +164,7 @@ def test_what_may_still_be_written_into_is_not_used_again() -> None:
     one = pool()
     buffer = taken(one, BLOCK)
     one.forget(buffer)
-    assert one.held_bytes == 0
+    assert one.allocated_bytes == 0
     assert taken(one, BLOCK).data_ptr() != buffer.data_ptr()
 
 
@@ -185,7 +185,7 @@ def test_an_allocation_that_fails_leaves_the_pool_as_it_was() -> None:
     for _ in range(2):
         with pytest.raises(MemoryError, match="8192 bytes"):
             one.take(2 * BLOCK)
-    assert one.held_bytes == used_bytes(one) == one.allocated == 0
+    assert one.allocated_bytes == used_bytes(one) == one.allocated == 0
 
 
 class Owner:
@@ -209,7 +209,7 @@ def test_a_garbage_collector_gives_back_in_the_middle_of_a_call() -> None:
     gc.freeze()  # what other tests left is not looked through again and again
     try:
         for size in range(1, 20):
-            Owner(store.place(size * BLOCK))
+            Owner(store.allocate(size * BLOCK))
     finally:
         gc.enable()
     gc.collect()
@@ -246,11 +246,11 @@ def test_threads_share_a_pool() -> None:
 
 def test_a_place_in_host_memory_holds_its_bytes_until_it_is_dropped() -> None:
     store = HostStore(pool(limit=2 * BLOCK))
-    first, second = store.place(5000), None
+    first, second = store.allocate(5000), None
     assert first is not None
     first.fill().fill_(7)
     first.filled(lambda: None)
-    assert store.place(1) is None
+    assert store.allocate(1) is None
     first.expect()
     assert first.ready()
     for _ in range(2):
@@ -260,11 +260,11 @@ def test_a_place_in_host_memory_holds_its_bytes_until_it_is_dropped() -> None:
     first.drop()
     with pytest.raises(AssertionError, match="had been dropped"):
         first.memory()
-    second = store.place(8000)
+    second = store.allocate(8000)
     assert second is not None
     second.drop()
     store.close()
-    assert store.pool.held_bytes == 0
+    assert store.pool.allocated_bytes == 0
 
 
 class Shelf:
@@ -276,7 +276,7 @@ class Shelf:
 
     def place(self, nbytes: int) -> WaitingPiece | None:
         self.placed.append(nbytes)
-        return HostStore(pool()).place(nbytes)
+        return HostStore(pool()).allocate(nbytes)
 
     def close(self) -> None:
         self.closed = True
@@ -285,12 +285,12 @@ class Shelf:
 def test_what_has_no_room_in_host_memory_goes_to_the_disk() -> None:
     disk = Shelf()
     store = HostStore(pool(limit=3 * BLOCK), disk)
-    places = [store.place(nbytes) for nbytes in (8000, 8001, 4000, 1)]
+    places = [store.allocate(nbytes) for nbytes in (8000, 8001, 4000, 1)]
     assert all(place is not None for place in places)
     assert disk.placed == [8001, 1]
     assert places[0] is not None
     places[0].drop()
-    store.place(8192)
+    store.allocate(8192)
     assert disk.placed == [8001, 1]
     store.close()
     assert disk.closed

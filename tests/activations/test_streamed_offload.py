@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema import LemaConfig, LemaModel
-from lema.activations.kept import KeptGraphs
 from lema.activations.pieces import Piece
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
+from lema.activations.stepstore import SavedGraphs
 from lema.backend import Backend
 from lema.engine.recompute import Graph
 from lema.errors import DiskError
@@ -51,7 +51,7 @@ def model_on(backend: Backend, checkpoint: Checkpoint, directory: Path, **settin
         model.close()
 
 
-def graphs_of(model: LemaModel) -> KeptGraphs:
+def graphs_of(model: LemaModel) -> SavedGraphs:
     assert model.adapter.graphs is not None
     return model.adapter.graphs
 
@@ -197,7 +197,7 @@ def test_no_byte_of_a_weight_is_moved(checkpoint_of: CheckpointOf, tmp_path: Pat
             nonlocal seen
             seen += 1
             assert source.untyped_storage()._cdata not in own, own[source.untyped_storage()._cdata]
-            for lease in model.memory._held.values():
+            for lease in model.memory._open_leases.values():
                 start = lease.slot.data_ptr()
                 assert not start <= source.data_ptr() < start + len(lease.slot), "a weight in its slot was moved"
 
@@ -215,7 +215,7 @@ def test_casts_of_weights_are_no_activations(checkpoint_of: CheckpointOf, tmp_pa
     assert_same(outcomes[1], outcomes[0])
     kept, moved = graphs_of(model).counters.kept, graphs_of(model).counters.moved
     targets = len(checkpoint.architecture.targets)
-    assert kept[Kept.CAST] >= 3 * (NUM_LAYERS - 1) * targets  # of A's and B's, those that a gradient goes through
+    assert kept[StayReason.CAST] >= 3 * (NUM_LAYERS - 1) * targets  # of A's and B's, those that a gradient goes through
     assert moved > 0
 
 

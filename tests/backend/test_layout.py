@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lema.backend.layout import (
     Layout,
+    axis_spans,
     column,
     consolidate,
     differences,
@@ -18,7 +19,6 @@ from lema.backend.layout import (
     fused,
     kv,
     layout_from_dict,
-    places,
     query,
     replicated,
     row,
@@ -114,10 +114,10 @@ def test_a_flipped_bit_on_one_rank_is_found_wherever_it_is_held_twice(
         return  # padding, which no rank keeps
     first = min(holders | {rank})
     assert bool(found) == bool(holders)
-    assert all(pair.first == first or rank in (pair.first, pair.other) for pair in found)
-    assert {pair.other for pair in found} | {pair.first for pair in found} >= ({rank} if holders else set())
+    assert all(pair.first == first or rank in (pair.first, pair.second) for pair in found)
+    assert {pair.second for pair in found} | {pair.first for pair in found} >= ({rank} if holders else set())
     if holders:
-        with pytest.raises(DataError, match=f"rank {found[0].other} differs from rank {found[0].first}"):
+        with pytest.raises(DataError, match=f"rank {found[0].second} differs from rank {found[0].first}"):
             consolidate(pieces, layout)
         if first != rank:
             assert torch.equal(consolidate(pieces, layout, check=False), full)
@@ -249,7 +249,7 @@ def test_the_factors_of_an_embedding_cut_by_its_vocabulary_are_whole() -> None:
 )
 def test_what_cannot_be_divided_is_said(make: Callable[[], Layout], size: int, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        places(make(), size, 0)
+        axis_spans(make(), size, 0)
     assert said in str(caught.value)
 
 
@@ -275,7 +275,7 @@ def test_replicas_are_compared_bit_by_bit() -> None:
     held = torch.tensor([float("nan"), 0.0])
     assert not differences([held, held.clone()], replicated(2))
     (found,) = differences([held, torch.tensor([float("nan"), -0.0])], replicated(2))
-    assert (found.first, found.other) == (0, 1)
+    assert (found.first, found.second) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,13 @@ def test_what_layers_return_is_learnt_from_shapes(tmp_path: Path, monkeypatch: p
         tensors = {name: id(one) for name, one in (*model.skeleton.named_parameters(), *model.skeleton.named_buffers())}
         expected = Split(model.skeleton, model.backend)
         expected.lazy = False
-        assert not expected.known(ids)
+        assert not expected.has_learned(ids)
         computed: list[Tensor] = []
         with monkeypatch.context() as watched:
             watched.setattr(Split, "_learn", noting(Split._learn, computed))
             for training in (True, False):
                 model.skeleton.train(training)
-                assert model.split.known(ids)
+                assert model.split.has_learned(ids)
         assert len(computed) == 6 and not any(map(has_values, computed))
         again = {name: id(one) for name, one in (*model.skeleton.named_parameters(), *model.skeleton.named_buffers())}
         assert again == tensors  # each is where it was
@@ -94,7 +94,7 @@ def test_a_model_that_looks_at_values_is_learnt_with_them(tmp_path: Path, monkey
             return forward(self, input_ids, **more)
 
         monkeypatch.setattr(type(model.skeleton), "forward", looks)
-        assert not model.split.known({"input_ids": torch.ones(2, 12, dtype=torch.long)})
+        assert not model.split.has_learned({"input_ids": torch.ones(2, 12, dtype=torch.long)})
         assert model.get_trainer().train_step(batch(1))[1] > 0
 
 

@@ -38,7 +38,7 @@ class Fake:
             self.now += INTERVAL
             if every is not None and (count := int((self.now - begun) / every)) > done:
                 self.layers, done = self.layers + count - done, count
-            self.dog.look()
+            self.dog.poll()
 
     @property
     def files(self) -> list[Path]:
@@ -106,7 +106,7 @@ def test_a_process_that_was_stopped_as_a_whole_is_not_at_fault(tmp_path: Path) -
     run = Fake(tmp_path, end_after=60.0)
     run.go(100, every=1.0)
     run.now += 3600
-    run.dog.look()
+    run.dog.poll()
     assert not run.files and not run.ended
     run.go(60.0)
     assert run.files and run.ended == [EXIT]
@@ -176,18 +176,18 @@ def test_a_read_that_does_not_end_is_told_with_its_layer_and_its_thread(
         step.start()
         assert disk.reached.wait(60)
         for _ in range(600):  # until the step has come to the layer that is not read
-            if model.adapter.stream.under_way()[1] in model.adapter.stream.under_way()[2]:
+            if model.adapter.stream.activity()[1] in model.adapter.stream.activity()[2]:
                 break
             threading.Event().wait(0.1)
         for _ in range(100_000):  # what moved when the disk stopped to answer comes to its end meanwhile
             if list(tmp_path.glob("stacks-*")):
                 break
             now[0] += INTERVAL
-            dog.look()
+            dog.poll()
         said = capfd.readouterr().err
         assert said.count("nothing has moved for") == 1
         place = next(line for line in said.splitlines() if "where:" in line)
-        waits_for = model.adapter.stream.under_way()
+        waits_for = model.adapter.stream.activity()
         assert f"next: layer {waits_for[1]}" in place and f"being read: layer {waits_for[2][0]}" in place
         assert "test_watchdog.py" in said and "is lema-read_" in said and "is the step" in said
         disk.armed = False

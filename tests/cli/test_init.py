@@ -9,7 +9,7 @@ import pytest
 from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.config import LemaConfig
-from lema_tools.models.chosen import BASE
+from lema_tools.models.choices import BASE
 from lema_tools.prove import write_model
 
 

@@ -34,7 +34,7 @@ STAGES = {
     "reading for training": (["train", "CONFIG", "--set", "output_dir=OUT"], "lema.train.run:load_data"),
     "generating": (
         ["generate", "ADAPTER", "--prompt", "the river", "--max-new-tokens", "8"],
-        "lema.engine.generation.ends:Ends.__call__",
+        "lema.engine.generation.stopping:Ends.__call__",
     ),
     "merging": (["merge", "ADAPTER", "OUT"], "lema.convert.merge:MergedTensors.value"),
     "preparing": (["prepare", "MODEL", "OUT"], "lema.convert.prepare:write_weights"),

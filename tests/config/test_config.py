@@ -199,10 +199,10 @@ def test_names_of_other_trainers_are_answered(theirs: str, ours: str) -> None:
 
 
 def test_every_setting_that_an_answer_names_is_there() -> None:
-    from lema.config.foreign import SAID_HERE
+    from lema.config.foreign import FOREIGN_HINTS
 
-    assert not SAID_HERE.keys() & LemaConfig.model_fields.keys()
-    named = {setting for how in SAID_HERE.values() for setting in re.findall(r"(?:here: |; )([a-z_]+): ", how)}
+    assert not FOREIGN_HINTS.keys() & LemaConfig.model_fields.keys()
+    named = {setting for how in FOREIGN_HINTS.values() for setting in re.findall(r"(?:here: |; )([a-z_]+): ", how)}
     assert named <= LemaConfig.model_fields.keys() and {"columns", "train_on", "chat_template", "overlong"} <= named
 
 
@@ -499,7 +499,7 @@ def test_several_yaml_problems_each_carry_their_line(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", "lora_rnak: 8\nmodel_name_or_path: m\nbatch_size: 0\n")
     with pytest.raises(SettingsError) as caught:
         LemaConfig.from_yaml(path, seed="x")
-    assert {problem.key: problem.place for problem in caught.value.problems} == {
+    assert {problem.key: problem.location for problem in caught.value.problems} == {
         "lora_rnak": f"{path}:1",
         "batch_size": f"{path}:3",
         "seed": "",

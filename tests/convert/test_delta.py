@@ -46,7 +46,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     place = tmp_path_factory.mktemp("delta")
     base = write_checkpoint("llama", place).streamed
     with trained(base, attention_of_the_last_four) as (model, training):
-        return base, save_delta(model, training.places, place / "delta", 20_000)
+        return base, save_delta(model, training.master_store, place / "delta", 20_000)
 
 
 @pytest.mark.sampled(1)
@@ -64,8 +64,8 @@ def test_applied_to_its_base_it_is_the_model_that_was_trained(
 ) -> None:
     base = write_checkpoint(name, tmp_path, tied=tied).streamed
     with trained(base, chosen, dtype) as (model, training):
-        expected = save_trained(model, training.places, tmp_path / "whole", 100_000)
-        delta = save_delta(model, training.places, tmp_path / "delta", 100_000)
+        expected = save_trained(model, training.master_store, tmp_path / "whole", 100_000)
+        delta = save_delta(model, training.master_store, tmp_path / "delta", 100_000)
         changed = set(training.masters)
     assert is_delta(delta) and not is_delta(expected) and not list(tmp_path.glob(".*"))
     stored = {name for file in delta.glob("*.safetensors") for name in load_file(file)}
@@ -188,4 +188,4 @@ def test_an_empty_place_is_wanted(checkpoint_of: Callable[..., Checkpoint], save
         trained(checkpoint_of("llama").streamed, one_in_the_middle) as (model, training),
         pytest.raises(ConfigError, match="the directory is not empty"),
     ):
-        save_delta(model, training.places, base)
+        save_delta(model, training.master_store, base)

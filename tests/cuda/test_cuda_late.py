@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lema import LemaConfig, LemaModel
 from lema.activations.boundaries import NUM_BUFFERS, TierName
-from lema.activations.kept import BoundaryArena
+from lema.activations.stepstore import BoundaryArena
 from lema.backend import Backend, Download, Downloaded
 from lema.plan.meter import Tally
 
@@ -134,6 +134,6 @@ def test_a_few_boundaries_are_held_while_they_leave_and_none_at_the_turn(tmp_pat
     assert max(held) == NUM_BUFFERS, "compute waits for every one of them" if max(held) < 2 else "too many are held"
     assert held[-1] == 0
     for layer in reversed(layers):
-        with step.kept(layer, 0) as kept:
+        with step.fetch(layer, 0) as kept:
             assert bool((kept == layer).all())
     arena.close()

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lema.data import prepare_data
 from lema.data.dataset import first_rows
-from lema.data.preference import EXAMPLE, Of, PreferenceDataset, prepare_preferences
+from lema.data.preference import EXAMPLE, ExampleColumn, PreferenceDataset, prepare_preferences
 from lema.errors import DataError
 
 PAIR = {
@@ -84,12 +84,14 @@ def test_a_batch_of_pairs_says_of_each_row_what_it_is(tokenizer: PreTrainedToken
     batch: Any = data.batch_of([2, 0, 1], [0, 1])
     assert batch["input_ids"].shape[0] == 4
     about = batch[EXAMPLE]
-    assert about[:, Of.PLACE].tolist() == [1, 1, 2, 2]
-    assert about[:, Of.LABEL].tolist() == [1, 0, 1, 0]
-    assert set(about[:, Of.EXAMPLES].tolist()) == {3}
+    assert about[:, ExampleColumn.INDEX].tolist() == [1, 1, 2, 2]
+    assert about[:, ExampleColumn.LABEL].tolist() == [1, 0, 1, 0]
+    assert set(about[:, ExampleColumn.EXAMPLES].tolist()) == {3}
     chosen = [data[place][0] for place in range(3)]
-    assert set(about[:, Of.TOKENS].tolist()) == {sum(sum(one != -100 for one in row["labels"]) for row in chosen)}
-    assert set(about[:, Of.WHOLE].tolist()) == {sum(len(row["labels"]) - 1 for row in chosen)}
+    assert set(about[:, ExampleColumn.TOKENS].tolist()) == {
+        sum(sum(one != -100 for one in row["labels"]) for row in chosen)
+    }
+    assert set(about[:, ExampleColumn.ALL_TOKENS].tolist()) == {sum(len(row["labels"]) - 1 for row in chosen)}
 
 
 def test_labelled_rows_come_with_the_completion_of_the_row_before(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -103,7 +105,7 @@ def test_labelled_rows_come_with_the_completion_of_the_row_before(tokenizer: Pre
     ]
     data = read(rows, tokenizer, labelled=True)
     batch: Any = data.batch_of([1, 2, 0], [1, 2, 0])
-    assert batch[EXAMPLE][:, Of.LABEL].tolist() == [0, 1, 1]
+    assert batch[EXAMPLE][:, ExampleColumn.LABEL].tolist() == [0, 1, 1]
     for row, before in ((0, 0), (1, 1), (2, 2)):
         own, other = rows[[1, 2, 0][row]], rows[[0, 1, 2][before]]
         ids = batch["mismatched_input_ids"][row][batch["mismatched_attention_mask"][row] == 1].tolist()
@@ -116,7 +118,7 @@ def test_labelled_rows_come_with_the_completion_of_the_row_before(tokenizer: Pre
 def test_a_pair_is_two_labelled_rows_that_do_not_lie_side_by_side(tokenizer: PreTrainedTokenizerFast) -> None:
     data = read([PAIR, PAIR | {"prompt": "The mill"}], tokenizer, labelled=True)
     batch: Any = data.batch_of([0, 1, 2, 3], [0, 1, 2, 3])
-    assert batch[EXAMPLE][:, Of.LABEL].tolist() == [1, 1, 0, 0]
+    assert batch[EXAMPLE][:, ExampleColumn.LABEL].tolist() == [1, 1, 0, 0]
 
 
 def test_the_first_examples_of_kept_tokens_keep_what_is_said_of_the_data(

@@ -209,7 +209,7 @@ def test_a_template_that_fails_slowly_is_tried_with_one_row_and_not_with_all(mon
 
 
 def current() -> process._Process:
-    found = process._OWN[os.getpid()].process
+    found = process._RENDERERS[os.getpid()].process
     assert found is not None
     return found
 
@@ -253,7 +253,7 @@ def test_what_is_no_answer_is_a_refusal(what: str, tmp_path: Path, monkeypatch: 
     program.write_text(f"import os, sys\n{ANSWERS[what]}\n")
     monkeypatch.setattr(process, "PROGRAM", program)
     monkeypatch.setattr(process, "LONGEST_LINE", 1 << 20)
-    process._end_own()
+    process._end_renderer()
     with pytest.raises(DataError, match=r"answers something else|ends the process in which it is rendered"):
         prepared()
     monkeypatch.undo()
@@ -261,13 +261,13 @@ def test_what_is_no_answer_is_a_refusal(what: str, tmp_path: Path, monkeypatch: 
 
 
 def test_nothing_of_the_environment_but_language_and_time_zone_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    process._end_own()
+    process._end_renderer()
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     assert prepared()
     content = Path(f"/proc/{current().pid}/environ").read_bytes()
     assert b"TZ=Asia/Tokyo" in content and b"hf_secret" not in content
-    process._end_own()
+    process._end_renderer()
 
 
 def test_kept_tokens_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_kept_tokens_start_no_process(tmp_path: Path, monkeypatch: pytest.Monkey
     data = tmp_path / "chats.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 3)
     first = prepare_data(data, word_tokenizer(), max_length=64, cache=tmp_path / "kept")
-    process._end_own()
+    process._end_renderer()
     monkeypatch.setattr(process, "_Process", None)  # which would fail if it were called
     again = prepare_data(data, word_tokenizer(), max_length=64, cache=tmp_path / "kept")
     assert [row["input_ids"] for row in again] == [row["input_ids"] for row in first]
@@ -351,7 +351,7 @@ def test_a_process_that_sets_itself_no_bounds_is_looked_at(
     monkeypatch.setattr(process, "bounds_itself", lambda: False)
     monkeypatch.setattr("lema.data.chat.template.MAX_SECONDS", 0.5 if "sec" in told else 60.0)
     monkeypatch.setattr("lema.data.chat.template.MAX_BYTES", 256 << 20)
-    process._end_own()
+    process._end_renderer()
     with pytest.raises(DataError, match=told):
         prepared(template + TEMPLATE)
     monkeypatch.undo()

@@ -142,7 +142,7 @@ def test_all_micro_batches_go_through_a_group_before_the_next_is_leased(kind: st
                 assert all(torch.equal(one, first[1][name]) for name, one in found.items())
         # Each layer up and down, its groups with it; the top layer once, its groups both ways.
         assert stream.counters.leases == 2 * (8 + 7 + 2 * 3 * SPARSE[kind])
-        order = in_parts(training_order(8), stream.parts, turn=7, pinned=True)
+        order = in_parts(training_order(8), stream.parts, top_layer=7, pinned=True)
         expected = [len(fetched(order * steps, depth + 1)) for steps in (1, 2)]
         assert reads == expected
 

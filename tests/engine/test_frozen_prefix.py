@@ -168,13 +168,13 @@ def test_what_is_fetched_is_what_was_kept_and_labels_make_no_difference(tmp_path
     hidden = [torch.randn(2, one["input_ids"].shape[1], 8).transpose(0, 1) for one in batches]
     for one, state in zip(batches, hidden, strict=True):
         assert not kept.holds([one])
-        kept.keep([one], [state], [{}], lowest=3, drawn=False, handed_on=False, held=False)
+        kept.keep([one], [state], [{}], lowest=3, drawn=False, handed_on=False, stateful=False)
     assert kept.holds(batches)
     for _ in range(2):
         found = kept.fetch([{**one, "labels": one["labels"] + 1} for one in batches])
         assert all(torch.equal(state, wanted) for state, wanted in zip(found, hidden, strict=True))
         assert all(state.stride() == wanted.stride() for state, wanted in zip(found, hidden, strict=True))
-    assert kept._store.staging.held_bytes <= NUM_BUFFERS * whole_blocks(max(state.nbytes for state in hidden))
+    assert kept._store.staging.allocated_bytes <= NUM_BUFFERS * whole_blocks(max(state.nbytes for state in hidden))
     assert not kept.holds([{**batches[0], "attention_mask": torch.ones(2, 5)}])
     assert not kept.holds([batch(5, seed=99)])
     assert not list(tmp_path.iterdir())
@@ -185,12 +185,12 @@ def test_what_modules_before_the_layers_keep_makes_a_difference(tmp_path: Path) 
     kept, one = cache(tmp_path), batch(9)
     for table in ({"inv_freq": 1}, {"inv_freq": 2}):
         state = torch.full((2, 9, 8), float(table["inv_freq"]))
-        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, held=False)
+        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, stateful=False)
         assert kept.fits([one], [table])
         assert torch.equal(kept.fetch([one])[0], state)
     assert not kept.fits([one], [{"inv_freq": 1}])
     with pytest.raises(ConfigError, match="the layers below the adapters keep something from call to call"):
-        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, held=True)
+        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, stateful=True)
     kept.close()
 
 
@@ -214,7 +214,7 @@ def test_a_rotary_table_that_goes_by_longer_rows_is_that_of_the_epoch(kind: str,
 def test_the_space_for_all_batches_is_asked_for_at_the_first(tmp_path: Path) -> None:
     kept = cache(tmp_path, num_tokens=1 << 50)
     with pytest.raises(DiskError, match="bytes are needed for the output of frozen layers") as caught:
-        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=False, held=False)
+        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=False, stateful=False)
     assert "cache_frozen_prefix: false" in caught.value.how
     kept.close()
 
@@ -225,7 +225,7 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 
     kept = cache(tmp_path)
     monkeypatch.setattr(os, "pwrite", full)
-    kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=False, held=False)
+    kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=False, stateful=False)
     with pytest.raises(DiskError, match="writing failed for the output of frozen layers"):
         kept.fetch([batch(5)])
     kept.close()
@@ -234,5 +234,5 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_more_than_a_hidden_state_cannot_be_kept(tmp_path: Path) -> None:
     kept = cache(tmp_path)
     with pytest.raises(ConfigError, match="the layers below the adapters pass on more than the hidden state"):
-        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=True, held=False)
+        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=True, stateful=False)
     kept.close()

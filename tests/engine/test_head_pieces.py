@@ -29,7 +29,7 @@ from lema.engine.head import cut
 from lema.engine.head.cut import HeadCut
 from lema.errors import ConfigError
 from lema.plan import workload
-from lema.plan.planner import planner_of, site_of
+from lema.plan.planner import machine_state_of, planner_of
 from lema.stream.schedule import fetched_per_step
 from lema.train.guards import first_non_finite
 
@@ -220,7 +220,7 @@ def test_the_head_moves_twice_less_one_piece_and_the_plan_says_so(many_words: Ch
             assert of_head == 2 * 3000 * 32 * 4 - pieces[-1].read_bytes
             return
         config = model.config
-        planner = planner_of(config, site=site_of(config))
+        planner = planner_of(config, machine_state=machine_state_of(config))
         needs = planner.needs()
         assert needs.allocation == model.allocation
         assert needs.device["slots"] == stream.num_slots * stream.slot_bytes
@@ -241,7 +241,7 @@ def test_a_head_that_fits_is_not_looked_at_in_pieces(tmp_path: Path, monkeypatch
     config = LemaConfig(str(write_checkpoint("llama", tmp_path).streamed), device="cpu", batch_size=2, max_length=12)
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
     monkeypatch.setattr(workload, "_pieces_work", lambda *_: pytest.fail("the head fits whole"))
-    assert not planner_of(config, site=site_of(config)).needs().allocation.pieces
+    assert not planner_of(config, machine_state=machine_state_of(config)).needs().allocation.pieces
 
 
 @pytest.mark.exhaustive  # the plan tries many pieces
@@ -255,7 +255,7 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
 
     def needed(head: str) -> int:
         config = LemaConfig(str(many_words.streamed), head=head, **base)
-        return sum(planner_of(config, site=site_of(config)).needs().device.values())
+        return sum(planner_of(config, machine_state=machine_state_of(config)).needs().device.values())
 
     whole, least = needed("device"), needed("stream")
     assert least < whole - 2500 * 32 * 4
@@ -268,7 +268,7 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
             draw_b(model.lora_manager)
             assert bool(model.allocation.pieces) == pieces
             found = streamed_step(model, [batch])
-            planner = planner_of(model.config, site=site_of(model.config))
+            planner = planner_of(model.config, machine_state=machine_state_of(model.config))
             assert bool(planner.needs().allocation.pieces) == pieces
         if pieces:
             assert close(all_gradients(found), all_gradients(expected))
@@ -303,7 +303,7 @@ def test_a_head_that_trains_is_whole(
         assert torch.equal(found.loss, expected.loss)
         assert all(torch.equal(found.gradients[name], one) for name, one in expected.gradients.items())
         config = model.config
-    notes = planner_of(config, site=site_of(config)).blueprint.notes
+    notes = planner_of(config, machine_state=machine_state_of(config)).blueprint.notes
     assert any("stays whole on the device" in note for note in notes)
 
 

@@ -58,14 +58,14 @@ def test_numbers_are_those_without_padding(tmp_path: Path, name: str, recompute:
 def test_a_run_evaluates_trains_and_counts_as_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = write_model(tmp_path / "model"), token_rows(12)
     seen = []
-    place = StreamedModel._placed
+    place = StreamedModel._prepare
 
     def noted(self: StreamedModel, batches: Any, **options: Any) -> Any:
         found = place(self, batches, **options)
         seen.append({tuple(batch["input_ids"].shape) for batch in found[0]})
         return found
 
-    monkeypatch.setattr(StreamedModel, "_placed", noted)
+    monkeypatch.setattr(StreamedModel, "_prepare", noted)
     results = []
     for name, multiple in (("plain", None), ("longer", 16)):
         longer = {

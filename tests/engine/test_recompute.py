@@ -20,7 +20,7 @@ from trainedways import disturb, streamed_model, whole_model
 from transformers import GPTNeoXConfig, JambaConfig, LlamaConfig, NemotronHConfig, PreTrainedConfig
 
 from lema import LemaModel
-from lema.engine.skip_matmuls import KeptProducts, LastLinear
+from lema.engine.skip_matmuls import LastLinear, SavedProducts
 from lema.model.shared_inputs import Product
 from lema.plan.workload import MicroBatch
 
@@ -172,11 +172,11 @@ def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
 def test_kept_products_are_not_formed_again_and_take_the_bytes_of_the_plan(
     checkpoint_of: CheckpointOf, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, drop = list[tuple[int, list[weakref.ref[Tensor]]]](), KeptProducts.drop
+    held, drop = list[tuple[int, list[weakref.ref[Tensor]]]](), SavedProducts.drop
 
-    def noted(self: KeptProducts, last: LastLinear, total: int) -> None:
+    def noted(self: SavedProducts, last: LastLinear, total: int) -> None:
         drop(self, last, total)
-        held.append((self.nbytes, [weakref.ref(one.output) for made in self._made.values() for one in made]))
+        held.append((self.nbytes, [weakref.ref(one.output) for made in self._outputs.values() for one in made]))
 
     settings, batches = RECOMPUTED | {"arithmetic": arithmetic, "max_length": 12}, micro_batches(1)
     rows, length = batches[0]["input_ids"].shape
@@ -184,7 +184,7 @@ def test_kept_products_are_not_formed_again_and_take_the_bytes_of_the_plan(
         model.adapter.products = frozenset(range(NUM_LAYERS))
         planned = model.planner.work(MicroBatch(rows, length)).of(0)
         streamed_step(model, batches)  # sees what shares an input
-        monkeypatch.setattr(KeptProducts, "drop", noted)
+        monkeypatch.setattr(SavedProducts, "drop", noted)
         with skips_counted(model) as counts:
             model.adapter.loss(batches).backward()
         assert counts == [7] * (NUM_LAYERS - 1) + [0]  # of all that a layer has

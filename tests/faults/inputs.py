@@ -241,7 +241,9 @@ def _config(directory: Path) -> Subject:
         stored = {name: one.shape for name, one in names.stored.items()}
         stored |= {name: stored[source] for name, source in names.tied.items()}
         wrong = [
-            name for name, tensor in state.items() if stored.get(name) != tuple(tensor.shape) and name not in names.kept
+            name
+            for name, tensor in state.items()
+            if stored.get(name) != tuple(tensor.shape) and name not in names.unstored_buffers
         ]
         if wrong:
             raise WrongAccept(f"{wrong[0]} does not fit what is stored")

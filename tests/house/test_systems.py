@@ -85,7 +85,7 @@ def test_every_module_can_be_imported_where_all_this_is_hidden() -> None:
     modules = [".".join(place.parts[place.parts[0] != "lema" :]).removesuffix(".__init__") for place in places]
     # The program that renders templates is one, and what needs a kit of a device's maker is not here.
     code = f"import importlib\nfor name in {modules}:\n    importlib.import_module(name)\n"
-    code += "from lema.backend.host.files import NAMES_HELD\nassert NAMES_HELD"
+    code += "from lema.backend.host.files import OPEN_NAMES_LOCKED\nassert OPEN_NAMES_LOCKED"
     found = os.pathsep.join([str(ROOT / "tests/support/watching"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "OTHER_SYSTEM": "1", "PYTHONPATH": found}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

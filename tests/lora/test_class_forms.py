@@ -172,7 +172,7 @@ def test_the_plan_counts_what_a_checkpoint_has_under_both_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, room = publish("qwen3_5", tmp_path / "source"), list[int]()
-    monkeypatch.setattr(format, "check_room", lambda _directory, nbytes, _what: room.append(nbytes))
+    monkeypatch.setattr(format, "check_free_bytes", lambda _directory, nbytes, _what: room.append(nbytes))
     with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
         trainer, ids = model.get_trainer(), torch.arange(3, 12)[None]
         trainer.train_step(ids, labels=ids.clone())

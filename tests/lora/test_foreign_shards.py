@@ -180,7 +180,7 @@ def test_replicas_that_drifted_are_refused_unless_the_first_are_asked_for(
     assert not (tmp_path / "out").exists()
     made = consolidate_adapter(foreign, tmp_path / "out", check=False)
     ((which, (difference,)),) = made.differing.items()
-    assert (which, difference.first, difference.other, difference.largest) == (name, first, rank, 0.25)
+    assert (which, difference.first, difference.second, difference.largest) == (name, first, rank, 0.25)
     assert_same(tmp_path / "out", load_file(tmp_path / "sound/adapter_model.safetensors"))
 
 

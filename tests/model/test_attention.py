@@ -25,7 +25,7 @@ def prelude(model: LemaModel, batch: dict[str, Tensor]) -> Prelude:
 
 
 def masks(found: Prelude) -> list[Tensor]:
-    return [one for call in found.calls for one in tensors_in(call.own) if one.dim() >= 4]
+    return [one for call in found.calls for one in tensors_in(call.captured_values) if one.dim() >= 4]
 
 
 @pytest.mark.sampled(1)

@@ -15,7 +15,7 @@ from lema.model.conversions import CopyTrace
 from lema.storage.header import TensorRecord, read_header
 from lema.storage.quantized.formats import move_elements
 from lema.storage.slices import AssembledRecord, Move, Piece, simplest
-from lema.stream.placement import PAGE, place, rank_share, views
+from lema.stream.placement import PAGE, lay_out_tensors, rank_share, views
 from lema.stream.reader import LayerReader
 from lema_cpu import CpuBackend
 
@@ -104,7 +104,7 @@ def test_pieces_are_read_to_their_places_and_nothing_beside_them(
                 done += tensors[one].numel()
             record = AssembledRecord(f"{number}", (done,), tuple(pieces))
             layer[f"{number}"], expected[f"{number}"] = (record, wanted), whole.to(wanted)
-        placed = place(layer)
+        placed = lay_out_tensors(layer)
         assert placed.nbytes < sum(prod(shape) for shape in shapes) * 4 * 8 + 16 * PAGE
         buffer, reader = CpuBackend().host_buffer(placed.nbytes).fill_(0xC3), LayerReader(threads=4, direct=direct)
         reader.submit(placed, buffer).wait()
@@ -124,7 +124,7 @@ def test_processes_read_the_parts_of_a_layer_of_pieces(tmp_path: Path, size: int
     records = read_header(tmp_path / "weights.safetensors")[1]
     stacked = AssembledRecord("s", (8, 5, 301), tuple(_whole(records[f"{one}"], one * 1505) for one in range(8)))
     turned = Piece(records["0"], Move(0, 0, ((5, 301, 1), (301, 1, 5))))
-    layer = place({"s": (stacked, torch.float32)})
+    layer = lay_out_tensors({"s": (stacked, torch.float32)})
     parts = []
     for rank in range(size):
         share, reader = rank_share(layer, rank, size), LayerReader(threads=2)
@@ -133,7 +133,7 @@ def test_processes_read_the_parts_of_a_layer_of_pieces(tmp_path: Path, size: int
         reader.close()
     assert torch.equal(views(torch.cat(parts), layer)["s"], torch.stack([tensors[f"{one}"] for one in range(8)]))
     with pytest.raises(ConfigError, match="lema prepare"):
-        rank_share(place({"t": (AssembledRecord("t", (301, 5), (turned,)), torch.float32)}), 0, size)
+        rank_share(lay_out_tensors({"t": (AssembledRecord("t", (301, 5), (turned,)), torch.float32)}), 0, size)
 
 
 def _whole(record: TensorRecord, write: int) -> Piece:

@@ -18,7 +18,7 @@ from transformers.integrations import moe
 
 import lema
 from lema import LemaModel
-from lema.model.experts import Apart, LowRankSum, multiply_apart
+from lema.model.experts import LowRankSum, UnmergedWrapper, multiply_unmerged
 from lema.plan.blueprint import draw_up
 from lema.plan.planner import opened_planner
 
@@ -72,7 +72,7 @@ class Made(TorchDispatchMode):
 
 
 def as_peft(model: torch.nn.Module) -> None:
-    """Undo `multiply_apart`."""
+    """Undo `multiply_unmerged`."""
     for part in model.modules():
         if isinstance(part, ParamWrapper):
             part.__class__ = ParamWrapper
@@ -115,7 +115,7 @@ def test_in_float64_nothing_is_left_of_the_difference(kind: str, monkeypatch: py
     for implementation in ("grouped_mm", "eager", "batched_mm"):
         model.set_experts_implementation(implementation)
         found = []
-        for way in (as_peft, multiply_apart):
+        for way in (as_peft, multiply_unmerged):
             way(model)
             loss = peft(input_ids=ids, labels=ids).loss
             found.append([loss, *torch.autograd.grad(loss, [*trained(peft).values()])])
@@ -209,7 +209,7 @@ def test_a_plan_looks_at_a_model_as_it_runs(compiled: bool, tmp_path: Path) -> N
         drawn = draw_up(model.config)
         for one in (model.skeleton, drawn.model):
             kinds = {type(part) for part in one.modules() if isinstance(part, ParamWrapper)}
-            assert kinds == {ParamWrapper if compiled else Apart}
+            assert kinds == {ParamWrapper if compiled else UnmergedWrapper}
         assert opened_planner(model.config, drawn, model.backend).demand().layers == demand.layers
 
 

@@ -45,7 +45,7 @@ def take_steps(inputs: Inputs, backend: Watched, sizes: list[list[int]]) -> None
         backend.step = step
         inputs.expect(len(rows))
         for count in rows:
-            (placed,) = inputs.place([{"rows": torch.arange(count)}])
+            (placed,) = inputs.to_device([{"rows": torch.arange(count)}])
             assert torch.equal(placed["rows"], torch.arange(count))
 
 

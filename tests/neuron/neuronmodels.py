@@ -154,7 +154,7 @@ def model_cases(ranks: int) -> dict[str, Callable[[Comm], dict[str, float]]]:
             comm, "llama", *given, dora=True
         )
     cases["phi3-gathered"] = lambda comm: model_case(comm, "phi3", 4, True)
-    cases["mixtral-whole-experts"] = lambda comm: model_case(comm, "mixtral", 4, True, whole=("mlp.experts",))
+    cases["mixtral-whole-experts"] = lambda comm: model_case(comm, "mixtral", 4, True, replicated=("mlp.experts",))
     return cases
 
 

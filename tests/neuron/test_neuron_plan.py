@@ -134,7 +134,7 @@ def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
     factors = 4 * hidden * (1 + sequence)  # A of q_proj, [4, hidden]; B of down_proj has seen its tokens alone
     assert work.works[0].reduced == Exchange(1, int(2 * ring * factors * 4))
     # In the seconds each collective counts.
-    machine = planner.site.machine
+    machine = planner.machine_state.machine
     silent = by_arithmetic(work, planner.blueprint.layers, replace(machine, exchange=math.inf, latency=0.0), 2)
     waits = [each.nbytes / machine.exchange + each.count * machine.latency for each in (forward, again, backward)]
     (alone,), (layer,) = silent.layers, planner.timings.layers
@@ -167,14 +167,14 @@ LAYERS = Demand(tuple(LayerCost(GB, GB, GB) for _ in range(20)), outside_bytes=G
 )
 def test_unasked_only_so_much_of_the_device_is_filled(kept: float, changes: dict[str, Any], stay: int) -> None:
     config = LemaConfig("model", device="cpu", gradient_checkpointing=True, **changes)
-    found = allocated(config, LAYERS, Speeds(1.0, 10.0), 16 * GB, 64 * GB, 64 * GB, kept=kept)
+    found = allocated(config, LAYERS, Speeds(1.0, 10.0), 16 * GB, 64 * GB, 64 * GB, resident_fraction=kept)
     assert (len(found.residents), found.slots, found.saved, found.boundaries) == (stay, 3, frozenset(), "device")
 
 
 def test_where_the_device_is_the_host_its_processes_share_what_is_free() -> None:
     config = LemaConfig("model", device="cpu", gradient_checkpointing=True)
     shared = Demand(LAYERS.layers, outside_bytes=GB, shared=True, processes=2)
-    found = allocated(config, shared, Speeds(1.0), 64 * GB, 64 * GB, 32 * GB, kept=0.75)
+    found = allocated(config, shared, Speeds(1.0), 64 * GB, 64 * GB, 32 * GB, resident_fraction=0.75)
     assert len(found.residents) == 8
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lema.config import LemaConfig
 from lema.errors import BackendUnavailable, ConfigError
-from lema_neuron.probe import INDEX, Found, choose_runtime, look
+from lema_neuron.probe import INDEX, Found, choose_runtime, probe_machine
 
 NATIVE = Found({"torch": "2.13.0", "torch-neuronx": "2.13.1.3.0", "torch-xla": None}, 1)
 LAZY = Found({"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12", "torch-xla": "2.9.0"}, 2)
@@ -63,7 +63,7 @@ def test_devices_are_counted(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     for name in ("neuron0", "neuron1", "neuron_cc", "null"):
         (tmp_path / "dev" / name).touch()
-    assert look(tmp_path).devices == 2
+    assert probe_machine(tmp_path).devices == 2
 
 
 def test_a_config_takes_it_as_any_other_setting(tmp_path: Path) -> None:

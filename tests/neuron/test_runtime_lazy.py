@@ -21,8 +21,8 @@ from lema import LemaModel
 from lema.backend import Backend, BackendOptions
 from lema.backend.torchrun import Joined
 from lema.errors import BackendUnavailable, ConfigError
-from lema.stream.placement import PAGE, ByteRun, LayerBytes, Placed, extent, in_slot, views
-from lema.stream.slotlayout import whole
+from lema.stream.placement import PAGE, ByteRun, LayerBytes, SlotTensor, extent, in_slot, views
+from lema.stream.slotlayout import identity_layout
 from lema.testing import BackendContract
 from lema_neuron.compiles import Compiles
 from lema_neuron.probe import Found, choose_runtime
@@ -214,17 +214,17 @@ def test_bits_under_another_dtype_have_its_shape(dtype: torch.dtype) -> None:
 def test_layers_that_begin_anywhere_in_a_page_look_the_same_once_moved() -> None:
     def layer(start: int) -> LayerBytes:
         shape = torch.Size((2, 4))
-        tensors = tuple(Placed(name, start + at, torch.float32, shape) for name, at in (("a", 0), ("b", 32)))
+        tensors = tuple(SlotTensor(name, start + at, torch.float32, shape) for name, at in (("a", 0), ("b", 32)))
         return LayerBytes(tensors, (ByteRun(Path("weights"), start, 64, start),), (), PAGE)
 
     slot = torch.arange(PAGE // 4, dtype=torch.float32).view(torch.uint8)
     first, second = layer(128), layer(512)
     assert extent(first) == (128, 192) and extent(second) == (512, 576)
-    from_first, from_second = (in_slot(one, whole(*extent(one))) for one in (first, second))
+    from_first, from_second = (in_slot(one, identity_layout(*extent(one))) for one in (first, second))
     assert from_first.tensors == from_second.tensors
     for one in (first, second):
         begin, end = extent(one)
-        found, expected = views(slot[begin:end], in_slot(one, whole(begin, end))), views(slot, one)
+        found, expected = views(slot[begin:end], in_slot(one, identity_layout(begin, end))), views(slot, one)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

@@ -72,7 +72,7 @@ def whole_gradient(model: nn.Module, name: str, comm: Comm) -> Tensor:
     """The gradient of all ranks' rows."""
     part: Any = parts(model, comm)[name]
     gradient: Any = model.get_parameter(name).grad
-    missing = words_of(model.get_submodule(name.rpartition(".")[0])).each - len(gradient)  # type: ignore[union-attr]
+    missing = words_of(model.get_submodule(name.rpartition(".")[0])).words_per_rank - len(gradient)  # type: ignore[union-attr]
     padded = torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
     assert isinstance(part, Part)
     return part.consolidate(padded, comm)

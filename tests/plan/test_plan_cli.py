@@ -23,7 +23,7 @@ from lema.errors import MemoryLimitError
 from lema.plan import Plan, make_plan
 from lema.plan.machine import PROFILES, profile
 from lema.plan.plan import plan_with
-from lema.plan.planner import Planner, planner_of, site_of
+from lema.plan.planner import Planner, machine_state_of, planner_of
 from lema.plan.step import by_arithmetic, step_shape
 from lema.stream.reader import LayerReader
 
@@ -46,7 +46,7 @@ def planned(model: Path, machine: str = "4090", **changes: Any) -> Plan:
     config = LemaConfig(**known.config.model_dump() | settings)
     assert known.workload is not None
     timings = by_arithmetic(known.workload, known.blueprint.layers, found, known.blueprint.model.dtype.itemsize)
-    shape, site = step_shape(config, None), site_of(config, found)
+    shape, site = step_shape(config, None), machine_state_of(config, found)
     return plan_with(replace(known, config=config, timings=timings, shape=shape, site=site))
 
 

@@ -63,8 +63,8 @@ def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
         expanded_bytes=draw(st.integers(0, 300)),
         boundary_bytes=draw(st.integers(0, 300)),
         micro_boundary_bytes=20,
-        turn=draw(LENGTHS),
-        rest=draw(LENGTHS),
+        head_seconds=draw(LENGTHS),
+        outside_seconds=draw(LENGTHS),
         shared=speeds.link == float("inf"),
     )
     residents = frozenset(draw(indices))
@@ -84,7 +84,7 @@ def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(step: tupl
     found = simulate(demand, allocation, speeds)
     bound = max(found.compute, found.link, found.disk)
     assert found.seconds >= bound - 1e-6 * bound
-    computed = sum(phase.compute for phase in phases(demand, allocation, speeds)) + demand.rest
+    computed = sum(phase.compute for phase in phases(demand, allocation, speeds)) + demand.outside_seconds
     assert found.compute == pytest.approx(computed, rel=1e-6, abs=1e-6)
     left = demand.boundary_bytes * len(demand.layers) + sum(saved_elsewhere(demand, allocation).values())
     busy = found.compute + found.link + found.disk + left / speeds.link
@@ -152,7 +152,7 @@ def step_of(size: str, machine: Machine, tokens: float) -> Demand:
     nbytes = int(2 * parameters) // 4096 * 4096
     return Demand(
         (LayerCost(nbytes, nbytes, nbytes, 0, once, once, once),) * layers,
-        turn=4 * hidden * VOCABULARY * tokens / machine.half,
+        head_seconds=4 * hidden * VOCABULARY * tokens / machine.half,
         shared=machine.shared,
     )
 
@@ -308,7 +308,7 @@ def events_recorded() -> Iterator[list[tuple[str, int]]]:
     found, lease, read = list[tuple[str, int]](), LayerStream.lease, LayerRing._read
 
     def record_lease(self: LayerStream, layer: int) -> Any:
-        if layer not in self._held:
+        if layer not in self._open_leases:
             found.append(("lease", layer))
         return lease(self, layer)
 

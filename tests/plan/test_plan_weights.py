@@ -20,7 +20,7 @@ from lema.plan.blueprint import draw_up
 from lema.plan.cost import Speeds
 from lema.plan.machine import profile
 from lema.plan.meter import Tally
-from lema.plan.planner import Site, planner_of, site_of
+from lema.plan.planner import MachineState, machine_state_of, planner_of
 from lema.plan.step import StepNeeds
 from lema.plan.workload import MicroBatch, measure
 from lema.train.full.training import FullTraining
@@ -45,8 +45,10 @@ def micro_batches() -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids, "attention_mask": mask}] * (ROWS // MICRO)
 
 
-def told(config: LemaConfig, chosen: Any = everything, site: Site | None = None, **changes: Any) -> StepNeeds:
-    return planner_of(config, site=site or site_of(config), chosen=chosen, strict=False, **changes).needs()
+def told(config: LemaConfig, chosen: Any = everything, site: MachineState | None = None, **changes: Any) -> StepNeeds:
+    return planner_of(
+        config, machine_state=site or machine_state_of(config), chosen=chosen, strict=False, **changes
+    ).needs()
 
 
 SINGLE, HALF = torch.float32, torch.bfloat16
@@ -73,7 +75,7 @@ def test_a_real_step_takes_what_was_told(tmp_path: Path, dtype: torch.dtype, cli
         waiting = sum(weight.nbytes for weight in streamed.values()) if clipped else 0
         assert needs.host["waiting"] == waiting
         parts = sum(needs.host[part] for part in ("masters", "moments", "waiting"))
-        assert training.places.host_bytes == parts + sum(weight.nbytes for weight in streamed.values())
+        assert training.master_store.host_bytes == parts + sum(weight.nbytes for weight in streamed.values())
         count = sum(master.numel() for master in training.masters.values())
         assert trained.parameters == count == needs.planner.blueprint.parameters
         if dtype == torch.bfloat16:
@@ -88,7 +90,7 @@ def peak_of_a_step(model: LemaModel, training: FullTraining) -> int:
         tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *training.masters.values()])
         tally.leave_out([tensor for state in training.optimizer.state.values() for tensor in state.values()])
         tally.leave_out(list(model.memory._host.values()))
-        tally.leave_out(training.places._waiting.values())
+        tally.leave_out(training.master_store._waiting.values())
         tally.leave_out([tensor for batch in micro_batches() for tensor in batch.values()])
         training.accumulate(micro_batches())
     return tally.peak
@@ -114,9 +116,9 @@ def test_the_device_peak_does_not_grow_with_depth(tmp_path: Path) -> None:
     assert many - few == pytest.approx(waiting_more - waiting, rel=0.05)
 
 
-def apart() -> Site:
+def apart() -> MachineState:
     """A device with memory of its own."""
-    return Site(Machine("there", 10**10, 10**10, Speeds(1.0, 10.0), 0.0, 0.0), 10**10)
+    return MachineState(Machine("there", 10**10, 10**10, Speeds(1.0, 10.0), 0.0, 0.0), 10**10)
 
 
 @pytest.mark.slow
@@ -155,9 +157,9 @@ def test_what_host_memory_does_not_hold_is_told_to_be_in_files(tmp_path: Path) -
         needs = told(config)
         with trains(config) as (model, training):
             own = [stored_in(model, name).nbytes for name in training.masters if ".layers." in name]
-            assert 0 < needs.mapped == training.places.mapped_bytes
+            assert 0 < needs.mapped == training.master_store.mapped_bytes
             parts = sum(needs.host[part] for part in ("masters", "moments", "waiting"))
-            assert parts + sum(own) == training.places.host_bytes < 1.1e6
+            assert parts + sum(own) == training.master_store.host_bytes < 1.1e6
 
 
 def test_a_part_that_trains_is_counted_alone(tmp_path: Path) -> None:
@@ -205,9 +207,9 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
 def test_speeds_give_seconds_and_without_them_there_are_none(tmp_path: Path) -> None:
     config = config_of(write_model(tmp_path / "model"), tmp_path)
     assert told(config).seconds is None
-    told_of = told(config, site=site_of(config, profile("4090")))
+    told_of = told(config, site=machine_state_of(config, profile("4090")))
     assert told_of.seconds is not None and 0 < told_of.seconds < 1
-    measured = told(config, site=site_of(config, measured=True))
+    measured = told(config, site=machine_state_of(config, measured=True))
     assert measured.seconds is not None and measured.seconds > 0
 
 

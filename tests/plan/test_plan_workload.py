@@ -26,7 +26,7 @@ from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import STAGED, device_parts
 from lema.plan.meter import Tally, without_values
-from lema.plan.planner import planner_of, settled, site_of
+from lema.plan.planner import fitted_planner, machine_state_of, planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import MicroBatch, Workload, _Chunks, _Leases, fake_weights, learn, measure
 from lema.stream.reader import LayerReader
@@ -216,7 +216,7 @@ def test_what_depends_on_values_is_refused_by_name(tmp_path: Path, monkeypatch: 
 
 def allocation_of(model: LemaModel, shape: StepShape | None = None) -> Allocation:
     planner = model.opened if shape is None else replace(model.opened, shape=shape)
-    return settled(planner, trains=shape is not None).needs().allocation
+    return fitted_planner(planner, trains=shape is not None).needs().allocation
 
 
 def test_without_limits_an_allocation_is_what_streaming_needs(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_what_the_control_group_leaves_is_the_limit_of_plan_and_training(
 ) -> None:
     config = settings(write_model(tmp_path / "model"), tmp_path, strategy="resident")
     monkeypatch.setattr("lema.backend.hostmemory.memory_left", lambda: 4096)
-    assert site_of(config).host_available == 4096
+    assert machine_state_of(config).host_available == 4096
     with closing(LemaModel(config)) as model:
         model.initialize_lora()
         with pytest.raises(MemoryLimitError, match=r"bytes of host memory are needed .* 0 are allowed") as training:

@@ -42,7 +42,7 @@ def demands(draw: st.DrawFn) -> Demand:
         expanded_bytes=draw(BYTES),
         boundary_bytes=draw(BYTES),
         micro_boundary_bytes=draw(BYTES),
-        turn=draw(st.floats(0, 9)),
+        head_seconds=draw(st.floats(0, 9)),
         shared=draw(st.booleans()),
         overhead=draw(st.builds(Overhead, workspaces=BYTES, block=st.sampled_from([1, 1, 16, 128]))),
     )

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lema.errors import DiskError, DiskFull
-from lema.storage.diskspace import MARGIN, check_room, free_bytes, is_full, not_written
+from lema.storage.diskspace import MARGIN, check_free_bytes, free_bytes, is_full, not_written
 
 
 def disk_of(monkeypatch: pytest.MonkeyPatch, free: int, blocks: int = 100) -> list[Path]:
@@ -42,16 +42,16 @@ def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeyp
     with pytest.raises(
         DiskFull, match=r"too full for two checkpoints: 66,048,576 bytes are needed, and 66,048,575 are"
     ) as caught:
-        check_room(tmp_path / "out", 64_000_000, "two checkpoints")
+        check_free_bytes(tmp_path / "out", 64_000_000, "two checkpoints")
     assert caught.value.where == str(tmp_path / "out") and caught.value.exit_code == 6
     disk_of(monkeypatch, 64_000_000 + 1_000_000 + MARGIN)
-    check_room(tmp_path / "out", 64_000_000, "two checkpoints")
+    check_free_bytes(tmp_path / "out", 64_000_000, "two checkpoints")
 
 
 def test_a_file_system_that_does_not_say_is_taken_to_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk_of(monkeypatch, 0, blocks=0)
     assert free_bytes(tmp_path) is None
-    check_room(tmp_path, 1 << 60, "it")
+    check_free_bytes(tmp_path, 1 << 60, "it")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -16,7 +16,7 @@ from lema.storage.header import TensorRecord
 from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, fold, part_of_quantized
 from lema.stream import LayerStream
-from lema.stream.placement import place
+from lema.stream.placement import lay_out_tensors
 from lema_cpu import CpuBackend
 
 
@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def leased(records: dict[str, QuantizedRecord]) -> tuple[dict[str, Tensor], int]:
     """What a layer of these weights has on lease, and the bytes that are read for it."""
-    layer = place({name: (record, torch.float32) for name, record in records.items()})
+    layer = lay_out_tensors({name: (record, torch.float32) for name, record in records.items()})
     with closing(LayerStream([layer], CpuBackend(poison=True), prefetch_depth=0)) as stream:
         stream.announce([0])
         with stream.lease(0) as lease:
@@ -95,7 +95,7 @@ def test_memory_for_a_whole_weight_is_counted_where_one_is_expanded(source: Path
     }
     ((name, record),) = records.items()
     part = part_of_quantized(record, 1, [(0, 96)])
-    whole, half = (place({name: (one, torch.float32)}) for one in (record, part))
+    whole, half = (lay_out_tensors({name: (one, torch.float32)}) for one in (record, part))
     assert whole.scratch_bytes == 0
     assert half.scratch_bytes == whole.expanded_bytes
     assert half.expanded_bytes == half.scratch_bytes + whole.expanded_bytes // 2

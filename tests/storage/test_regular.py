@@ -8,7 +8,7 @@ import pytest
 
 from lema.errors import ConfigError, DataError, WeightsError
 from lema.storage.atomic import replace_file
-from lema.storage.regular import append, check_apart, open_regular, read_regular
+from lema.storage.regular import append, check_separate, open_regular, read_regular
 
 
 def pipe(place: Path) -> None:
@@ -79,10 +79,10 @@ def test_a_target_is_known_by_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     targets = ["linked", "hard", "model", "model2", "model/weights", "model2/weights", "model/../linked"]
     for target in [*(tmp_path / name for name in targets), Path("weights"), Path()]:
         with pytest.raises(ConfigError, match="would write over what it reads"):
-            check_apart(target, [model])
+            check_separate(target, [model])
     for target in (model / "new", tmp_path / "model2" / "deep" / "new", tmp_path / "linked" / ".." / "model" / "new"):
         with pytest.raises(ConfigError, match="would write into a directory that it reads"):
-            check_apart(target, [model])
-    check_apart(model / "new", [model], below=False)
+            check_separate(target, [model])
+    check_separate(model / "new", [model], below=False)
     for target in (tmp_path / "other", tmp_path):
-        check_apart(target, [model])
+        check_separate(target, [model])

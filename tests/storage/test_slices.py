@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from lema.storage import slices
 from lema.storage.header import TensorRecord, read_header
 from lema.storage.slices import AssembledRecord, Move, Piece, part_of
-from lema.stream.placement import place, views
+from lema.stream.placement import lay_out_tensors, views
 from lema.stream.reader import LayerReader
 from lema_cpu import CpuBackend
 
@@ -54,7 +54,7 @@ def test_a_part_is_read_and_nothing_else(
         ranges = some_ranges(draw, tensor.shape[axis])
         parts[name] = part_of(records[name], axis, ranges)
         expected[name] = chosen(tensor, axis, ranges).to(wanted)
-    layer = place({name: (part, wanted) for name, part in parts.items()})
+    layer = lay_out_tensors({name: (part, wanted) for name, part in parts.items()})
     buffer, reader = CpuBackend().host_buffer(layer.nbytes).fill_(0xC3), LayerReader(threads=2)
     reader.submit(layer, buffer).wait()
     reader.close()
@@ -110,7 +110,7 @@ def test_parts_of_a_tensor_that_is_put_together_are_put_together_of_what_they_ne
     some = [(axis, some_ranges(draw, stacked.shape[axis])) for axis in (0, 1, 2) for _ in range(9)]
     for axis, ranges in ((0, ((0, 5),)), (0, ((1, 3),)), (0, ((4, 5),)), *some):
         wanted = chosen(stacked, axis, ranges)
-        layer = place({way: (part_of(record, axis, ranges), torch.float32) for way, record in ways.items()})
+        layer = lay_out_tensors({way: (part_of(record, axis, ranges), torch.float32) for way, record in ways.items()})
         buffer = CpuBackend().host_buffer(layer.nbytes).fill_(0xC3)
         reader.submit(layer, buffer).wait()
         assert all(torch.equal(found, wanted) for found in views(buffer, layer).values()), (axis, ranges)

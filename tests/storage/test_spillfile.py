@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lema.activations.boundaries import NUM_BUFFERS
-from lema.activations.kept import BoundaryArena
+from lema.activations.stepstore import BoundaryArena
 from lema.errors import DiskError, ReadError
 from lema.storage.directio import BLOCK
 from lema.storage.spillfile import OffloadFile, whole_blocks
@@ -166,7 +166,7 @@ def test_a_write_that_fails_is_raised_in_the_training_thread(
             step.keep(layer, 0, state)
             done.append(layer)
         for layer in reversed(range(20)):
-            with step.kept(layer, 0):
+            with step.fetch(layer, 0):
                 done.append(layer)
     assert caught.value.where == str(tmp_path)
     assert number - 1 <= len(done) <= number + NUM_BUFFERS
@@ -175,7 +175,7 @@ def test_a_write_that_fails_is_raised_in_the_training_thread(
     for layer in range(20):
         step.keep(layer, 0, state + layer)
     for layer in reversed(range(20)):
-        with step.kept(layer, 0) as kept:
+        with step.fetch(layer, 0) as kept:
             assert torch.equal(kept, state + layer)
     arena.close()
 
@@ -191,7 +191,7 @@ def test_a_read_that_fails_is_raised_in_the_training_thread(
         for layer in range(9):
             step.keep(layer, 0, state)
         for layer in reversed(range(9)):
-            with step.kept(layer, 0):
+            with step.fetch(layer, 0):
                 pass
     arena.close()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lema.storage.header import TensorRecord
 from lema.stream import LayerStream
-from lema.stream.placement import place
+from lema.stream.placement import lay_out_tensors
 from lema.stream.slotlayout import SLOT_ALIGNMENT, VECTOR, Packed, lay_out, part_of
 from lema_cpu import CpuBackend
 
@@ -78,7 +78,7 @@ def layer_at(directory: Path, lead: int, odd: bool) -> tuple[Stored, int]:
         records[name] = stored, tensor.dtype
         data += raw
     file.write_bytes(data)
-    return Stored(file, [place(records)], [contents]), len(data)
+    return Stored(file, [lay_out_tensors(records)], [contents]), len(data)
 
 
 @pytest.mark.parametrize("lead", [0, 8, 24, 256, 4000])
@@ -106,4 +106,4 @@ def test_a_layer_that_is_aligned_within_itself_is_one_copy(tmp_path: Path) -> No
             TensorRecord(str(number), tmp_path / "file", 1000 + 8 + 512 * number, 512, "U8", (512,)),
             torch.uint8,
         )
-    assert place(records).upload_bytes == 3 * 512
+    assert lay_out_tensors(records).upload_bytes == 3 * 512

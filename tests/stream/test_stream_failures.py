@@ -35,7 +35,7 @@ def stream(stored: Stored, reader: RecordingReader) -> Iterator[LayerStream]:
     """The file is open: one lease has been, and the layer that stays has been read."""
     stream = LayerStream(stored.layers, CpuBackend(poison=True), prefetch_depth=2, residents={RESIDENT}, reader=reader)
     with stream.lease(0):
-        stream.arrive()
+        stream.load_residents()
     yield stream
     stream.close()
 
@@ -173,7 +173,7 @@ def test_a_layer_that_stays_and_cannot_be_read_fails_when_it_is_leased_and_other
             pass
         assert caught.value.where == str(tmp_path / "gone.bin")
     with pytest.raises(ReadError):
-        stream.arrive()
+        stream.load_residents()
     stream.close()
 
 

@@ -364,7 +364,7 @@ def test_a_stream_that_is_left_reads_no_more_layers_that_stay_and_its_reader_goe
 def test_counters_say_what_passes_cost(stored: Stored, residents: tuple[int, ...], lowest: int, passes: int) -> None:
     stream = LayerStream(stored.layers, CpuBackend(), prefetch_depth=2, residents=residents)
     kept = sum(stored.layers[layer].read_bytes for layer in residents)
-    stream.arrive()
+    stream.load_residents()
     assert stream.counters.bytes_read == kept
     assert (stream.counters.layers_read, stream.counters.leases, stream.counters.bytes_uploaded) == (0, 0, 0)
     order = training_order(NUM_LAYERS, lowest)

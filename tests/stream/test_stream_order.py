@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lema.stream.schedule import Order, place_to_refill
+from lema.stream.schedule import Order, index_to_refill
 
 LAYER = st.integers(0, 7)
 
@@ -56,7 +56,7 @@ def test_the_place_refilled_is_the_one_wanted_last(
 ) -> None:
     order = announced(layers)
     number = data.draw(st.integers(0, len(layers) - 1))
-    chosen = place_to_refill(places, order, number, held)
+    chosen = index_to_refill(places, order, number, held)
     free = [place for place, layer in enumerate(places) if layer not in held]
     uses = {place: math.inf if places[place] is None else order.next_use(places[place]) for place in free}
     if chosen is None:
@@ -69,4 +69,4 @@ def test_the_place_refilled_is_the_one_wanted_last(
 
 def test_of_layers_that_nobody_wants_the_lowest_is_kept() -> None:
     """The next pass begins at the bottom."""
-    assert place_to_refill([3, 0, 5, 1], announced([7]), 0, held=()) == 2
+    assert index_to_refill([3, 0, 5, 1], announced([7]), 0, in_use=()) == 2

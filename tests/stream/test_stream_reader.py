@@ -12,7 +12,7 @@ from stream_fakes import Stored, same, write_layers
 
 from lema.errors import DiskError, ReadError
 from lema.storage.header import TensorRecord
-from lema.stream.placement import PAGE, LayerBytes, place, views
+from lema.stream.placement import PAGE, LayerBytes, lay_out_tensors, views
 from lema.stream.reader import LayerReader
 from lema_cpu import CpuBackend
 
@@ -102,7 +102,7 @@ def test_a_file_cut_short_after_it_was_opened_is_named(tmp_path: Path, reader: L
 def test_a_cast_from_a_file_cut_short_is_named_too(tmp_path: Path, reader: LayerReader) -> None:
     file = tmp_path / "cut.bin"
     file.write_bytes(bytes(100))
-    layer = place({"w": (TensorRecord("w", file, 4, 400, "F32", (100,)), torch.bfloat16)})
+    layer = lay_out_tensors({"w": (TensorRecord("w", file, 4, 400, "F32", (100,)), torch.bfloat16)})
     assert layer.casts
     with pytest.raises(ReadError, match="304 bytes early") as caught:
         reader.submit(layer, buffer_for(layer)).wait()
@@ -111,7 +111,7 @@ def test_a_cast_from_a_file_cut_short_is_named_too(tmp_path: Path, reader: Layer
 
 def test_a_missing_file_is_named_and_the_reader_goes_on(stored: Stored, reader: LayerReader, tmp_path: Path) -> None:
     gone = tmp_path / "gone.bin"
-    layer = place({"w": (TensorRecord("w", gone, 0, 400, "F32", (100,)), torch.float32)})
+    layer = lay_out_tensors({"w": (TensorRecord("w", gone, 0, 400, "F32", (100,)), torch.float32)})
     with pytest.raises(ReadError, match="No such file") as caught:
         reader.submit(layer, buffer_for(layer)).wait()
     assert caught.value.where == str(gone)
@@ -123,7 +123,7 @@ def test_a_missing_file_is_named_and_the_reader_goes_on(stored: Stored, reader: 
 
 def test_a_failing_device_is_named(tmp_path: Path, reader: LayerReader) -> None:
     """A directory opens, but does not read."""
-    layer = place({"w": (TensorRecord("w", tmp_path, 0, 400, "F32", (100,)), torch.float32)})
+    layer = lay_out_tensors({"w": (TensorRecord("w", tmp_path, 0, 400, "F32", (100,)), torch.float32)})
     with pytest.raises(ReadError) as caught:
         reader.submit(layer, buffer_for(layer)).wait()
     assert isinstance(caught.value.__cause__, OSError)
@@ -158,7 +158,7 @@ def test_a_buffer_that_never_becomes_free_is_left_alone(stored: Stored, reader: 
     ticket = reader.submit(stored.layers[0], buffer, refuse)
     with pytest.raises(RuntimeError, match="the device is gone"):
         ticket.wait()
-    ticket.settle()
+    ticket.cancel()
     assert str(ticket.failed()) == "the device is gone"
     assert bool((buffer == RUBBISH).all())
 
@@ -169,7 +169,7 @@ def test_a_settled_ticket_reads_no_more(stored: Stored) -> None:
     first, second = buffer_for(stored.layers[0]), buffer_for(stored.layers[1])
     under_way = reader.submit(stored.layers[0], first, free.wait)
     waiting = reader.submit(stored.layers[1], second, lambda: None)  # behind the other's gate
-    waiting.settle()
+    waiting.cancel()
     assert waiting.failed() is None
     free.set()
     under_way.wait()
@@ -218,7 +218,7 @@ def test_settling_waits_for_the_read_that_has_begun(stored: Stored, reader: Laye
     buffer = buffer_for(stored.layers[3])
     ticket = reader.submit(stored.layers[3], buffer, before)
     begun.wait()
-    settling = threading.Thread(target=ticket.settle)
+    settling = threading.Thread(target=ticket.cancel)
     settling.start()
     assert settling.is_alive() and not ticket.done()
     free.set()

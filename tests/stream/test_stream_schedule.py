@@ -91,11 +91,11 @@ def test_a_layer_in_parts_is_leased_once_each_way_its_parts_the_other_way_round_
     parts = {at: range(*pair) for at, pair in enumerate(itertools.pairwise(ends)) if counts[at]}
     up, top = in_parts(forward_order(num_layers), parts), num_layers - 1
     assert list(up) == [one for layer in range(num_layers) for one in (layer, *parts.get(layer, ()))]
-    order = in_parts(training_order(num_layers), parts, turn=top)
+    order = in_parts(training_order(num_layers), parts, top_layer=top)
     assert order[: len(up)] == up
     # Down again the same parts, those of the turn first; its own part is still on lease.
     down = order[len(up) :]
     assert list(down[: counts[top]]) == list(parts.get(top, ()))[::-1]
     assert down[counts[top] :] == in_parts(range(top - 1, -1, -1), parts, down=True)
-    pinned = in_parts(training_order(num_layers), parts, turn=top, pinned=True)
+    pinned = in_parts(training_order(num_layers), parts, top_layer=top, pinned=True)
     assert set(pinned) == set(order) and len(fetched(pinned, sum(counts) + num_layers)) == len(set(order))

@@ -22,7 +22,7 @@ from lema.backend.hostmemory import anonymous
 from lema.errors import ReadError
 from lema.storage.header import TensorRecord
 from lema.stream import LayerStream, StreamCounters
-from lema.stream.placement import PAGE, part_bytes, place, rank_share, views
+from lema.stream.placement import PAGE, lay_out_tensors, part_bytes, rank_share, views
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import fetched, training_order
 from lema.stream.workers import Ticket
@@ -60,7 +60,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
                 torch.bfloat16 if name == "cast" else tensor.dtype,
             )
             data += raw
-        layers.append(place(records))
+        layers.append(lay_out_tensors(records))
         contents.append(tensors | {"cast": tensors["cast"].bfloat16()})
     file.write_bytes(data)
     return Stored(file, layers, contents)
@@ -202,7 +202,7 @@ class Process:
         if not self.ahead:
             self.announce(order)
         if self.replica.rank % 2:
-            self.stream.accompany(order)
+            self.stream.join_idle(order)
             for layer in order:
                 self.ahead = self.ahead[1:] if self.ahead[:1] == [layer] else []
         else:
@@ -390,7 +390,7 @@ def test_sharded_leases_are_one_at_a_time(stored: Stored) -> None:
 def test_one_process_shards_nothing(stored: Stored) -> None:
     stream = LayerStream(stored.layers, CpuBackend(), sharded=True)
     assert not stream.sharded
-    stream.accompany([0, 1])
+    stream.join_idle([0, 1])
     assert stream.counters.leases == stream.announced == 0
     stream.close()
 

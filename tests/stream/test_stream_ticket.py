@@ -140,12 +140,12 @@ def test_settling_at_the_gate_lets_nothing_through() -> None:
 
     ticket = run(workers, lambda: done.append(0), gate=gate)
     begun.wait()
-    settling = threading.Thread(target=ticket.settle)
+    settling = threading.Thread(target=ticket.cancel)
     settling.start()
     assert not ticket.done() and settling.is_alive()
     after = run(workers, lambda: done.append(1))
     later = run(workers, lambda: done.append(2), gate=lambda: None)
-    later.settle()  # it has not begun, so there is nothing to wait for
+    later.cancel()  # it has not begun, so there is nothing to wait for
     assert later.done() and later.failed() is None
     while not ticket.begun():  # until the other thread has said that nothing is wanted any more
         settling.join(0.001)
@@ -173,7 +173,7 @@ def test_closing_waits_for_what_runs_and_begins_nothing_more(workers: Workers) -
     closing.start()
     free.set()
     closing.join()
-    waiting.settle()
+    waiting.cancel()
     assert running.done() and done == [0] and all(ticket.done() for ticket in (waiting, *blocking))
     assert not any(thread.is_alive() for thread in threads)
     workers.close()

@@ -11,7 +11,7 @@ from lema.errors import NonFiniteError
 from lema.storage.header import read_header
 from lema.stream import reader
 from lema.stream import weightcheck as baseguard
-from lema.stream.placement import DTYPES, PAGE, LayerBytes, place, rank_share
+from lema.stream.placement import DTYPES, PAGE, LayerBytes, lay_out_tensors, rank_share
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard, first_non_finite
 from lema_cpu import CpuBackend
@@ -52,7 +52,7 @@ def written(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = 
     """Write a layer; return it as bytes, and a guard that knows its tensors by longer names."""
     save_file(tensors, path)
     records = read_header(path)[1]
-    layer = place({name: (record, dtype or tensors[name].dtype) for name, record in records.items()})
+    layer = lay_out_tensors({name: (record, dtype or tensors[name].dtype) for name, record in records.items()})
     return layer, BaseGuard({f"layers.3.{name}": record for name, record in records.items()})
 
 

@@ -171,14 +171,14 @@ class Written:
 def settle(store: DiskStore) -> None:
     """Wait for what is on its way to the disk; raise what failed."""
     with store._lock:
-        wait([transfer.future for transfer in store._under_way if transfer.kind == "write"])
+        wait([transfer.future for transfer in store._in_flight if transfer.kind == "write"])
         store._check()
 
 
 def taken_bytes(store: DiskStore) -> int:
     """The bytes of the file in which something waits."""
     with store._lock:
-        store._look()
+        store._poll()
         return store._extents.taken_bytes
 
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from lema.errors import MemoryLimitError
 from lema_tools.models.checkpoints import CHECKPOINTS, NEAR, PARAMETERS, Checkpoint, named
-from lema_tools.models.chosen import Choice, choices, profile_for, yaml_lines
+from lema_tools.models.choices import Choice, choices, profile_for, yaml_lines
 from lema_tools.models.published import write_hollow
 
 __all__ = ["CONFIGS", "MODELS", "SIZES", "files_of", "page"]

@@ -13,7 +13,7 @@ from lema.train import LemaTrainer
 from lema.train.events import RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.metrics import read_metrics
-from lema.train.phases.places import Places
+from lema.train.phases.paths import PhasePaths
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.stage import PhaseRun
 
@@ -24,7 +24,7 @@ WRITERS: dict[Any, tuple[str, ...]] = {
     FullTraining: ("save_checkpoint",),
     LemaTrainer: ("save_checkpoint",),
     PhaseRun: ("leave_model",),
-    Places: ("note_latest", "note_best", "forget_old"),
+    PhasePaths: ("note_latest", "note_best", "forget_old"),
     RunEvents: ("event",),
 }
 

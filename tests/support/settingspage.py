@@ -39,7 +39,7 @@ _RESUMED = {
     Change.REFUSED: "refused",
     Change.ADAPTER: "compared",
     Change.DATA: "compared",
-    Change.SAID: "taken, and said",
+    Change.REPORTED: "taken, and said",
     Change.SILENT: "taken",
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lema.backend import DeviceSlots, Download, MemoryStats, SlotLayout, Span
 from lema.errors import ReadError
 from lema.storage.header import TensorRecord
-from lema.stream.placement import LayerBytes, place, rank_share, slot_layout, slot_share
+from lema.stream.placement import LayerBytes, lay_out_tensors, rank_share, slot_layout, slot_share
 from lema.stream.reader import LayerReader
 from lema.stream.workers import Ticket
 from lema_cpu import CpuBackend
@@ -55,7 +55,7 @@ def write_layers(directory: Path, num_layers: int = 6) -> Stored:
                 tensor.dtype,
             )
             data += raw
-        layers.append(place(records))
+        layers.append(lay_out_tensors(records))
         contents.append(tensors)
     file.write_bytes(data)
     return Stored(file, layers, contents)

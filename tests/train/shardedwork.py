@@ -126,7 +126,7 @@ def _host_memory_is_shared(model: LemaModel) -> None:
     all_read = replicas.exchange(stream.counters.bytes_read)
     ring = [layer for layer in range(len(stream.layers)) if layer not in stream.residents | stream.host_cached]
     if not ring and not stream.residents:
-        outside = model._stored.place([one for one in model._stored.records if ".layers." not in one]).read_bytes
+        outside = model._stored.byte_layout([one for one in model._stored.records if ".layers." not in one]).read_bytes
         assert sum(all_read) == kept + replicas.size * outside
 
 

@@ -152,6 +152,6 @@ def test_the_range_of_a_gradient_tells_every_kind_of_number() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             hidden, gradient = HiddenGradients(), torch.ones(2, 3, 70, dtype=dtype)
             gradient[1, 2, 66] = value
-            hidden.look(4, [None, gradient])
-            hidden.look(3, [torch.full((2,), torch.nan)] if not finite else [])
+            hidden.observe(4, [None, gradient])
+            hidden.observe(3, [torch.full((2,), torch.nan)] if not finite else [])
             assert hidden.highest() == (None if finite else 4)

@@ -16,7 +16,7 @@ from whole import gradients_of, whole_of
 
 from lema.data import Batches, collate
 from lema.data.batches import dealt, split_batch
-from lema.data.preference import EXAMPLE, Of
+from lema.data.preference import EXAMPLE, ExampleColumn
 from lema.plan.step import step_shape
 from lema.train.sampler import StepSampler
 
@@ -140,8 +140,11 @@ def test_the_rows_of_a_pair_stay_together_and_say_which_batch_they_are_of(micro_
     batches = Batches(data, 2, shuffle=False, micro_batch_size=micro_batch_size)
     parts: list[Mapping[str, Any]] = batches.micro_batches([0, 1])
     about = torch.cat([part[EXAMPLE] for part in parts])
-    assert about[:, Of.BATCH].tolist() == [0] * 4 + [1] * 4 and about[:, Of.BATCHES].tolist() == [2] * 8
-    assert about[::2, Of.PLACE].tolist() == about[1::2, Of.PLACE].tolist()
+    assert (
+        about[:, ExampleColumn.BATCH].tolist() == [0] * 4 + [1] * 4
+        and about[:, ExampleColumn.BATCHES].tolist() == [2] * 8
+    )
+    assert about[::2, ExampleColumn.INDEX].tolist() == about[1::2, ExampleColumn.INDEX].tolist()
     assert [len(part["input_ids"]) for part in parts] == {None: [4, 4], 1: [1] * 8, 4: [4, 4]}.get(
         micro_batch_size, [2] * 4
     )

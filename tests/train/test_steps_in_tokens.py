@@ -62,8 +62,8 @@ def test_a_step_takes_the_next_rows_until_one_more_would_pass_its_tokens(
     for epoch in range(3):
         assert batches.before(epoch) == step
         taken: list[list[int]] = []
-        while batches.place(step)[0] == epoch:
-            assert batches.place(step) == (epoch, len(taken))
+        while batches.position(step)[0] == epoch:
+            assert batches.position(step) == (epoch, len(taken))
             taken.append(batches.rows(step))
             step += 1
         assert sorted(row for one in taken for row in one) == list(range(len(rows)))

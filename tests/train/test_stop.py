@@ -21,7 +21,7 @@ from lema.config import LemaConfig
 from lema.errors import Stopped
 from lema.lora import save_adapter
 from lema.train import train
-from lema.train.stop import BETWEEN_LOOKS, SIGNALS, StopOnSignal
+from lema.train.stop import POLL_INTERVAL, SIGNALS, StopOnSignal
 
 ROWS, EVAL_ROWS = token_rows(22), token_rows(4, seed=2)
 RUN: dict[str, Any] = {"max_steps": 3, "lora_dropout": 0.1, "micro_batch_size": 2, "eval_steps": 2, "logging_steps": 2}
@@ -220,9 +220,9 @@ def test_the_file_is_looked_for_once_in_a_while(tmp_path: Path) -> None:
     stop = StopOnSignal(tmp_path / "stop", clock=lambda: now)
     assert stop.why() is None
     (tmp_path / "stop").touch()
-    now += BETWEEN_LOOKS * 0.9
+    now += POLL_INTERVAL * 0.9
     assert stop.why() is None
-    now += BETWEEN_LOOKS * 0.2
+    now += POLL_INTERVAL * 0.2
     assert stop.why() == f"the file {tmp_path / 'stop'}"
     with pytest.raises(KeyError), stop:  # whatever else ends the run: nothing was done that the file asked for
         raise KeyError

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from lema import LemaConfig, LemaModel
 from lema.convert import merge_adapter
-from lema.data.chat.ends import ends_of
+from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.lora.consent import save_settings
 from lema.storage.rendering import carry_rendering, read_templates, write_templates
 from lema.train.run import train
@@ -129,7 +129,10 @@ def test_ends_are_special_tokens_that_are_trained_at_the_end_of_whole_rows() -> 
     def row(ids: list[int], trained: int) -> dict[str, list[int]]:
         return {"input_ids": ids, "labels": [-100] * (len(ids) - trained) + ids[len(ids) - trained :]}
 
-    assert ends_of([row([word, word, turn], 2), row([word, tool], 1), row([word, turn], 1)], encode) == (turn, tool)
-    assert ends_of([row([word, turn, word], 2)], encode) == ()  # within an answer
+    assert stop_tokens_of([row([word, word, turn], 2), row([word, tool], 1), row([word, turn], 1)], encode) == (
+        turn,
+        tool,
+    )
+    assert stop_tokens_of([row([word, turn, word], 2)], encode) == ()  # within an answer
     unlearnt = {"input_ids": [word, word, turn], "labels": [-100, word, -100]}
-    assert ends_of([unlearnt], encode) == ()
+    assert stop_tokens_of([unlearnt], encode) == ()

@@ -24,10 +24,10 @@ def main() -> None:
     from importlib.util import find_spec  # these take much of the time in which Ctrl-C may come before that
     from pathlib import Path
 
-    found = find_spec("lema")  # which runs nothing of it
-    places = [Path(place) for place in (found.submodule_search_locations if found else None) or ()]
-    if not any((place / "cli" / "app.py").is_file() for place in places):
-        sys.stderr.write(STRANGE.format(place=places[0] if places else "no place"))
+    spec = find_spec("lema")  # which runs nothing of it
+    directories = [Path(path) for path in (spec.submodule_search_locations if spec else None) or ()]
+    if not any((directory / "cli" / "app.py").is_file() for directory in directories):
+        sys.stderr.write(STRANGE.format(place=directories[0] if directories else "no place"))
         sys.exit(2)
     from lema.cli import main as run
 

@@ -82,6 +82,8 @@ def merge(
 
         if trust_remote_code and base is None:
             check_code_is_named(settings_file(adapter))
-        given: dict[str, Any] = {"rounding": rounding, "seed": seed, "base_dir": base}  # checked there
-        merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, note=typer.echo, **given)
+        options: dict[str, Any] = {"rounding": rounding, "seed": seed, "base_dir": base}  # checked there
+        merge_adapter(
+            adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, note=typer.echo, **options
+        )
     typer.echo(f"wrote {out}")

@@ -13,7 +13,7 @@ import typer
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError, printable
-from lema_tools.opened import model_of, outcome_of
+from lema_tools.loading import model_of, outcome_of
 
 if TYPE_CHECKING:
     from lema.data.files import Row
@@ -100,31 +100,31 @@ def generate(
 
     rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)]
     rows = rows or read_prompts(prompts or Path("-"))
-    kept = _kept(output, rows, resume=resume)
+    results = _saved_results(output, rows, resume=resume)
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
     with contextlib.closing(model):
         check_written("--output", output, model.config, source, prompts)
-        made = _Made(model, rows, kept, output, bare=prompts is None and output is None)
-        made.run(options, chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)
+        writer = _ResultWriter(model, rows, results, output, bare=prompts is None and output is None)
+        writer.run(options, chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)
 
 
-def _sampling(*, do_sample: bool, temperature: float | None, **others: float | None) -> dict[str, Any]:
+def _sampling(*, do_sample: bool, temperature: float | None, **options: float | None) -> dict[str, Any]:
     """Return the settings of sampling as `transformers` names them; a ConfigError: with them nothing would be drawn."""
-    given = {name: value for name, value in others.items() if value is not None}
+    chosen = {name: value for name, value in options.items() if value is not None}
     if temperature is not None and 0 < temperature < COLDEST:
         what = f"logits divided by {temperature} would be infinite"
         raise ConfigError(what, where="--temperature", how=f"give 0, or {COLDEST} or more")
     if temperature == 0 or not (do_sample or temperature):
-        if given or do_sample:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in [*given, *["do_sample"] * do_sample])
+        if chosen or do_sample:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in [*chosen, *["do_sample"] * do_sample])
             how = "give --do-sample, or a --temperature above 0; or leave these out"
             raise ConfigError("this option has no effect without sampling", where=named, how=how)
         return {"do_sample": False}
-    return {"do_sample": True, **({} if temperature is None else {"temperature": temperature}), **given}
+    return {"do_sample": True, **({} if temperature is None else {"temperature": temperature}), **chosen}
 
 
-def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, dict[str, Any]]:
+def _saved_results(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, dict[str, Any]]:
     """Return the results in the output, by the number of their prompts; or ConfigError: of others, or unwanted."""
     if output is None or not output.exists():
         if resume and output is None:
@@ -136,7 +136,7 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
     from lema.data.chat.prompts import written
     from lema.storage.regular import read_regular
 
-    found = {}
+    results = {}
     for number, line in enumerate(read_regular(output, MOST_RESULTS).splitlines(keepends=True), 1):
         if not line.endswith(b"\n") and LINE.startswith(line[: len(LINE)]):
             continue  # the end of what was being written as the run ended
@@ -148,17 +148,17 @@ def _kept(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, 
         if not same:
             how = "use the original file of prompts, or another output"
             raise ConfigError("the output has results of other prompts", where=f"{output}:{number}", how=how)
-        found[result["index"]] = result
-    return found
+        results[result["index"]] = result
+    return results
 
 
 @dataclass(frozen=True)
-class _Made:
+class _ResultWriter:
     """Results, written where they are wanted as batches end; the first process of a group writes for all."""
 
     model: "LemaModel"
     rows: list["Row"]  # the prompts
-    kept: dict[int, dict[str, Any]]  # the results that there are, by the number of their prompts
+    results: dict[int, dict[str, Any]]  # the results that there are, by the number of their prompts
     output: Path | None
     bare: bool  # print texts alone
 
@@ -179,9 +179,11 @@ class _Made:
             typer.echo(f"{len(ids):,} prompts, {plan.summary()}", err=True)
         began, before = time.monotonic(), model.memory.counters
         seed = model.config.seed if seed is None else seed
-        with contextlib.closing(TokenProgress(len(ids), len(self.kept))) as display:
-            told, done = display if first else lambda _: None, self.kept.keys()
-            batches = completions(model, ids, new, size, options, keys_values=kv, seed=seed, done=done, told=told)
+        with contextlib.closing(TokenProgress(len(ids), len(self.results))) as display:
+            on_token, done = display if first else lambda _: None, self.results.keys()
+            batches = completions(
+                model, ids, new, size, options, keys_values=kv, seed=seed, done=done, on_token=on_token
+            )
             tokens = self._written(batches, display, first=first)
         seconds, after = time.monotonic() - began, model.memory.counters
         if first and not self.bare:
@@ -198,12 +200,12 @@ class _Made:
         if first:
             self._rewrite()  # so that it ends with a whole line
         for batch in batches:
-            for one in batch:
-                counts = {"prompt_tokens": one.prompt_tokens, "completion_tokens": len(one.tokens)}
-                result = {"index": one.index, "completion": one.text, "finish_reason": one.finish}
-                self.kept[one.index] = {**written(self.rows[one.index]), **result, **counts}
-                tokens += len(one.tokens)
-            lines = "".join(_line(self.kept[one.index]) for one in batch)
+            for completion in batch:
+                counts = {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.tokens)}
+                result = {"index": completion.index, "completion": completion.text, "finish_reason": completion.finish}
+                self.results[completion.index] = {**written(self.rows[completion.index]), **result, **counts}
+                tokens += len(completion.tokens)
+            lines = "".join(_line(self.results[completion.index]) for completion in batch)
             if first and self.output is not None:
                 with disk_errors(self.output):
                     append(self.output, lines.encode())
@@ -213,15 +215,15 @@ class _Made:
         if first:
             self._rewrite()
         if first and self.bare:
-            for index in sorted(self.kept):
-                typer.echo(printable(self.kept[index]["completion"]))
+            for index in sorted(self.results):
+                typer.echo(printable(self.results[index]["completion"]))
         return tokens
 
     def _rewrite(self) -> None:
         from lema.storage.atomic import replace_file
 
         if self.output is not None:
-            replace_file(self.output, "".join(_line(self.kept[index]) for index in sorted(self.kept)).encode())
+            replace_file(self.output, "".join(_line(self.results[index]) for index in sorted(self.results)).encode())
 
 
 def _line(result: dict[str, Any]) -> str:

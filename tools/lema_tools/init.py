@@ -37,7 +37,7 @@ def init(
     import_libraries(context, trusted=False)
     from lema.config.units import memory_bytes
     from lema.plan.machine import profile as find_profile
-    from lema.storage.regular import check_apart
+    from lema.storage.regular import check_separate
 
     if profile is not None:
         find_profile(profile)
@@ -45,20 +45,22 @@ def init(
         memory = memory_bytes(device_memory, 0)
     except ValueError as error:
         raise ConfigError(str(error), where=f"--device-memory {device_memory}", how="a size such as 24GB") from error
-    from lema_tools.models.chosen import choices, yaml_lines
+    from lema_tools.models.choices import choices, yaml_lines
 
     with contextlib.ExitStack() as stack:
         directory, name, needs = _model(model, stack)
-        check_apart(output, [directory, data])
-        (found,) = choices(directory, [memory], profile)
-    if isinstance(found, MemoryLimitError):
-        raise found
+        check_separate(output, [directory, data])
+        (choice,) = choices(directory, [memory], profile)
+    if isinstance(choice, MemoryLimitError):
+        raise choice
     command = shlex.join(["lema", *sys.argv[1:]])
-    lines = yaml_lines(found, name, str(data), f"output/{output.stem}", command, needs)
+    lines = yaml_lines(choice, name, str(data), f"output/{output.stem}", command, needs)
     with output.open("x", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{line}\n" for line in lines)
-    typer.echo(f"{output}: {found.device_bytes / 1e9:.1f} GB of {device_memory}, {found.residents} layers stay there;")
-    typer.echo(f"{found.tokens_per_second:,.0f} tokens/s predicted with the profile {found.profile}")
+    typer.echo(
+        f"{output}: {choice.device_bytes / 1e9:.1f} GB of {device_memory}, {choice.residents} layers stay there;"
+    )
+    typer.echo(f"{choice.tokens_per_second:,.0f} tokens/s predicted with the profile {choice.profile}")
     typer.echo(f"next: lema train {shlex.quote(str(output))}")
 
 
@@ -71,7 +73,7 @@ def _model(model: str, stack: contextlib.ExitStack) -> tuple[Path, str, str]:
     try:
         return Path(resolve_model(model, download=False)), model, ""
     except LemaError:
-        if (known := named(model)) is None:
+        if (checkpoint := named(model)) is None:
             raise
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    return write_hollow(known, scratch / "model"), known.hub_id, known.needs
+    return write_hollow(checkpoint, scratch / "model"), checkpoint.hub_id, checkpoint.needs

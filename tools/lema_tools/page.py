@@ -108,8 +108,8 @@ BEGIN = (
 def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str) -> str:
     """Return the whole page; each section is its name in links, its title, and what is in it, as HTML."""
     colours = "".join(
-        f".c{at}{{stroke:{one}}}circle.c{at}{{fill:{one};stroke:none}}.f{at}{{fill:{one}}}.b{at}{{background:{one}}}"
-        for at, one in enumerate(COLOURS)
+        f".c{at}{{stroke:{colour}}}circle.c{at}{{fill:{colour};stroke:none}}.f{at}{{fill:{colour}}}.b{at}{{background:{colour}}}"
+        for at, colour in enumerate(COLOURS)
     )
     links = "".join(f'<a href="#{name}">{escape(label)}</a>' for name, label, _ in sections)
     inside = "".join(section(name, label, body) for name, label, body in sections)
@@ -125,15 +125,15 @@ def section(name: str, title: str, body: str) -> str:
     return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>'
 
 
-def tiles(told: Iterable[tuple[str, str, str]]) -> str:
+def tiles(numbers: Iterable[tuple[str, str, str]]) -> str:
     """Return numbers in large: what, how much, and a word on it."""
-    cells = (f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>" for a, b, c in told)
+    cells = (f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>" for a, b, c in numbers)
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def table(rows: Iterable[Sequence[Any]], headers: Sequence[str] = (), marked: Mapping[Any, bool] | None = None) -> str:
     """Return rows of text as a table; those whose first cell is `marked` are set off."""
-    head = f"<thead><tr>{''.join(f'<th>{escape(one)}</th>' for one in headers)}</tr></thead>" if headers else ""
+    head = f"<thead><tr>{''.join(f'<th>{escape(header)}</th>' for header in headers)}</tr></thead>" if headers else ""
     body = []
     for row in rows:
         kind = ' class="given"' if (marked or {}).get(row[0]) else ""

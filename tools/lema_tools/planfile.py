@@ -66,9 +66,9 @@ def check_plan(about: dict[str, Any], file: Path) -> dict[str, Any]:
         _About.model_validate(about)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"][:4]))
+        key_path = ".".join(map(str, first["loc"][:4]))
         how = "delete it, or copy it again: the run itself does not read it"
         raise DataError(
-            f"{place} is not as `lema train` writes it: {first['msg']}", where=str(file), how=how
+            f"{key_path} is not as `lema train` writes it: {first['msg']}", where=str(file), how=how
         ) from error
     return about

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lema.errors import ConfigError, MemoryLimitError
-from lema.storage.regular import check_apart, check_directory
+from lema.storage.regular import check_directory, check_separate
 
 if TYPE_CHECKING:
     from lema_tools.proof.arms import Case
@@ -46,21 +46,23 @@ def prove(
 
     check_directory(output)
     if model is not None:
-        check_apart(output, [_found(model)])
+        check_separate(output, [_resolved(model)])
     hush()
     load(device).close()  # before a model is made: a device that is not there is told at once
-    from lema_tools.proof.arms import Case, run_apart
-    from lema_tools.proof.certificate import PromiseBroken, certify, check_place, markdown, write
+    from lema_tools.proof.arms import Case, run_in_subprocess
+    from lema_tools.proof.certificate import PromiseBroken, certify, check_replaceable, markdown, write
 
-    check_place(output)
+    check_replaceable(output)
 
     with tempfile.TemporaryDirectory() as scratch:
-        found = write_model(Path(scratch) / "model") if model is None else _found(model)
-        case = Case(str(found), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed)
-        check_room(case)
-        streamed = run_apart("streamed", case)
-        compared = replace(case, dtype=streamed.told["compute_dtype"])  # where a device is slow in the type of weights
-        certificate = certify(case, streamed, run_apart("whole", compared), _command())
+        model_path = write_model(Path(scratch) / "model") if model is None else _resolved(model)
+        case = Case(str(model_path), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed)
+        check_memory(case)
+        streamed = run_in_subprocess("streamed", case)
+        compared = replace(
+            case, dtype=streamed.details["compute_dtype"]
+        )  # where a device is slow in the type of weights
+        certificate = certify(case, streamed, run_in_subprocess("whole", compared), _command())
     certificate["case"]["model"] = model or "made"  # the path of what was made is gone
     files = write(certificate, output)
     typer.echo("\n".join(markdown(certificate)))
@@ -70,17 +72,17 @@ def prove(
         raise PromiseBroken(what, where=str(files[0]), how="please report it, with that file and `lema doctor --json`")
 
 
-def check_room(case: "Case") -> None:
+def check_memory(case: "Case") -> None:
     """Raise a MemoryLimitError where the weights alone leave the whole model no room, on the device or in the host."""
     from contextlib import closing
 
     from lema.backend.hostmemory import memory_available
     from lema.config.units import human_bytes
     from lema.model.partition import open_backend
-    from lema.plan.planner import planner_of, site_of
+    from lema.plan.planner import machine_state_of, planner_of
 
     config = case.settings
-    planner = planner_of(config, site=site_of(config), strict=False)
+    planner = planner_of(config, machine_state=machine_state_of(config), strict=False)
     needed = int(MORE * planner.blueprint.model_bytes)
     with closing(open_backend(config)) as backend:
         stats, host = backend.memory(), memory_available()
@@ -115,7 +117,7 @@ def write_model(directory: Path, *, layers: int = LAYERS, hidden: int = HIDDEN) 
     return directory
 
 
-def _found(model: str) -> Path:
+def _resolved(model: str) -> Path:
     from lema.storage import resolve_model
 
     return Path(resolve_model(model))

@@ -82,11 +82,11 @@ class Run:
     @cached_property
     def steps(self) -> int | None:
         """How many steps the run has; None: nothing says so."""
-        if (known := self.about.get("steps")) is not None:
-            return int(known)
+        if (num_steps := self.about.get("steps")) is not None:
+            return int(num_steps)
         for checkpoint in reversed(self.checkpoints):
-            if (known := amount(read_json(checkpoint / "trainer_state.json"), "max_steps")) is not None:
-                return int(known)
+            if (num_steps := amount(read_json(checkpoint / "trainer_state.json"), "max_steps")) is not None:
+                return int(num_steps)
         return None
 
     @property
@@ -130,13 +130,13 @@ class Run:
     @cached_property
     def seconds(self) -> list[tuple[int, int, dict[str, float]]]:
         """Of each line of metrics that has seconds: its step, how many steps it is of, and where they went."""
-        found, before = [], 0
+        step_seconds, before = [], 0
         for row in self.trained:
             count, before = max(1, int(row["step"]) - before), int(row["step"])
-            if (whole := amount(row, "seconds_passed")) is not None:
+            if (total := amount(row, "seconds_passed")) is not None:
                 parts = {name: amount(row, key) or 0.0 for name, key in TIMES.items() if key is not None}
-                found.append((before, count, {"computing": max(0.0, whole - sum(parts.values())), **parts}))
-        return found
+                step_seconds.append((before, count, {"computing": max(0.0, total - sum(parts.values())), **parts}))
+        return step_seconds
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -147,9 +147,9 @@ class Run:
     @property
     def seconds_left(self) -> float | None:
         """An estimate from the latest steps; None: speed or length of the run is not known, or it does not run."""
-        if self.state != "running" or self.steps is None or (each := self.seconds_per_step) is None:
+        if self.state != "running" or self.steps is None or (per_step := self.seconds_per_step) is None:
             return None
-        return each * max(0, self.steps - self.step)
+        return per_step * max(0, self.steps - self.step)
 
     @property
     def memories(self) -> list[Memory]:
@@ -158,22 +158,24 @@ class Run:
         shared, rows = bool(plan.get("shared")), self.trained
         if phases := plan.get("phases"):
             name = self.phases[-1][0] if self.phases else phases[0]["name"]
-            phase = next((one for one in phases if one["name"] == name), phases[0])
-            parts, given = phase["memory"]["parts"], [plan.get(one) for one in limits]
+            phase = next((candidate for candidate in phases if candidate["name"] == name), phases[0])
+            parts, limit_values = phase["memory"]["parts"], [plan.get(key) for key in limits]
             rows = [row for row in rows if row.get("phase") == name]
         elif parts := plan.get("memory") or {}:
-            given = [parts.get("device_limit"), parts.get("host_limit")]
+            limit_values = [parts.get("device_limit"), parts.get("host_limit")]
         else:
             return []
-        device, host, (most, there) = parts["device"], parts["host"], (int(one or 0) for one in given)
-        measured = max((int(one) for row in rows if (one := amount(row, "memory")) is not None), default=None)
+        device, host, (most, there) = parts["device"], parts["host"], (int(limit or 0) for limit in limit_values)
+        measured = max(
+            (int(memory_used) for row in rows if (memory_used := amount(row, "memory")) is not None), default=None
+        )
         if not shared:
-            beside = [Memory("host memory", _present(host), there, None)] if any(host.values()) else []
-            return [Memory("device memory", _present(device), most, measured), *beside]
+            host_memory = [Memory("host memory", _present(host), there, None)] if any(host.values()) else []
+            return [Memory("device memory", _present(device), most, measured), *host_memory]
         # The ring's buffers are the slots; names that both have are added up.
-        both = {name: device.get(name, 0) + host.get(name, 0) for name in (*device, *host)}
-        both["ring"] = max(0, host.get("ring", 0) - device.get("slots", 0))
-        return [Memory("memory", _present({"used": int(self.about.get("used") or 0), **both}), there, measured)]
+        totals = {name: device.get(name, 0) + host.get(name, 0) for name in (*device, *host)}
+        totals["ring"] = max(0, host.get("ring", 0) - device.get("slots", 0))
+        return [Memory("memory", _present({"used": int(self.about.get("used") or 0), **totals}), there, measured)]
 
     @property
     def certificates(self) -> list[Path]:
@@ -184,8 +186,8 @@ class Run:
 def by_step(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
     """Return the numbers of that name with their steps, in order; what is no number is left out, and one that nobody
     could draw is infinite."""
-    found = ((int(row["step"]), _number(row, key)) for row in rows if "step" in row)
-    return [(step, value) for step, value in found if value is not None]
+    numbers = ((int(row["step"]), _number(row, key)) for row in rows if "step" in row)
+    return [(step, value) for step, value in numbers if value is not None]
 
 
 class MetricsTail:
@@ -219,8 +221,10 @@ class MetricsTail:
         return list(self._rows)
 
     def _take(self, data: bytes) -> None:
-        whole = data[: data.rfind(b"\n") + 1]  # what follows is a line that is being written, or was when it was killed
-        for line in whole.splitlines(keepends=True):
+        complete = data[
+            : data.rfind(b"\n") + 1
+        ]  # what follows is a line that is being written, or was when it was killed
+        for line in complete.splitlines(keepends=True):
             self._rows.append(_row(line, f"{self._file}:{len(self._rows) + 1}"))
             self._read, self._last = self._read + len(line), line
 
@@ -243,11 +247,11 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError("a line of metrics is a JSON object", where=where)
     for key in ("step", "stage", "step_in_phase"):
-        if key in row and amount(row, key) != (found := row[key]):
-            raise DataError(f"{key} should be a number of steps, not {found!r}"[:200], where=where)
+        if key in row and amount(row, key) != (step_number := row[key]):
+            raise DataError(f"{key} should be a number of steps, not {step_number!r}"[:200], where=where)
     if "phase" in row and not ("step" in row and isinstance(row["phase"], str)):
         raise DataError("a phase has a name, and its line a step", where=where)
-    return {printable(key): float(one) if one in NON_FINITE else _shown(one) for key, one in row.items()}
+    return {printable(key): float(value) if value in NON_FINITE else _shown(value) for key, value in row.items()}
 
 
 def _shown(value: Any) -> Any:
@@ -270,8 +274,8 @@ def read_run(directory: Path, tail: MetricsTail | None = None) -> Run:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file; nothing where there is none, or something else is in it."""
     with suppress(OSError, ValueError, RecursionError):  # files beside the metrics are told of as far as they are there
-        found = json.loads(read_regular(file, inside=True).decode("utf-8"))
-        return found if isinstance(found, dict) else {}
+        content = json.loads(read_regular(file, inside=True).decode("utf-8"))
+        return content if isinstance(content, dict) else {}
     return {}
 
 
@@ -281,20 +285,20 @@ def _no_run(directory: Path) -> ConfigError:
         return ConfigError("there is no such directory", where=str(directory), how=how)
     if not directory.is_dir():
         return ConfigError("this is a file, not the directory of a run", where=str(directory), how=how)
-    above = next((one for one in directory.absolute().parents[:2] if (one / METRICS).is_file()), None)
+    above = next((parent for parent in directory.absolute().parents[:2] if (parent / METRICS).is_file()), None)
     if above is not None:
         how = f"this belongs to the run in {above}"
     return ConfigError(f"this directory has no run: {METRICS} is missing", where=str(directory), how=how)
 
 
 def _checkpoints(directory: Path) -> Iterator[Path]:
-    found = [*directory.glob("checkpoint-*/manifest.json"), *directory.glob("*/checkpoint-*/manifest.json")]
-    whole = []
-    for one in found:
-        if re.fullmatch(r"checkpoint-\d+", one.parent.name):
+    manifests = [*directory.glob("checkpoint-*/manifest.json"), *directory.glob("*/checkpoint-*/manifest.json")]
+    dated = []
+    for manifest in manifests:
+        if re.fullmatch(r"checkpoint-\d+", manifest.parent.name):
             with suppress(FileNotFoundError):  # the run deletes old ones meanwhile
-                whole.append((one.stat().st_mtime, one.parent))
-    yield from (path for _, path in sorted(whole))
+                dated.append((manifest.stat().st_mtime, manifest.parent))
+    yield from (path for _, path in sorted(dated))
 
 
 def _holder(directory: Path) -> str:

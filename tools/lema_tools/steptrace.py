@@ -32,8 +32,8 @@ def read_step(file: Path, *, inside: bool = True) -> tuple[list[Span], dict[str,
         if file.stat().st_size > LARGEST:
             raise DataError("the trace is too large to be drawn", where=str(file), how="open it at ui.perfetto.dev")
         events = json.loads(read_regular(file, LARGEST, inside=inside).decode("utf-8"))["traceEvents"]
-        names = {one["tid"]: str(one["args"]["name"]) for one in events if one.get("ph") == "M"}
-        spans = [_span(one, names) for one in events if one.get("ph") == "X"]
+        names = {event["tid"]: str(event["args"]["name"]) for event in events if event.get("ph") == "M"}
+        spans = [_span(event, names) for event in events if event.get("ph") == "X"]
     except OSError as error:
         raise unreadable(file, error, DataError, f"cannot read the trace: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -42,12 +42,12 @@ def read_step(file: Path, *, inside: bool = True) -> tuple[list[Span], dict[str,
     bounds = _bounds(spans)
     if not bounds:
         return None
-    begin, end = sorted(bounds, key=lambda one: one[1] - one[0])[len(bounds) // 2]
-    found = [one for one in spans if one.begin < end and one.end > begin]
-    cut = [Span(one.track, one.name, max(one.begin, begin), min(one.end, end)) for one in found]
-    drawn = sorted(cut, key=lambda one: one.begin - one.end)[:MOST]
-    places = {name: at for at, name in enumerate(TRACKS)}
-    tracks = sorted({one.track for one in drawn}, key=lambda one: (places.get(_kind(one), len(places)), one))
+    begin, end = sorted(bounds, key=lambda bound: bound[1] - bound[0])[len(bounds) // 2]
+    overlapping = [span for span in spans if span.begin < end and span.end > begin]
+    cut = [Span(span.track, span.name, max(span.begin, begin), min(span.end, end)) for span in overlapping]
+    drawn = sorted(cut, key=lambda span: span.begin - span.end)[:MOST]
+    order = {name: at for at, name in enumerate(TRACKS)}
+    tracks = sorted({span.track for span in drawn}, key=lambda track: (order.get(_kind(track), len(order)), track))
     return drawn, {track: TRACKS.get(_kind(track), 9) for track in tracks}
 
 
@@ -59,12 +59,12 @@ def _span(event: dict[str, Any], names: dict[Any, str]) -> Span:
 def _bounds(spans: Sequence[Span]) -> list[tuple[float, float]]:
     """Return from when to when whole steps went: each begins with the first layer forward after one backward."""
     starts: list[float] = []
-    ways = sorted((one for one in spans if one.track in ("forward", "backward")), key=lambda one: one.begin)
+    passes = sorted((span for span in spans if span.track in ("forward", "backward")), key=lambda span: span.begin)
     before = "backward"
-    for one in ways:
-        if one.track == "forward" and before == "backward":
-            starts.append(one.begin)
-        before = one.track
+    for span in passes:
+        if span.track == "forward" and before == "backward":
+            starts.append(span.begin)
+        before = span.track
     return list(pairwise(starts))
 
 

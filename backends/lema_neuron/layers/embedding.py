@@ -15,7 +15,7 @@ from lema_neuron.layers.partition import Initial, partitioned, refuse
 from lema_neuron.mappings import gather_from_group, reduce_from_group, reduce_scatter_sequence
 from lema_neuron.shares import Part, sharded_part
 
-__all__ = ["ParallelEmbedding", "look_up"]
+__all__ = ["ParallelEmbedding", "embed_local"]
 
 
 class ParallelEmbedding(nn.Module):
@@ -86,7 +86,7 @@ class ParallelEmbedding(nn.Module):
         if self.shard_across_embedding:
             output = functional.embedding(input, self.weight, self.padding_idx)
             return gather_from_group(output, self.comm)
-        partial = look_up(input, self.weight, self.comm, self.padding_idx)
+        partial = embed_local(input, self.weight, self.comm, self.padding_idx)
         return joined(partial, self.comm, self.sequence_parallel_enabled, self.sequence_dimension)
 
     def parts(self) -> dict[str, Part]:
@@ -105,7 +105,7 @@ def vocabulary(num_embeddings: int, shard_across_embedding: bool, comm: Comm) ->
     return Layout("column", comm.size, 1) if shard_across_embedding else embedding(comm.size, num_embeddings)
 
 
-def look_up(input: Tensor, weight: Tensor, comm: Comm, padding_idx: int | None = None) -> Tensor:
+def embed_local(input: Tensor, weight: Tensor, comm: Comm, padding_idx: int | None = None) -> Tensor:
     """Return this rank's vectors of token ids; zeros where another rank has them.
 
     Args:
@@ -126,7 +126,7 @@ def look_up(input: Tensor, weight: Tensor, comm: Comm, padding_idx: int | None =
 
 
 def joined(partial: Tensor, comm: Comm, sequence_parallel: bool, sequence_dimension: int | None) -> Tensor:
-    """Sum the vectors of `look_up` over the ranks; under sequence parallelism each rank keeps its tokens."""
+    """Sum the vectors of `embed_local` over the ranks; under sequence parallelism each rank keeps its tokens."""
     if not sequence_parallel:
         return reduce_from_group(partial, comm)
     if not sequence_dimension:

@@ -27,8 +27,8 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 def blocks(size: int, stride: int, comm: Comm, dim: int) -> Layout:
     """Return the layout of an axis of `stride` blocks of one length, each cut evenly; raises `ConfigError`."""
-    one = column(comm.size) if dim == 0 else row(comm.size)
-    return one if stride == 1 else fused([(size // stride, one)] * stride)
+    block_layout = column(comm.size) if dim == 0 else row(comm.size)
+    return block_layout if stride == 1 else fused([(size // stride, block_layout)] * stride)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -202,8 +202,8 @@ class RowParallelLinear(nn.Module):
             input = self._cut(input)
         output = linear(input, self.weight)
         if self.reduce_output and self.comm.size > 1:
-            kept = output.dtype
-            output = self._reduce(output.to(torch.promote_types(kept, self.reduce_dtype))).to(kept)
+            dtype = output.dtype
+            output = self._reduce(output.to(torch.promote_types(dtype, self.reduce_dtype))).to(dtype)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias
@@ -221,10 +221,10 @@ class RowParallelLinear(nn.Module):
 
     def parts(self) -> dict[str, Part]:
         """Return how its parameters are divided; under sequence parallelism the bias is for this rank's tokens only."""
-        found = {"weight": sharded_part(self.layout, self.input_size, self.comm)}
+        part_by_name = {"weight": sharded_part(self.layout, self.input_size, self.comm)}
         if self.bias is not None:
-            found["bias"] = replicated_part(self.comm, partial=self.sequence_parallel_enabled)
-        return found
+            part_by_name["bias"] = replicated_part(self.comm, partial=self.sequence_parallel_enabled)
+        return part_by_name
 
     def extra_repr(self) -> str:
         """Say the sizes."""

@@ -54,13 +54,13 @@ def partitioned(
     return nn.Parameter(shard(full, layout, comm.rank).to(device, dtype))
 
 
-def refuse(layer: str, **given: Any) -> None:
+def refuse(layer: str, **arguments: Any) -> None:
     """Refuse arguments for which a layer supports only neuronx-distributed's default.
 
     Raises:
         ConfigError: one is set; the message names it.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and value is not False:
             raise ConfigError(f"{name}={value!r} is not supported", where=layer, how=f"leave {name} out")
 

@@ -85,11 +85,11 @@ class GQAQKVColumnParallelLinear(nn.Module):
         self.sizes = (self.output_sizes[0], self.output_sizes[1], self.output_sizes[1])
         initial = init_method or as_linear
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
-        for one, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
+        for projection, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
             weight = partitioned((size, input_size), layout, self.comm, initial, **kind)
-            self.register_parameter(f"weight_{one}", weight)
+            self.register_parameter(f"weight_{projection}", weight)
             values = partitioned((size,), layout, self.comm, nn.init.zeros_, **kind) if bias else None
-            self.register_parameter(f"bias_{one}", values)
+            self.register_parameter(f"bias_{projection}", values)
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value: this rank's part of each, or all of it."""
@@ -98,12 +98,14 @@ class GQAQKVColumnParallelLinear(nn.Module):
         elif not self.boundary:
             input = copy_to_group(input, self.comm)
         q, k, v = (
-            self._whole(linear(input, getattr(self, f"weight_{one}"), getattr(self, f"bias_{one}")), number)
-            for number, one in enumerate(PROJECTIONS)
+            self._gather(
+                linear(input, getattr(self, f"weight_{projection}"), getattr(self, f"bias_{projection}")), number
+            )
+            for number, projection in enumerate(PROJECTIONS)
         )
         return q, k, v
 
-    def _whole(self, output: Tensor, number: int) -> Tensor:
+    def _gather(self, output: Tensor, number: int) -> Tensor:
         if not self.gather_output or self.comm.size == 1:
             return output
         order = torch.tensor(in_order(self.layouts[number], self.sizes[number]), device=output.device)
@@ -111,12 +113,12 @@ class GQAQKVColumnParallelLinear(nn.Module):
 
     def parts(self) -> dict[str, Part]:
         """Return how its parameters are divided; ranks that hold copies of keys and values sum their gradients."""
-        found = {}
-        for one, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
-            for name in (f"weight_{one}", f"bias_{one}"):
+        part_by_name = {}
+        for projection, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
+            for name in (f"weight_{projection}", f"bias_{projection}"):
                 if getattr(self, name) is not None:
-                    found[name] = sharded_part(layout, size, self.comm)
-        return found
+                    part_by_name[name] = sharded_part(layout, size, self.comm)
+        return part_by_name
 
     def extra_repr(self) -> str:
         """Say the sizes."""
@@ -142,5 +144,5 @@ def grouped_layouts(
             how="it divides the tensor-parallel size",
         )
     queries, keys = heads or (comm.size, comm.size // copies)
-    one = kv(comm.size, queries, keys, kv_layout, copies)
-    return query(comm.size, queries, keys, kv_layout, copies), one, one
+    key_layout = kv(comm.size, queries, keys, kv_layout, copies)
+    return query(comm.size, queries, keys, kv_layout, copies), key_layout, key_layout

@@ -41,8 +41,8 @@ class ShardedMagnitude(DoraLinearLayer):
         """Return the norms of whole rows, from this rank's part of the weight and of `B A`."""
         merged = (weight + scaling * lora_weight).detach()
         if self.base.kind == "column":
-            whole: Tensor = torch.linalg.vector_norm(merged, dim=1)
-            return whole
+            norms: Tensor = torch.linalg.vector_norm(merged, dim=1)
+            return norms
         squares = merged.float().square().sum(1)
         return self.base.comm.all_reduce(squares).sqrt().to(merged.dtype)
 
@@ -64,8 +64,8 @@ class ShardedMagnitude(DoraLinearLayer):
             base_result = base_layer(x.to(base_layer.weight.dtype))
         if base_layer.bias is not None:
             base_result = base_result - base_layer.bias
-        found: Tensor = (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
-        return found
+        delta: Tensor = (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
+        return delta
 
 
 class ShardedDora(DoraLinearVariant):
@@ -76,10 +76,10 @@ class ShardedDora(DoraLinearVariant):
         """Initialise the magnitudes with the norms."""
         if not module.lora_magnitude_vector:
             module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
-        made = ShardedMagnitude(module.base)
+        magnitude = ShardedMagnitude(module.base)
         factors = {name: getattr(module, name)[adapter_name].weight for name in ("lora_A", "lora_B")}
-        made.update_layer(base_layer=module.get_base_layer(), scaling=module.scaling[adapter_name], **factors)
-        module.lora_magnitude_vector[adapter_name] = made
+        magnitude.update_layer(base_layer=module.get_base_layer(), scaling=module.scaling[adapter_name], **factors)
+        module.lora_magnitude_vector[adapter_name] = magnitude
 
 
 def magnitude_part(base: Base) -> Part:

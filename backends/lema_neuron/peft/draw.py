@@ -31,12 +31,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 def common_seed(comm: Comm, device: torch.device | str = "cpu") -> int:
     """Return the seed of `seeded`, or else that of the first rank's generator, `torch.initial_seed()`."""
-    given = _SEED.get()
-    if given is not None:
-        return given
+    seed = _SEED.get()
+    if seed is not None:
+        return seed
     mine = torch.initial_seed()
-    limbs = torch.tensor([mine >> (BITS * one) & (2**BITS - 1) for one in range(LIMBS)], device=device)
-    return sum(int(limb) << (BITS * one) for one, limb in enumerate(comm.broadcast(limbs, 0).tolist()))
+    limbs = torch.tensor([mine >> (BITS * index) & (2**BITS - 1) for index in range(LIMBS)], device=device)
+    return sum(int(limb) << (BITS * index) for index, limb in enumerate(comm.broadcast(limbs, 0).tolist()))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

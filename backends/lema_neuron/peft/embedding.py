@@ -10,7 +10,7 @@ from peft.tuners.lora import Embedding as LoraEmbedding
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lema_neuron.layers.embedding import joined, look_up
+from lema_neuron.layers.embedding import embed_local, joined
 from lema_neuron.mappings import copy_to_group, gather_from_group
 from lema_neuron.peft.draw import draw_b, draw_vectors
 from lema_neuron.peft.layer import NeuronLoraLayer, as_config, new_device
@@ -63,7 +63,7 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         NeuronLoraLayer.__init__(self, base_layer, **kwargs)
         self.fan_in_fan_out = False
         self._active_adapter = adapter_name
-        given = as_config(
+        lora_config = as_config(
             config,
             lora_dropout=lora_dropout,
             init_lora_weights=init_lora_weights,
@@ -71,7 +71,7 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
             use_dora=use_dora,
             lora_bias=lora_bias,
         )
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=given, **kwargs)
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=lora_config, **kwargs)
 
     @property
     def _across(self) -> bool:
@@ -98,12 +98,16 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
         """Fill an adapter; see `NeuronLoraLayer.draw`. A begins as zeros, B is drawn, as in PEFT."""
         (ids, features), r, rank = self.base.sizes, self.r[adapter_name], self.base.comm.rank
-        known, name = self.parts(), f"{module_name}.{adapter_name}"
+        part_by_name, name = self.parts(), f"{module_name}.{adapter_name}"
         with torch.no_grad():
             first = draw_b((r, ids), how, seed, f"{name}.A")
-            self.lora_embedding_A[adapter_name].copy_(known[f"lora_embedding_A.{adapter_name}"].shard(first, rank))
+            self.lora_embedding_A[adapter_name].copy_(
+                part_by_name[f"lora_embedding_A.{adapter_name}"].shard(first, rank)
+            )
             second = draw_vectors((features, r), seed, f"{name}.B")
-            self.lora_embedding_B[adapter_name].copy_(known[f"lora_embedding_B.{adapter_name}"].shard(second, rank))
+            self.lora_embedding_B[adapter_name].copy_(
+                part_by_name[f"lora_embedding_B.{adapter_name}"].shard(second, rank)
+            )
 
     def parts(self) -> dict[str, Part]:
         """Return how both factors are divided; under sequence parallelism a whole B is for this rank's tokens only."""
@@ -116,10 +120,10 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         second = replicated_part(comm, partial=self.base.sequence_parallel)
         if self._across:
             second = sharded_part(along(layout, 1 - layout.dim), features, comm)
-        found = {}
+        part_by_name = {}
         for name in self.lora_embedding_A:
-            found[f"lora_embedding_A.{name}"], found[f"lora_embedding_B.{name}"] = first, second
-        return found
+            part_by_name[f"lora_embedding_A.{name}"], part_by_name[f"lora_embedding_B.{name}"] = first, second
+        return part_by_name
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the embedding's vectors with those of the active adapters added."""
@@ -141,6 +145,6 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         if self._across:
             inner = copy_to_group(functional.embedding(ids, first, layer.padding_idx), base.comm)
             return gather_from_group(inner @ second, base.comm)
-        partial = look_up(ids, first, base.comm, layer.padding_idx)
+        partial = embed_local(ids, first, base.comm, layer.padding_idx)
         inner = joined(partial, base.comm, base.sequence_parallel, base.sequence_dimension)
         return inner @ second

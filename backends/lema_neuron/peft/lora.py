@@ -59,8 +59,8 @@ class NeuronLoraModel(LoraModel):
         kind = kind_of(target)
         if kind is None:
             return adapted_module(lora_config, adapter_name, target, **kwargs)
-        known = {name: kwargs[name] for name in ("r", "lora_alpha", "target_name") if name in kwargs}
-        return NEURON_LORA_MODULES[kind](target, adapter_name, config=lora_config, **known)
+        options = {name: kwargs[name] for name in ("r", "lora_alpha", "target_name") if name in kwargs}
+        return NEURON_LORA_MODULES[kind](target, adapter_name, config=lora_config, **options)
 
     def add_weighted_adapter(  # type: ignore[override]
         self, adapters: list[str], weights: list[float], adapter_name: str, combination_type: Any = "svd", **kwargs: Any
@@ -86,14 +86,16 @@ def _all_linear(model: nn.Module) -> set[str]:
         ConfigError: there are experts whose weights are in one parameter, which PEFT would adapt too.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Conv1d) and any(one.dim() == 3 for one in module.parameters(recurse=False)):
+        if not isinstance(module, nn.Conv1d) and any(
+            parameter.dim() == 3 for parameter in module.parameters(recurse=False)
+        ):
             raise ConfigError(
                 "all-linear includes experts, but several ranks do not support adapters of parameters",
                 where=f"target_modules: {name}",
                 how="name the linears to adapt in target_modules",
             )
-    given: Any = model
-    head = given.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    untyped: Any = model
+    head = untyped.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()

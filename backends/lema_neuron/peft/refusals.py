@@ -65,13 +65,13 @@ def check_dora(config: LoraConfig, base: Base, layer: Any) -> None:
     raise ConfigError(f"use_dora is not supported under tensor parallelism: {what}", where="use_dora", how=HOW)
 
 
-def refuse_mixed_batch(given: Any) -> None:
+def refuse_mixed_batch(adapter_names: Any) -> None:
     """Refuse batches whose rows use different adapters.
 
     Raises:
         ConfigError: there are some.
     """
-    if given is not None:
+    if adapter_names is not None:
         raise ConfigError(
             "batches of several adapters are not supported over several ranks",
             where="adapter_names",

@@ -105,9 +105,9 @@ def _see_the_others(size: int, xla: Any, xm: Any) -> None:
     mine = torch.tensor([float(rank + 1)], device=xla.device())
     total = xm.all_reduce(xm.REDUCE_SUM, mine, groups=[list(range(size))], pin_layout=False)
     xla.sync()
-    if (found := float(total.cpu())) != (expected := size * (size + 1) / 2):
+    if (actual := float(total.cpu())) != (expected := size * (size + 1) / 2):
         raise BackendUnavailable(
-            f"the devices' sum of the numbers from 1 to {size} is {found} instead of {expected}",
+            f"the devices' sum of the numbers from 1 to {size} is {actual} instead of {expected}",
             where=f"rank {rank}",
             how=how,
         )

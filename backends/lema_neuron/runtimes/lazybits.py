@@ -40,13 +40,13 @@ def viewer(operation: Any, types: Any) -> Callable[[Tensor, torch.dtype], Tensor
         if dtype == torch.bool:  # one byte in torch, but not for the compiler
             return view(tensor, torch.uint8) != 0
         before, after = change_of_sizes(list(tensor.shape), tensor.dtype.itemsize, dtype.itemsize)
-        made: Tensor = operation(tensor, to=types[dtype], before=before, after=after)
-        return made
+        viewed: Tensor = operation(tensor, to=types[dtype], before=before, after=after)
+        return viewed
 
     return view
 
 
-def change_of_sizes(shape: list[int], width: int, wanted: int) -> tuple[list[int] | None, list[int] | None]:
+def change_of_sizes(shape: list[int], width: int, new_width: int) -> tuple[list[int] | None, list[int] | None]:
     """Return the shapes of a tensor just before and just after its dtype changes; None: no reshaping is needed.
 
     The compiler joins elements along the last dimension, which vanishes, or splits them along a new last dimension.
@@ -54,17 +54,17 @@ def change_of_sizes(shape: list[int], width: int, wanted: int) -> tuple[list[int
     Args:
         shape: the tensor's shape.
         width: bytes of an element.
-        wanted: bytes of an element afterwards.
+        new_width: bytes of an element afterwards.
     """
-    if wanted == width:
+    if new_width == width:
         return None, None
-    *others, last = shape
-    if wanted > width:
-        return [*others, last * width // wanted, wanted // width], None
-    return None, [*others, last * (width // wanted)]
+    *leading, last = shape
+    if new_width > width:
+        return [*leading, last * width // new_width, new_width // width], None
+    return None, [*leading, last * (width // new_width)]
 
 
 def _lowered(operand: Any, *, to: Any, before: list[int] | None, after: list[int] | None) -> Any:
     operand = operand if before is None else operand.reshape(before)
-    made = operand.bitcast(to)
-    return made if after is None else made.reshape(after)
+    converted = operand.bitcast(to)
+    return converted if after is None else converted.reshape(after)

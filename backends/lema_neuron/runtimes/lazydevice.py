@@ -103,13 +103,13 @@ class LazyDevice:
     def memory(self) -> MemoryStats:
         """Return the device's memory; 0 if the runtime does not report it."""
         try:
-            told = self._xm.get_memory_info(self.device)
+            info = self._xm.get_memory_info(self.device)
         except RuntimeError as error:
             if "UNIMPLEMENTED" not in str(error).upper():
                 raise
             return MemoryStats(0, 0, 0)
-        used = int(told["bytes_used"])
-        return MemoryStats(used, int(told.get("peak_bytes_used", used)), int(told["bytes_limit"]))
+        used = int(info["bytes_used"])
+        return MemoryStats(used, int(info.get("peak_bytes_used", used)), int(info["bytes_limit"]))
 
     def close(self) -> None:
         """Wait for work in progress."""

@@ -58,9 +58,9 @@ class LazyReplicas:
         if self.size > 1:
             tensor.copy_(self._comm.all_reduce(tensor))
 
-    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
-        """Put the parts together in `whole`; nothing begins before the graph runs."""
-        whole.copy_(self._comm.all_gather(upload.wait(), 0))
+    def gather(self, upload: Upload, target: Tensor) -> Gathering:
+        """Put the parts together in `target`; nothing begins before the graph runs."""
+        target.copy_(self._comm.all_gather(upload.wait(), 0))
         upload.release()
         return self
 

@@ -72,12 +72,12 @@ def metadata_of(content: Mapping[str, Any], file: Path, tp: int, kv_layout: KvLa
                 if spec["tp_size"] != tp:
                     raise _unusable(file, f"{module} lay over {spec['tp_size']} ranks, and there are shards of {tp}")
                 if kind == FUSED:
-                    made, (name, projections) = _fused_linears(module, spec, tp, file)
+                    module_rules, (name, projections) = _fused_linears(module, spec, tp, file)
                 elif kind == GROUPED:
-                    made, (name, projections) = _grouped_heads(module, spec, tp, where)
+                    module_rules, (name, projections) = _grouped_heads(module, spec, tp, where)
                 else:
                     raise _unusable(file, f"{module} is transformed in an unknown way, {kind}")
-                rules |= made
+                rules |= module_rules
                 modules[name] = projections
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise _unusable(file, f"it does not describe the shards ({type(error).__name__}: {error})") from error
@@ -110,9 +110,11 @@ def _grouped_heads(
     queries, keys = query(tp, *heads), kv(tp, *heads)
     q_size, kv_size = spec["q_output_size_per_partition"] * tp, spec["kv_output_size_per_partition"] * tp // copies
     base = f"{module}.{name}"
-    rules = {f"{base}.lora_A.weight": Rule(replicated(tp), tuple(f"{module}.{one}.lora_A.weight" for one in linears))}
+    rules = {
+        f"{base}.lora_A.weight": Rule(replicated(tp), tuple(f"{module}.{linear}.lora_A.weight" for linear in linears))
+    }
     for kind in ("weight", "bias"):
-        names = tuple(f"{module}.{one}.lora_B.{kind}" for one in linears)
+        names = tuple(f"{module}.{linear}.lora_B.{kind}" for linear in linears)
         if spec["fuse_qkv"]:
             rule = Rule(fused([(q_size, queries), (kv_size, keys), (kv_size, keys)]), names)
             rules |= {f"{base}.lora_B.{kind}_qkv": rule, f"{base}.lora_B.{kind}": rule}
@@ -128,17 +130,17 @@ def _unusable(file: Path, what: str) -> AdapterError:
     return AdapterError(f"{file.name}: {what}", where=str(file), how="save the adapter again, with the same library")
 
 
-def plain_rule(name: str, held: Tensor, metadata: Metadata, tp: int) -> Rule:
+def plain_rule(name: str, local_shard: Tensor, metadata: Metadata, tp: int) -> Rule:
     """Return the rule for a tensor of a module that is not fused: whole, or cut evenly along one axis."""
-    known: Mapping[str, Any] | None = metadata.parameters.get(name)
-    if known is None:
+    entry: Mapping[str, Any] | None = metadata.parameters.get(name)
+    if entry is None:
         raise AdapterError(f"it does not say how {name} is divided over ranks", where=str(metadata.file))
-    if not known.get("tensor_model_parallel"):
+    if not entry.get("tensor_model_parallel"):
         return Rule(replicated(tp), (name,))
-    dim, stride, ranks = known.get("partition_dim"), known.get("partition_stride", 1), known.get("num_partitions", tp)
-    if dim not in (0, 1) or type(stride) is not int or stride < 1 or ranks != tp or held.dim() <= dim:
-        raise AdapterError(f"{name} is cut as {dict(known)}, for {tp} ranks", where=str(metadata.file))
+    dim, stride, ranks = entry.get("partition_dim"), entry.get("partition_stride", 1), entry.get("num_partitions", tp)
+    if dim not in (0, 1) or type(stride) is not int or stride < 1 or ranks != tp or local_shard.dim() <= dim:
+        raise AdapterError(f"{name} is cut as {dict(entry)}, for {tp} ranks", where=str(metadata.file))
     even = Layout("column" if dim == 0 else "row", tp, dim)
     if stride == 1:
         return Rule(even, (name,))
-    return Rule(fused([(held.shape[dim] * tp // stride, even)] * stride), (name,))
+    return Rule(fused([(local_shard.shape[dim] * tp // stride, even)] * stride), (name,))

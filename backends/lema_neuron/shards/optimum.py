@@ -68,7 +68,7 @@ class _Optimum:
         wholes = {name: _fuse(rule, tensors) for name, rule in rules.items()}
         (directory / "model").mkdir(parents=True)
         for rank in range(tp):
-            pieces = {name: shard(whole, rules[name].layout, rank) for name, whole in wholes.items()}
+            pieces = {name: shard(full, rules[name].layout, rank) for name, full in wholes.items()}
             torch.save(pieces, directory / "model" / rank_file(rank))
             flush(directory / "model" / rank_file(rank))
         file.write_text(json.dumps(content, indent=4), encoding="utf-8", newline="\n")
@@ -123,13 +123,15 @@ def _without_padding(name: str, tensor: Tensor, model: nn.Module, tp: int) -> Te
     return tensor[:words].clone() if tensor.shape[0] == -(-words // tp) * tp > words else tensor
 
 
-def _with_projections(config: Mapping[str, Any], modules: Mapping[str, tuple[str, ...]], place: Path) -> dict[str, Any]:
+def _with_projections(
+    config: Mapping[str, Any], modules: Mapping[str, tuple[str, ...]], directory: Path
+) -> dict[str, Any]:
     """Return the config with the names of the adapter's projections instead of the fused modules."""
     for option in ("rank_pattern", "alpha_pattern"):
         if fused := [key for key in config.get(option) or {} if key.rpartition(".")[2] in modules]:
             what = f"{option} names {fused[0]}, which is several modules in the base model"
             how = f"name {', '.join(modules[fused[0].rpartition('.')[2]])} there"
-            raise AdapterError(what, where=str(place), how=how)
+            raise AdapterError(what, where=str(directory), how=how)
     targets = config.get("target_modules")
     if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
         named = {new for target in targets for new in modules.get(target, (target,))}
@@ -155,20 +157,20 @@ def _read(
         except ConfigError as error:
             raise AdapterError(f"{about.name}: {error.what}", where=str(about)) from error
         ranks = [load_rank(file) for file in files]
-        for rank, held in enumerate(ranks):
-            if odd := sorted(held.keys() ^ ranks[0].keys()):
+        for rank, rank_tensors in enumerate(ranks):
+            if odd := sorted(rank_tensors.keys() ^ ranks[0].keys()):
                 what = f"rank 0 and rank {rank} hold different tensors: {odd[0]}"
                 how = "the files are not of one checkpoint; copy it again"
                 raise AdapterError(what, where=str(files[rank]), how=how)
         for name in ranks[0]:
             rule = metadata.rules.get(name) or plain_rule(name, ranks[0][name], metadata, len(ranks))
-            whole, found = join([held[name] for held in ranks], rule.layout, name, check=check)
-            if found:
-                differing[name] = found
-            parts = [whole] if len(rule.names) == 1 else [whole.clone() for _ in rule.names]
+            full, mismatches = join([rank_tensors[name] for rank_tensors in ranks], rule.layout, name, check=check)
+            if mismatches:
+                differing[name] = mismatches
+            parts = [full] if len(rule.names) == 1 else [full.clone() for _ in rule.names]
             if len(rule.names) > 1 and rule.layout.parts:
                 sizes = [size for size, _ in rule.layout.parts]
-                parts = [part.contiguous() for part in whole.split(sizes, rule.layout.dim)]
+                parts = [part.contiguous() for part in full.split(sizes, rule.layout.dim)]
             for target, piece in zip(rule.names, parts, strict=True):
                 if target in tensors:
                     if tensors[target].dtype == piece.dtype and torch.equal(tensors[target], piece):

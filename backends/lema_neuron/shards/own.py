@@ -70,11 +70,11 @@ class _Lema:
 LEMA = _Lema()
 
 
-def join(held: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> tuple[Tensor, list[Difference]]:
+def join(shards: Sequence[Tensor], layout: Layout, name: str, *, check: bool) -> tuple[Tensor, list[Difference]]:
     """Put one tensor of an adapter together; return it, and the replicas that differ (none, if `check`).
     `AdapterError`: the ranks do not hold pieces of one tensor; or, if `check`, replicas differ."""
     try:
-        return consolidate(held, layout, check=check), [] if check else differences(held, layout)
+        return consolidate(shards, layout, check=check), [] if check else differences(shards, layout)
     except DataError as error:
         raise AdapterError(error.what, where=name, how=error.how) from error
 
@@ -145,11 +145,11 @@ def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str,
             raise unreadable(file, error, AdapterError, what, "copy it again") from error
         if odd := sorted(ranks[-1].keys() ^ layouts.keys()):
             raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(file))
-    tensors, found = {}, {}
+    tensors, differing_by_name = {}, {}
     for name, layout in layouts.items():
-        tensors[name], differing = join([held[name] for held in ranks], layout, name, check=check)
+        tensors[name], differing = join([rank_tensors[name] for rank_tensors in ranks], layout, name, check=check)
         if differing:
-            found[name] = differing
+            differing_by_name[name] = differing
         if list(tensors[name].shape) != shapes[name]:
             raise AdapterError(f"{name} has the shape {list(tensors[name].shape)}, and had {shapes[name]}", where=name)
-    return tensors, found, tp
+    return tensors, differing_by_name, tp

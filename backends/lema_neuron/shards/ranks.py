@@ -40,16 +40,16 @@ def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
     if (directory / "checkpoint").is_file() and not (directory / "done").is_file():
         what = "this checkpoint is incomplete: there is no file `done`"
         raise AdapterError(what, where=str(directory), how="use an earlier one, or save it again")
-    found: dict[int, dict[int, Path]] = {}
+    files_by_stage: dict[int, dict[int, Path]] = {}
     for file in sorted((directory / "model").glob("dp_rank_*.pt")):
         if named := NAME.fullmatch(file.name):
-            found.setdefault(int(named[2]), {})[int(named[1])] = file
-    if not found:
+            files_by_stage.setdefault(int(named[2]), {})[int(named[1])] = file
+    if not files_by_stage:
         raise AdapterError("there are no shards here", where=str(directory / "model"), how="copy the directory again")
     stages = []
-    ranks = 1 + max(rank for files in found.values() for rank in files)
-    for number in range(1 + max(found)):
-        files = found.get(number, {})
+    ranks = 1 + max(rank for files in files_by_stage.values() for rank in files)
+    for number in range(1 + max(files_by_stage)):
+        files = files_by_stage.get(number, {})
         missing = next((rank for rank in range(ranks) if rank not in files), None)  # there may be millions of ranks
         if missing is not None:
             what = f"the shard {rank_file(missing, number)} is missing"
@@ -93,8 +93,8 @@ def _load(file: Path, *, references: bool = False) -> Any:
         if odd:
             what = f"{file.name} holds objects of {', '.join(sorted(odd))}, and only tensors are loaded"
             raise AdapterError(what, where=str(file), how="do not trust it; or save the adapter alone, as tensors")
-        known: list[Any] = [(Reference, name) for name in asked]
-        with torch.serialization.safe_globals(known):
+        allowed: list[Any] = [(Reference, name) for name in asked]
+        with torch.serialization.safe_globals(allowed):
             return torch.load(file, map_location="cpu", weights_only=True)
     except WeightsError as error:
         raise AdapterError(error.what, where=error.where, how=error.how) from error

@@ -53,7 +53,7 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool | 
 
 
 def _lock_byte(descriptor: int, system: ModuleType, wait: bool) -> None:
-    place = os.lseek(descriptor, 0, os.SEEK_CUR)
+    offset = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
         os.lseek(descriptor, BEYOND, os.SEEK_SET)
         while True:
@@ -65,4 +65,4 @@ def _lock_byte(descriptor: int, system: ModuleType, wait: bool) -> None:
                     raise
             time.sleep(BETWEEN_TRIES)
     finally:
-        os.lseek(descriptor, place, os.SEEK_SET)
+        os.lseek(descriptor, offset, os.SEEK_SET)

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
-__all__ = ["BINARY", "NAMES_HELD", "NONBLOCK", "NO_FOLLOW", "drop_cached", "flush", "open_directory", "read_into"]
+__all__ = [
+    "BINARY",
+    "NONBLOCK",
+    "NO_FOLLOW",
+    "OPEN_NAMES_LOCKED",
+    "drop_cached",
+    "flush",
+    "open_directory",
+    "read_into",
+]
 __all__ += ["write_from"]
 
 # What `os.open` takes; 0: this system has none. Descriptors are never inherited by programs, without a flag (PEP 446).
@@ -19,10 +28,10 @@ BINARY: int = getattr(os, "O_BINARY", 0)
 NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)  # where there is none, who opens looks first for a link
 NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
 
-NAMES_HELD = os.name == "nt"
+OPEN_NAMES_LOCKED = os.name == "nt"
 """Whether a file that is open can be neither renamed, replaced nor deleted, nor a directory in which one is open."""
 
-_PLACES: dict[int, threading.Lock] = {}  # of descriptors whose own place is moved, by one thread at a time
+_OFFSET_LOCKS: dict[int, threading.Lock] = {}  # of descriptors whose own place is moved, by one thread at a time
 
 
 def open_directory(path: Path) -> int | None:
@@ -38,7 +47,7 @@ def flush(path: Path) -> None:
     if path.is_dir() and not hasattr(os, "O_DIRECTORY"):
         return
     # Windows flushes only what may be written to.
-    descriptor = os.open(path, (os.O_RDWR if NAMES_HELD else os.O_RDONLY) | BINARY)
+    descriptor = os.open(path, (os.O_RDWR if OPEN_NAMES_LOCKED else os.O_RDONLY) | BINARY)
     try:
         os.fsync(descriptor)
         drop_cached(descriptor)
@@ -57,7 +66,7 @@ def read_into(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
     """Fill views one after the other from an offset, by one call of the system; return how many bytes came."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, views, offset)
-    with _PLACES.setdefault(descriptor, threading.Lock()), FileIO(descriptor, "rb", closefd=False) as file:
+    with _OFFSET_LOCKS.setdefault(descriptor, threading.Lock()), FileIO(descriptor, "rb", closefd=False) as file:
         file.seek(offset)
         return file.readinto(views[0]) or 0
 
@@ -66,6 +75,6 @@ def write_from(descriptor: int, view: memoryview, offset: int) -> int:
     """Write bytes at an offset, by one call of the system; return how many were written."""
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, view, offset)
-    with _PLACES.setdefault(descriptor, threading.Lock()), FileIO(descriptor, "r+b", closefd=False) as file:
+    with _OFFSET_LOCKS.setdefault(descriptor, threading.Lock()), FileIO(descriptor, "r+b", closefd=False) as file:
         file.seek(offset)
         return file.write(view) or 0

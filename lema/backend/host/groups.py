@@ -15,6 +15,8 @@ def groups(root: Path, controller: str) -> Iterator[Path]:
             if controllers and controller not in controllers.split(","):
                 continue
             top = root / "sys/fs/cgroup" / (controller if controllers else "")
-            own = top / path.lstrip("/")
+            own_group = top / path.lstrip("/")
             # In a container the path is that of the host, and what is mounted is the container's own group.
-            yield from (group for group in (own, *own.parents) if group.is_relative_to(top) and group.is_dir())
+            yield from (
+                group for group in (own_group, *own_group.parents) if group.is_relative_to(top) and group.is_dir()
+            )

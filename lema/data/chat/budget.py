@@ -16,7 +16,7 @@ import psutil
 
 __all__ = ["MEMORY", "TIME", "Budget", "bounds_itself"]
 
-BETWEEN_LOOKS = 0.1  # seconds
+POLL_SECONDS = 0.1  # seconds
 TIME, MEMORY = "time", "memory"
 
 
@@ -44,7 +44,7 @@ class Budget:
         self._usage = psutil.Process(process.pid) if watching else None
         self._spent = 0.0
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def __enter__(self) -> Self:
         if self._usage is not None:
@@ -65,11 +65,11 @@ class Budget:
             with suppress(psutil.Error):  # it has ended
                 self._spent = _seconds(self._usage)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         assert self._usage is not None
         with suppress(psutil.Error):
             before = self._usage.memory_info().rss
-            while not self._over.wait(BETWEEN_LOOKS):
+            while not self._over.wait(POLL_SECONDS):
                 if _seconds(self._usage) - self._spent > self._seconds:
                     self.exceeded = TIME
                 elif self._usage.memory_info().rss - before > self._nbytes:

@@ -62,22 +62,22 @@ def frame_of(
     rendered: Rendered, words: Sequence[str], spans: Sequence[Span], ending: str, remarks: Sequence[str]
 ) -> Frame | None:
     """Return what stands around the words of a chat that was looked at; None: its words are not there as they are."""
-    text, found = rendered.text, list[tuple[int, int, int]]()
+    text, word_spans = rendered.text, list[tuple[int, int, int]]()
     for number, word in enumerate(words):
-        firsts, lasts = (rendered.places.get(2 * number + side, ()) for side in (0, 1))
-        found += [(first, last, number) for first, last in zip(firsts, lasts, strict=False)]
-        if len(firsts) != len(lasts) or any(text[first:last] != word for first, last, _ in found[-len(firsts) :]):
+        firsts, lasts = (rendered.offsets.get(2 * number + side, ()) for side in (0, 1))
+        word_spans += [(first, last, number) for first, last in zip(firsts, lasts, strict=False)]
+        if len(firsts) != len(lasts) or any(text[first:last] != word for first, last, _ in word_spans[-len(firsts) :]):
             return None
-    found.sort()
-    starts, ends = [0, *(last for _, last, _ in found)], [*(first for first, _, _ in found), len(text)]
-    if any(start > end for start, end in zip(starts, ends, strict=True)):
+    word_spans.sort()
+    starts, stops = [0, *(last for _, last, _ in word_spans)], [*(first for first, _, _ in word_spans), len(text)]
+    if any(start > end for start, end in zip(starts, stops, strict=True)):
         return None
-    places = list[tuple[int, int]]()
-    for place in (place for span in spans for place in span):
-        which = bisect_right(starts, place) - 1
-        if place > ends[which] + len(ending) * (which == len(found)):
+    borders = list[tuple[int, int]]()
+    for offset in (offset for span in spans for offset in span):
+        which = bisect_right(starts, offset) - 1
+        if offset > stops[which] + len(ending) * (which == len(word_spans)):
             return None  # because it is within words, which are of another length in another chat
-        places.append((which, place - starts[which]))
-    texts = tuple(text[start:end] for start, end in zip(starts, ends, strict=True))
-    learnt = tuple((*first, *last) for first, last in zip(places[::2], places[1::2], strict=True))
-    return Frame(texts, tuple(number for _, _, number in found), learnt, ending, tuple(remarks))
+        borders.append((which, offset - starts[which]))
+    texts = tuple(text[start:end] for start, end in zip(starts, stops, strict=True))
+    learnt = tuple((*first, *last) for first, last in zip(borders[::2], borders[1::2], strict=True))
+    return Frame(texts, tuple(number for _, _, number in word_spans), learnt, ending, tuple(remarks))

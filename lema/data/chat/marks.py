@@ -82,27 +82,27 @@ def _mark(marked: Marked, text: str, message: int, part: str) -> str:
 
 def _stretches(text: str) -> list[tuple[int, int]]:
     """Where the words between tags begin and end, without blanks around them."""
-    found, at = [], 0
+    spans, at = [], 0
     borders = [(tag.start(), tag.end()) for tag in TAG.finditer(text)] if "<" in text or "[" in text else []
     for start, end in [*borders, (len(text), len(text))]:
         words = text[at:start]
         if stripped := words.strip():
             first = at + len(words) - len(words.lstrip())
-            found.append((first, first + len(stripped)))
+            spans.append((first, first + len(stripped)))
         at = end
-    return found if len(found) <= _MOST else [*found[: _MOST - 1], found[-1]]
+    return spans if len(spans) <= _MOST else [*spans[: _MOST - 1], spans[-1]]
 
 
 def without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
     """The text without its marks, and the places in it where each mark stood."""
-    places: dict[int, list[int]] = {}
+    offsets: dict[int, list[int]] = {}
     parts, at, length = [], 0, 0
     for mark in _MARKS.finditer(text):
         parts.append(text[at : mark.start()])
         length += mark.start() - at
-        places.setdefault(ord(mark.group()) - FIRST, []).append(length)
+        offsets.setdefault(ord(mark.group()) - FIRST, []).append(length)
         at = mark.end()
-    return "".join([*parts, text[at:]]), places
+    return "".join([*parts, text[at:]]), offsets
 
 
 def has_marks(text: str) -> bool:

@@ -47,27 +47,31 @@ class Pieces(dict[str, bytes]):
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         with library_errors(tokenizer.name_or_path):
             # These calls also take away the truncation and padding that a tokenizer's file may ask for.
-            around, plain = (tokenizer("a", add_special_tokens=one, verbose=False).input_ids for one in (True, False))
+            around, plain = (
+                tokenizer("a", add_special_tokens=special, verbose=False).input_ids for special in (True, False)
+            )
         self.backend: Any = tokenizer.backend_tokenizer
         self.before = around[: len(around) - len(plain)]  # what is put before each text
         added = tokenizer.added_tokens_decoder.values()
         self.cuts = bool(plain) and self.before + plain == around and _may_cut(self.backend, added)
         self.cuts &= not tokenizer.split_special_tokens
-        own = sorted((one.content for one in added if one.content and not one.normalized), key=len, reverse=True)
-        self.added = re.compile(f"({'|'.join(map(re.escape, own)) or '(?!)'})")
+        added_texts = sorted(
+            (token.content for token in added if token.content and not token.normalized), key=len, reverse=True
+        )
+        self.added = re.compile(f"({'|'.join(map(re.escape, added_texts)) or '(?!)'})")
 
     def __missing__(self, piece: str) -> bytes:
-        found = array("i", self.backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids).tobytes()
+        ids = array("i", self.backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids).tobytes()
         if len(piece) <= _LONGEST:
             if len(self) >= _MOST:
                 self.clear()
-            self[piece] = found
-        return found
+            self[piece] = ids
+        return ids
 
-    def tokenize(self, text: str, spans: Sequence[Span], whole: bool) -> tuple[Ids, Learnt]:
+    def tokenize(self, text: str, spans: Sequence[Span], has_special: bool) -> tuple[Ids, Learnt]:
         """What `lema.data.chat.tokens.tokenizing` returns does."""
         if not self.cuts or len(text) > _LONG:
-            encoding = self.backend.encode(text, add_special_tokens=not whole)
+            encoding = self.backend.encode(text, add_special_tokens=not has_special)
             ids, last = np.array(encoding.ids, np.int32), [end for _, end in encoding.offsets]
             while last and last[-1] == 0:  # put after the text, for no character
                 last.pop()
@@ -75,16 +79,16 @@ class Pieces(dict[str, bytes]):
         pieces = list[str]()
         for number, part in enumerate(self.added.split(text)):
             pieces += [part] if number % 2 else _PIECE.findall(part)
-        parts = [array("i", () if whole else self.before).tobytes(), *map(self.__getitem__, pieces)]
-        ids, ends = np.frombuffer(b"".join(parts), np.int32), [*accumulate(map(len, pieces))]
+        parts = [array("i", () if has_special else self.before).tobytes(), *map(self.__getitem__, pieces)]
+        ids, offsets = np.frombuffer(b"".join(parts), np.int32), [*accumulate(map(len, pieces))]
 
-        def count(place: int) -> int:
-            which = bisect_right(ends, place)
-            found = sum(map(len, parts[: which + 1])) // 4
-            if which < len(pieces) and ((local := place - ends[which] + len(pieces[which])) or not place):
+        def count(offset: int) -> int:
+            which = bisect_right(offsets, offset)
+            num_tokens = sum(map(len, parts[: which + 1])) // 4
+            if which < len(pieces) and ((local := offset - offsets[which] + len(pieces[which])) or not offset):
                 encoding = self.backend.encode(pieces[which], add_special_tokens=False)
-                found += bisect_right([end for _, end in encoding.offsets], local)
-            return found
+                num_tokens += bisect_right([end for _, end in encoding.offsets], local)
+            return num_tokens
 
         return ids, _inside(len(ids), spans, count)
 
@@ -100,16 +104,22 @@ def _inside(length: int, spans: Sequence[Span], count: Callable[[int], int]) -> 
 def _may_cut(backend: Any, added: Iterable[Any]) -> bool:
     """Whether a part of a text begins at each space that follows no blank."""
     # An added token is looked for before a text is cut, so it must not reach over the border of two pieces.
-    across = any(one.lstrip or one.rstrip or one.single_word or re.search(r"\S ", one.content) for one in added)
+    across = any(
+        token.lstrip or token.rstrip or token.single_word or re.search(r"\S ", token.content) for token in added
+    )
     try:
-        cuts, changes = (one and json.loads(one.__getstate__()) for one in (backend.pre_tokenizer, backend.normalizer))
+        cuts, changes = (
+            part and json.loads(part.__getstate__()) for part in (backend.pre_tokenizer, backend.normalizer)
+        )
     except Exception:  # noqa: BLE001 - a part in Python may raise anything through the library
         return False
     *splits, last = (cuts["pretokenizers"] or [None]) if cuts and cuts["type"] == "Sequence" else [cuts]
     across |= bool(getattr(backend.model, "dropout", None) or (changes and changes["type"] != "NFC"))
     if across or not last or last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return False
-    plain = all(one["type"] == "Split" and one["behavior"] == "Isolated" and not one["invert"] for one in splits)
-    texts = [one["pattern"].get("Regex", "") for one in splits] if plain else [""]
+    plain = all(
+        split["type"] == "Split" and split["behavior"] == "Isolated" and not split["invert"] for split in splits
+    )
+    texts = [split["pattern"].get("Regex", "") for split in splits] if plain else [""]
     blanks = last["use_regex"] or any(text.endswith(r"|\s+") for text in texts)
     return blanks and all(map(_EXPRESSION.fullmatch, texts))

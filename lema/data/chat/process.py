@@ -33,7 +33,7 @@ from lema.data.chat.budget import MEMORY, TIME, Budget, bounds_itself
 __all__ = ["Limits", "Refusal", "Rendition", "Request", "rendered"]
 
 PROGRAM = Path(__file__).with_name("renderer.py")
-KEPT = (
+INHERITED = (
     "LANG",
     "LC_ALL",
     "LC_CTYPE",
@@ -76,7 +76,7 @@ class Rendition:
     """A rendered chat, and the first and last characters of what the template marks as the assistant's in it."""
 
     text: str
-    places: list[tuple[int, int]]
+    spans: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +97,22 @@ class Refusal:
 def rendered(requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
     """Render chats one after the other. A chat that ends the process, or that fails slowly, is the last of what is
     returned, so that there may be fewer than were asked for."""
-    own = _own()
-    with own.lock:
-        if own.process is None:
-            own.process = _Process()
+    renderer = _renderer()
+    with renderer.lock:
+        if renderer.process is None:
+            renderer.process = _Process()
         try:
-            outcomes = own.process.exchange(requests, limits)
+            outcomes = renderer.process.exchange(requests, limits)
         except BaseException:
-            own.end()  # because answers to this batch would be taken for those to the next
+            renderer.end()  # because answers to this batch would be taken for those to the next
             raise
         if isinstance(last := outcomes[-1], Refusal) and last.ended:
-            own.end()
+            renderer.end()
         return outcomes
 
 
 @dataclass
-class _Own:
+class _Renderer:
     """The process that renders for this one. A process that was forked has none of its own at first."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -124,25 +124,25 @@ class _Own:
             self.process = None
 
 
-_OWN: dict[int, _Own] = {}  # by the number of this process
+_RENDERERS: dict[int, _Renderer] = {}  # by the number of this process
 _PARENTS: list[_Process] = []  # what a parent waits for; kept, because of one that goes unwaited for a warning is given
 
 
-def _own() -> _Own:
+def _renderer() -> _Renderer:
     """Return what this process has, and close what was its parent's before it was forked."""
-    if (own := _OWN.get(os.getpid())) is None:
-        own = _OWN.setdefault(os.getpid(), _Own())
-        atexit.register(_end_own)
-        for number in [number for number in _OWN if number != os.getpid()]:
-            if (process := _OWN.pop(number).process) is not None:
+    if (renderer := _RENDERERS.get(os.getpid())) is None:
+        renderer = _RENDERERS.setdefault(os.getpid(), _Renderer())
+        atexit.register(_end_renderer)
+        for number in [number for number in _RENDERERS if number != os.getpid()]:
+            if (process := _RENDERERS.pop(number).process) is not None:
                 process.close()
                 _PARENTS.append(process)
-    return own
+    return renderer
 
 
-def _end_own() -> None:
-    if (own := _OWN.get(os.getpid())) is not None:
-        own.end()
+def _end_renderer() -> None:
+    if (renderer := _RENDERERS.get(os.getpid())) is not None:
+        renderer.end()
 
 
 class _Process:
@@ -152,7 +152,7 @@ class _Process:
         self._code: int | None = None
         self._ended = False
         folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)}
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
         pipe = subprocess.PIPE
         command = [sys.executable, "-I", "-S", str(PROGRAM), *sorted(folders)]
         self._started = subprocess.Popen(
@@ -167,7 +167,7 @@ class _Process:
     def exchange(self, requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
         """Send a batch and return the outcomes, as `rendered` does."""
         templates = list(dict.fromkeys(request.template for request in requests))
-        rows = [(templates.index(one.template), one.clock, one.values) for one in requests]
+        rows = [(templates.index(request.template), request.clock, request.values) for request in requests]
         self._send((limits.seconds, limits.nbytes, templates, rows))
         outcomes = list[Rendition | Refusal]()
         with Budget(self._started, limits.seconds, limits.nbytes, watching=not bounds_itself()) as budget:
@@ -192,8 +192,8 @@ class _Process:
                 yield None
                 return
             if b"\n" in content:
-                *lines, rest = b"".join(parts).split(b"\n")
-                parts, size, count = [rest], len(rest), count - len(lines)
+                *lines, remainder = b"".join(parts).split(b"\n")
+                parts, size, count = [remainder], len(remainder), count - len(lines)
                 yield from lines
 
     def end(self) -> int | None:
@@ -236,9 +236,9 @@ def _outcome(line: bytes, limits: Limits) -> Rendition | Refusal:
             if answer["error"] == "MemoryError":
                 return Refusal(f"it allocates more than {limits.nbytes >> 20} MiB", ended=True)
             return Refusal(str(answer["message"]) or str(answer["error"]), last=answer["last"] is True)
-        text, places = answer["text"], [(int(start), int(end)) for start, end in answer["places"]]
-        if isinstance(text, str) and all(0 <= start <= end <= len(text) for start, end in places):
-            return Rendition(text, places)
+        text, spans = answer["text"], [(int(start), int(end)) for start, end in answer["places"]]
+        if isinstance(text, str) and all(0 <= start <= end <= len(text) for start, end in spans):
+            return Rendition(text, spans)
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
     return Refusal("the process in which it is rendered answers something else", ended=True)

@@ -66,21 +66,21 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
     if column is None:
         how = 'write {"prompt": "..."} or {"messages": [...]}, or lines of text in a .txt file'
         raise row.broken(f"the row has no prompt: its columns are {', '.join(values)}", how=how)
-    if isinstance(given := values[column], str):
-        text = text_of(row, given, f"'{column}'")
+    if isinstance(prompt := values[column], str):
+        text = text_of(row, prompt, f"'{column}'")
         if not text.strip():
             raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
         if not chat:
-            return encoded(tokenizer, text, row, whole=False)
-        given = [{"role": "user", "content": text}]
-    said = read_messages(Row({**values, column: given}, row.source, row.line), column, {})
-    if said.messages[-1]["role"] == "assistant":
+            return encoded(tokenizer, text, row, has_special=False)
+        prompt = [{"role": "user", "content": text}]
+    conversation = read_messages(Row({**values, column: prompt}, row.source, row.line), column, {})
+    if conversation.messages[-1]["role"] == "assistant":
         how = "end with the user's message; remove the answer from a chat that has one"
         raise row.broken("the last message is the assistant's, so there is nothing to answer", how=how)
-    template = open_template(tokenizer, said.tools, row)
-    check_roles(said, template, row)
-    rendered = next(in_forms(said.messages, lambda messages: template.render(messages, row, prompt=True)))
-    return encoded(tokenizer, rendered, row, whole=True)
+    template = open_template(tokenizer, conversation.tools, row)
+    check_roles(conversation, template, row)
+    rendered = next(in_forms(conversation.messages, lambda messages: template.render(messages, row, prompt=True)))
+    return encoded(tokenizer, rendered, row, has_special=True)
 
 
 def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, model: Any) -> None:

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 MOST_TEXT = 64 << 20  # characters that a template may write
 GRACE = 1.0  # seconds that the parent has to end this process in
-MOST_SAID = 10_000  # characters of an error
+MAX_ERROR_CHARS = 10_000  # characters of an error
 SLOW = 0.2  # seconds of the processor in which a row that is not rendered ends its batch
 
 
@@ -75,12 +75,12 @@ def answered(work: Callable[[], tuple[str, Any]]) -> tuple[bytes, bool]:
     the first."""
     begin = time.process_time()
     try:
-        text, places = work()
+        text, spans = work()
         if len(text) <= MOST_TEXT:
-            return _line({"text": text, "places": places}), False
+            return _line({"text": text, "places": spans}), False
         answer = {"error": "OverflowError", "message": f"it writes more than {MOST_TEXT:,} characters"}
     except Exception as error:  # noqa: BLE001 - a template may raise anything, and the parent tells it
-        answer = {"error": type(error).__name__, "message": str(error)[:MOST_SAID]}
+        answer = {"error": type(error).__name__, "message": str(error)[:MAX_ERROR_CHARS]}
     last = time.process_time() - begin > SLOW
     return _line({**answer, "last": last}), last
 

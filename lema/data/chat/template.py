@@ -64,8 +64,8 @@ def literals_of(template: str) -> tuple[str, ...]:
         words = list(jinja2.Environment(autoescape=True).lex(template))
     except jinja2.TemplateError:
         return ()
-    found = {word[1:-1].replace("\\n", "\n") for _, kind, word in words if kind == "string"}
-    return tuple(sorted(one for one in found if one.strip() and not one.isalpha()))
+    literals = {word[1:-1].replace("\\n", "\n") for _, kind, word in words if kind == "string"}
+    return tuple(sorted(literal for literal in literals if literal.strip() and not literal.isalpha()))
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class Template:
         """Render messages with a template that marks the assistant's words; return also where these are."""
         outcome = self.ahead.pop((id(messages), False), None)
         rendition = self._rendition(messages, row) if outcome is None else _asked(row, lambda: _taken(outcome), self)
-        return rendition.text, [(start, end) for start, end in rendition.places if start < end]
+        return rendition.text, [(start, end) for start, end in rendition.spans if start < end]
 
-    def _rendition(self, messages: Messages, row: Row, **ends: bool) -> Rendition:
+    def _rendition(self, messages: Messages, row: Row, **options: bool) -> Rendition:
         written = list[Rendition]()
 
         def write(template: str, values: dict[str, Any]) -> str:
@@ -112,12 +112,12 @@ class Template:
             written.append(_taken(outcome))
             return written[-1].text
 
-        text = str(_asked(row, lambda: applied(lambda: self.apply(messages, **ends), write), self))
+        text = str(_asked(row, lambda: applied(lambda: self.apply(messages, **options), write), self))
         return written[0] if written and written[0].text == text else Rendition(text, [])
 
-    def apply(self, messages: Messages, **ends: Any) -> Any:
+    def apply(self, messages: Messages, **options: Any) -> Any:
         """Apply the template as `transformers` does."""
-        return self.tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=False, **ends)
+        return self.tokenizer.apply_chat_template(messages, tools=self.tools, tokenize=False, **options)
 
 
 def render_ahead(asked: Sequence[tuple[Template, Messages, bool]]) -> Ahead:
@@ -191,14 +191,14 @@ def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]
         forms.append([_in_blocks(message) for message in messages])
     for form in forms:
         try:
-            made = render(form)
+            output = render(form)
         except DataError as error:
             refused.append(error)
             if isinstance(error.__cause__, _Refused) and error.__cause__.ended:  # as it would with each other form
                 break
             continue
         taken += 1
-        yield made
+        yield output
     if not taken:
         raise refused[0]
 
@@ -255,7 +255,7 @@ def _asked(row: Row, function: Callable[[], T], template: Template | None = None
     except Exception as error:
         how = "compare the roles and their order with what the model's template expects"
         if template is not None and isinstance(error, _Refused) and error.ended:
-            own = f" than that of {name}" if (name := template.tokenizer.name_or_path) else ""
-            how = f"shorten the chat, or set chat_template to another one{own}"
+            suffix = f" than that of {name}" if (name := template.tokenizer.name_or_path) else ""
+            how = f"shorten the chat, or set chat_template to another one{suffix}"
         what = f"the chat template rejects this chat: {str(error) or type(error).__name__}"
         raise row.broken(what, how=how) from error

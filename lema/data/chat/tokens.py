@@ -14,7 +14,7 @@ from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt, Pieces
 from lema.data.chat.template import Ahead, Template, open_template, render_ahead
-from lema.data.chat.turns import Known, Rendered, Span, keep, render_chat
+from lema.data.chat.turns import Rendered, Span, TemplateCache, keep, render_chat
 from lema.data.files import Row
 from lema.data.forms import Remarks, TrainOn, num_alike
 from lema.errors import DataError
@@ -38,7 +38,7 @@ class Chats:
     tokenizer: "PreTrainedTokenizerBase"
     train_on: TrainOn
     remarks: Remarks
-    known: Known
+    cache: TemplateCache
     date: str | None = None  # that templates are told for today; None: none of them asks
     ahead: Ahead = field(default_factory=dict)  # what was rendered together (`prepare`)
 
@@ -63,16 +63,16 @@ class Chats:
         trained = self._trained(chat, row)
         if not trained:
             return None
-        frames, key = self.known.frames, None
+        frames, key = self.cache.frames, None
         if (shape := shape_of(template, chat.messages)) is not None:
             key = (self.train_on, *trained, shape[0])
             if (frame := frames.get(key)) is not None:
                 text = template.render(chat.messages, row)
-                if (known := frame.spans_in(text, shape[1])) is not None:
+                if (frame_spans := frame.spans_in(text, shape[1])) is not None:
                     for what in frame.remarks:
                         self.remarks.add(row, what)
-                    return text + frame.ending, known
-        rendered = render_chat(template, self.known, chat.messages, row)
+                    return text + frame.ending, frame_spans
+        rendered = render_chat(template, self.cache, chat.messages, row)
         spans, ending, remarks = [rendered.span(number) for number in trained], "", _remarks(rendered, chat)
         if trained[-1] == len(chat.messages) - 1:
             spans[-1], ending = _ended(rendered, spans[-1], remarks)
@@ -107,23 +107,23 @@ class Chats:
 
 def _remarks(rendered: Rendered, chat: Chat) -> list[str]:
     """The parts that the template leaves out: of answers, of the messages before them, and the tools."""
-    found = []
+    remarks = []
     if chat.tools and "tools" not in rendered.template.text:
-        found.append("the chat template does not show the tools")
+        remarks.append("the chat template does not show the tools")
     hidden = [message["role"] for number, message in enumerate(rendered.messages) if rendered.hidden(number)]
     for role in dict.fromkeys(hidden):
         what = "reasoning, or text next to a tool call," if role == "assistant" else f"words of the role {role}"
-        found.append(f"the chat template leaves out {what} in some messages")
-    return found
+        remarks.append(f"the chat template leaves out {what} in some messages")
+    return remarks
 
 
 def _ended(rendered: Rendered, span: Span, remarks: list[str]) -> tuple[Span, str]:
     """The last answer with its end token, and this token, if the template ends a turn only with the next message."""
     start, end = span
-    if rendered.ends_in_token(end):
+    if rendered.has_end_token(end):
         return span, ""
     token = rendered.next_token()
-    if token and rendered.said is not None:
+    if token and rendered.generation_spans is not None:
         rendered.ended.add(len(rendered.messages) - 1)
     if not token and not rendered.tail[2].strip():
         remarks.append("the chat template does not end an answer with a token at which a model could stop")
@@ -147,12 +147,12 @@ def check_words(row: Row, text: str) -> str:
     return text
 
 
-def encoded(tokenizer: "PreTrainedTokenizerBase", text: str, row: Row, *, whole: bool) -> list[int]:
-    """Return the token ids of a text of a row. A text that is `whole` has its special tokens; to any other one those
+def encoded(tokenizer: "PreTrainedTokenizerBase", text: str, row: Row, *, has_special: bool) -> list[int]:
+    """Return the token ids of a text of a row. A text that is `has_special` has its special tokens; to any other one those
     are added that stand before a text (`to_continue`)."""
     check_words(row, text)
     with library_errors(tokenizer.name_or_path):
-        if not whole:
+        if not has_special:
             return to_continue(tokenizer, text)
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -161,9 +161,11 @@ def to_continue(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Return the token ids of a text that goes on after its last word. What the tokenizer puts in front of texts stands
     there once, also where the text already begins with it. What it puts behind them is left out, because a model that
     has read the end of a text was never trained on what comes then."""
-    plain, ids = (list(tokenizer(text, add_special_tokens=one, verbose=False)["input_ids"]) for one in (False, True))
+    plain, ids = (
+        list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]) for special in (False, True)
+    )
     starts = range(len(ids) - len(plain) + 1) if plain else ()
-    start = next((one for one in starts if ids[one : one + len(plain)] == plain), None)
+    start = next((offset for offset in starts if ids[offset : offset + len(plain)] == plain), None)
     if start is not None:
         del ids[start + len(plain) :]
     bos = tokenizer.bos_token_id
@@ -180,12 +182,12 @@ def tokenizing(tokenizer: "PreTrainedTokenizerBase") -> Callable[[str, Sequence[
 
 
 def _by_prefixes(
-    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span], whole: bool
+    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span], has_special: bool
 ) -> tuple[Ids, Learnt]:
     """Compare with the tokens of the text up to each border."""
 
     def encode(part: str) -> list[int]:
-        return list(tokenizer(part, add_special_tokens=not whole, verbose=False)["input_ids"])
+        return list(tokenizer(part, add_special_tokens=not has_special, verbose=False)["input_ids"])
 
     ids = encode(text)
     inside = np.zeros(len(ids), dtype=bool)

@@ -16,7 +16,7 @@ from lema.engine.head.pieces import PiecedHead
 from lema.model import Split
 from lema.stream import LayerStream, Lease
 
-__all__ = ["KeyValues", "kept_by", "leased_forwards", "streaming_forward"]
+__all__ = ["KeyValues", "layer_caches", "leased_forwards", "streaming_forward"]
 
 KeyValues: TypeAlias = Literal["device", "host"]
 """Where keys and values of the layers wait for the next token."""
@@ -51,13 +51,13 @@ def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = 
             with _leased(stream, index) as lease:
                 if keys_values == "device":
                     return call(lease, args, kwargs)
-                for kept in kept_by(index, args, kwargs):
-                    kept.prefetch()
-                made = call(lease, args, kwargs)
+                for cache in layer_caches(index, args, kwargs):
+                    cache.prefetch()
+                output = call(lease, args, kwargs)
                 # Looked up again, because the first token makes the layers of some caches as it goes.
-                for kept in kept_by(index, args, kwargs):
-                    kept.offload()
-                return made
+                for cache in layer_caches(index, args, kwargs):
+                    cache.offload()
+                return output
 
         return run
 
@@ -71,12 +71,12 @@ def streaming_forward(
     """Make the model's own forward lease each layer as it reaches it, and each piece of the head's weight where it is
     leased in pieces, for the length of a `with` block."""
 
-    def product(pieces: PiecedHead, given: Tensor) -> Tensor:
-        found = []
+    def product(pieces: PiecedHead, inputs: Tensor) -> Tensor:
+        logits = []
         for number, span in enumerate(pieces.spans, split.num_layers):
             with _leased(stream, number) as lease:
-                found.append(pieces.product(given, lease.weights["weight"], span))
-        return torch.cat(found, dim=-1)
+                logits.append(pieces.product(inputs, lease.weights["weight"], span))
+        return torch.cat(logits, dim=-1)
 
     stream.cancel()
     in_pieces = nullcontext() if head is None else head.standing_in(partial(product, head))
@@ -87,7 +87,7 @@ def streaming_forward(
         stream.cancel()
 
 
-def kept_by(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def layer_caches(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return what one layer keeps of the caches among its arguments: of keys and values, or of states."""
     caches = [item for item in (*args, *kwargs.values()) if isinstance(item, Cache)]
     return [cache.layers[index] for cache in caches if index < len(cache.layers)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lema.engine.head.loss import LossChunks
     from lema.engine.head.rows import RowLoss
 
-__all__ = ["EmbedHead", "apart", "graph_input"]
+__all__ = ["EmbedHead", "detached", "graph_input"]
 
 Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 Forward: TypeAlias = Callable[[tuple[Tensor, ...], Sequence[bool]], Made]
@@ -55,14 +55,14 @@ class EmbedHead:
     ) -> None:
         self._loss, self._asked = loss, asked
         self._backend, self._hidden = backend, list(hidden)
-        self._given = [_cut_off(per_layer) for per_layer in zip(*calls, strict=True)]
+        self._cut_arguments = [_cut_off(per_layer) for per_layer in zip(*calls, strict=True)]
         self._trained = {id(parameter): parameter for parameter in trained}
-        made = [*hidden, *(tensor for given in self._given for tensor, _ in given)]
-        self._before = leaves(made) & self._trained.keys()
+        tensors = [*hidden, *(tensor for arguments in self._cut_arguments for tensor, _ in arguments)]
+        self._before = leaves(tensors) & self._trained.keys()
         self.reach_below = bool(self._before)
         self._after: set[int] = set()
         self.sums: dict[nn.Parameter, Tensor] = {}
-        self._whole = loss is None or loss.at_once  # whether all of them are in the sums
+        self._sums_complete = loss is None or loss.at_once  # whether all of them are in the sums
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # of the last layer, and the generator state there
         self._factor: Tensor | None = None
 
@@ -77,9 +77,9 @@ class EmbedHead:
         if not self._before:
             return tuple(self._hidden)
         alone = tuple(state.detach() for state in self._hidden)
-        return apart(lambda *_: alone, self._start_backward, anchor, ())
+        return detached(lambda *_: alone, self._start_backward, anchor, ())
 
-    def turn(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
+    def loss_and_grad(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and its gradient by the last layer's `output`."""
         state = self._backend.rng_state()
         value, gradient = self.loss.backward(index, output, self._formed_at_once, self.sums)
@@ -89,19 +89,19 @@ class EmbedHead:
 
     def _formed_at_once(self, reached: frozenset[int]) -> list[nn.Parameter]:
         """Choose the head's parameters to sum gradients of: all, if nothing will have been added before the sum."""
-        own = reached & self._trained.keys()
-        self._after |= own
-        chosen = [self._trained[key] for key in own]
+        trained_ids = reached & self._trained.keys()
+        self._after |= trained_ids
+        chosen = [self._trained[key] for key in trained_ids]
         if self._before & self._after or any(parameter.grad is not None for parameter in chosen):
-            self._whole = False
-        return chosen if self._whole else []
+            self._sums_complete = False
+        return chosen if self._sums_complete else []
 
     def head_backward(self, factor: Tensor) -> None:
         """Add the gradients of the head, of `factor` times the loss, unless they wait for those before the layers."""
         sums, self.sums, self._factor = self.sums, {}, factor
         if self._before & self._after:
             return
-        if self._whole and all(parameter.grad is None for parameter in sums):
+        if self._sums_complete and all(parameter.grad is None for parameter in sums):
             self._outputs.clear()
             if sums:
                 torch.autograd.backward(list(sums), [gradient * factor for gradient in sums.values()])
@@ -113,12 +113,15 @@ class EmbedHead:
         again = differentiated_again()
         with nullcontext() if self._asked is None else self._asked.collected():
             for index, gradient in enumerate(gradients):
-                made = [(self._hidden[index], gradient), *((tensor, leaf.grad) for tensor, leaf in self._given[index])]
-                done = [(tensor, grad) for tensor, grad in made if tensor.requires_grad and grad is not None]
-                for _, leaf in self._given[index]:
+                pairs = [
+                    (self._hidden[index], gradient),
+                    *((tensor, leaf.grad) for tensor, leaf in self._cut_arguments[index]),
+                ]
+                done = [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad and grad is not None]
+                for _, leaf in self._cut_arguments[index]:
                     leaf.grad = None
                 if not again:
-                    self._hidden[index], self._given[index] = self._hidden[index].detach(), []
+                    self._hidden[index], self._cut_arguments[index] = self._hidden[index].detach(), []
                 self._differentiate(index, [tensor for tensor, _ in done], [grad for _, grad in done], again=again)
         return ()
 
@@ -148,7 +151,7 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
         if isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
             return cut.setdefault(id(value), (value, value.detach().requires_grad_()))[1]
         if isinstance(value, Mapping) and not isinstance(value, dict):
-            return changed(dict(value), off) if any(one.requires_grad for one in tensors_in(value)) else value
+            return changed(dict(value), off) if any(tensor.requires_grad for tensor in tensors_in(value)) else value
         return value
 
     for call in calls:
@@ -159,11 +162,11 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
     return list(cut.values())
 
 
-class _Apart(torch.autograd.Function):
+class _Detached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward[Any], backward: Backward, anchor: Tensor, *given: Tensor) -> Any:  # noqa: ARG004 - autograd looks at it
+    def forward(ctx: Any, forward: Forward[Any], backward: Backward, anchor: Tensor, *inputs: Tensor) -> Any:  # noqa: ARG004 - autograd looks at it
         ctx.own_backward, ctx.freed = backward, False
-        return forward(given, ctx.needs_input_grad[3:])
+        return forward(inputs, ctx.needs_input_grad[3:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -176,20 +179,22 @@ class _Apart(torch.autograd.Function):
         return None, None, None, *ctx.own_backward(gradients)
 
 
-def apart(forward: Forward[Made], backward: Backward, anchor: Tensor, given: Sequence[Tensor]) -> Made:
+def detached(forward: Forward[Made], backward: Backward, anchor: Tensor, inputs: Sequence[Tensor]) -> Made:
     """Return `forward`'s results for tensors, without a graph; it is told which of them need a gradient. Autograd calls
     `backward` with the gradients of what it made when these are there, for the gradients of what it was given. It knows
     nothing of graphs inside, whose weights may be leased only then. `anchor` requires grad, should nothing given do."""
-    made: Made = _Apart.apply(forward, backward, anchor, *given)  # type: ignore[no-untyped-call] # torch's is
-    return made
+    outputs: Made = _Detached.apply(forward, backward, anchor, *inputs)  # type: ignore[no-untyped-call] # torch's is
+    return outputs
 
 
-def graph_input(anchor: Tensor, state: Tensor, found: dict[int, Tensor], index: int) -> Tensor:
+def graph_input(anchor: Tensor, state: Tensor, input_gradients: dict[int, Tensor], index: int) -> Tensor:
     """Return a layer's input as its graph sees it: the graph holds nothing of `state`, its gradient goes to
-    `found[index]`, and autograd refuses to have it written into. `anchor` requires grad."""
+    `input_gradients[index]`, and autograd refuses to have it written into. `anchor` requires grad."""
 
     def backward(gradients: tuple[Tensor, ...]) -> tuple[()]:
-        (found[index],) = gradients
+        (input_gradients[index],) = gradients
         return ()
 
-    return apart(lambda *_: state.view_as(state), backward, anchor, ())  # a view made in there is what autograd guards
+    return detached(
+        lambda *_: state.view_as(state), backward, anchor, ()
+    )  # a view made in there is what autograd guards

@@ -42,22 +42,22 @@ def likelihoods(
         raise ConfigError(what, where="head", how="set head: device, or raise device_memory")
 
     def run(parts: Sequence[Mapping[str, Tensor]]) -> list[Likelihood]:
-        known = [model.padding.of(batch)["labels"] for batch in parts]
+        host_targets = [model.padding.of(batch)["labels"] for batch in parts]
         *_, hidden = model.hidden_states(parts, on_host=on_host)
         with model.retry.at("in the head"):
-            pairs = ((on_device(hidden, index), of) for index, of in enumerate(known))
-            return [one for state, of in pairs for one in _of_rows(model, state, of)]
+            pairs = ((on_device(hidden, index), of) for index, of in enumerate(host_targets))
+            return [likelihood for state, of in pairs for likelihood in _of_rows(model, state, of)]
 
     return model.retry.run_pass(run, micro_batches, purpose="evaluation")
 
 
-def _of_rows(model: StreamedModel, hidden: Tensor, known: Tensor) -> list[Likelihood]:
-    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence, hidden]`. `known`
+def _of_rows(model: StreamedModel, hidden: Tensor, host_targets: Tensor) -> list[Likelihood]:
+    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence, hidden]`. `host_targets`
     are the targets in host memory, where they can be looked at without waiting for the device: the token after each
     position, int64 `[batch, sequence]`; -100 where nothing is asked."""
-    rows, columns = torch.nonzero(known != IGNORED, as_tuple=True)
-    targets, chunk = known.to(model.backend.device), model.loss_chunk_tokens
-    sums, greedy = [0.0] * len(known), [True] * len(known)
+    rows, columns = torch.nonzero(host_targets != IGNORED, as_tuple=True)
+    targets, chunk = host_targets.to(model.backend.device), model.loss_chunk_tokens
+    sums, greedy = [0.0] * len(host_targets), [True] * len(host_targets)
     for first in range(0, len(rows), chunk):
         of_row = rows[first : first + chunk]
         at = of_row.to(hidden.device), columns[first : first + chunk].to(hidden.device)
@@ -69,4 +69,4 @@ def _of_rows(model: StreamedModel, hidden: Tensor, known: Tensor) -> list[Likeli
         for row, value, likeliest in zip(of_row.tolist(), chosen.tolist(), right.tolist(), strict=True):
             sums[row] += value
             greedy[row] = greedy[row] and likeliest
-    return [Likelihood(*one) for one in zip(sums, greedy, strict=True)]
+    return [Likelihood(*fields) for fields in zip(sums, greedy, strict=True)]

@@ -79,7 +79,7 @@ class LossChunks:
         num_tokens: the loss is the sum over trained tokens divided by this; None: by their number in `targets`.
         scale: gradients are those of `scale` times the loss.
         logits: a list to which each micro-batch's logits are appended; None: they are dropped.
-        known: `targets` in host memory, where they can be looked at without waiting for the device; None: they are.
+        host_targets: `targets` in host memory, where they can be looked at without waiting for the device; None: they are.
         dft: weigh each token's loss with its probability (dynamic fine-tuning, arXiv:2508.05629).
         smoothing: the part of each target that is spread over the vocabulary, as `transformers`' `LabelSmoother` does.
         parallel: the processes over which the head's vocabulary may be divided.
@@ -96,7 +96,7 @@ class LossChunks:
         num_tokens: int | None = None,
         scale: float | Tensor = 1.0,
         logits: list[Tensor] | None = None,
-        known: Sequence[Tensor] | None = None,
+        host_targets: Sequence[Tensor] | None = None,
         dft: bool = False,
         smoothing: float = 0.0,
         parallel: Parallel | None = None,
@@ -106,9 +106,9 @@ class LossChunks:
         self._dft, self._smoothing = dft, smoothing
         self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
         # Counted in host memory where they are there too, because counting on the device would wait for it.
-        self._known = targets if known is None else known
+        self._host_targets = targets if host_targets is None else host_targets
         self.scale = scale
-        self.trained_tokens = sum(map(_count, self._known))
+        self.trained_tokens = sum(map(_count, self._host_targets))
         if not self.trained_tokens and not num_tokens:
             what = "this step trains on no token: every label is -100"
             raise DataError(what, how="check the labels, or max_length if truncation cut the trained part off")
@@ -136,9 +136,15 @@ class LossChunks:
                 if value.requires_grad:
                     # Chosen by the block's graph, because only that says which parameters the head used.
                     chosen = choose(leaves([value]))
-                    gradient[rows, columns], *others = torch.autograd.grad(value * self.scale, [leaf, *chosen])
-                    for parameter, other in zip(chosen, others, strict=True):
-                        sums[parameter] = sums[parameter].add_(other) if parameter in sums else other.clone()
+                    gradient[rows, columns], *parameter_gradients = torch.autograd.grad(
+                        value * self.scale, [leaf, *chosen]
+                    )
+                    for parameter, parameter_gradient in zip(chosen, parameter_gradients, strict=True):
+                        sums[parameter] = (
+                            sums[parameter].add_(parameter_gradient)
+                            if parameter in sums
+                            else parameter_gradient.clone()
+                        )
             values.append(value.detach())
         return self._sum(values), gradient
 
@@ -155,7 +161,7 @@ class LossChunks:
         if self._skipped(index, rows, columns):
             return torch.zeros((), device=hidden.device), leaf
         target = self._targets[index][rows, columns]
-        return self._value(lambda: self.place(index, self._head(leaf), (rows, columns)), target), leaf
+        return self._value(lambda: self.store_logits(index, self._head(leaf), (rows, columns)), target), leaf
 
     def blocks_to_form(self, index: int) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield the blocks of a micro-batch whose logits are wanted, with their targets."""
@@ -164,7 +170,7 @@ class LossChunks:
                 yield rows, columns, self._targets[index][rows, columns]
 
     def _skipped(self, index: int, rows: slice, columns: slice) -> bool:
-        return self._logits is None and not _count(self._known[index][rows, columns])
+        return self._logits is None and not _count(self._host_targets[index][rows, columns])
 
     def _value(self, logits: Callable[[], Tensor], target: Tensor) -> Tensor:
         if self._dft:
@@ -172,7 +178,7 @@ class LossChunks:
             return (losses * torch.exp(-losses.detach())).sum() / self.num_tokens
         return self.cross_entropy(logits, target, reduction="sum", label_smoothing=self._smoothing) / self.num_tokens
 
-    def place(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> Tensor:
+    def store_logits(self, index: int, block: Tensor, at: tuple[slice, ...], size: int | None = None) -> Tensor:
         """Store logits of a block (rows, columns), and of some words of `size`, for the caller who requested them."""
         if self._logits is None:
             return block

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lema.config import LemaConfig
     from lema.engine.streamed import StreamedModel
 
-__all__ = ["Measured", "Objective", "Scored", "grpo", "merged", "objective_of", "pursue"]
+__all__ = ["Measured", "Objective", "Scored", "grpo", "merged", "objective_of", "set_objective"]
 
 Measured: TypeAlias = dict[str, tuple[Tensor, float]]
 """What is measured, by TRL's name: a sum, and the number of things that it is the sum of."""
@@ -90,7 +90,9 @@ def objective_of(config: LemaConfig) -> Objective | None:
             return Objective(score, reference=True, of_batch=kind.startswith("aot"))
         case "kto":
             kind = config.loss_type or "kto"
-            weights = [1.0 if one is None else one for one in (config.desirable_weight, config.undesirable_weight)]
+            weights = [
+                1.0 if weight is None else weight for weight in (config.desirable_weight, config.undesirable_weight)
+            ]
             score = partial(kto, loss_type=kind, beta=beta, desirable=weights[0], undesirable=weights[1])
             return Objective(score, reference=True, mismatched=kind == "kto", of_batch=kind == "kto")
         case "orpo":
@@ -102,7 +104,7 @@ def objective_of(config: LemaConfig) -> Objective | None:
     return None
 
 
-def pursue(model: StreamedModel, config: LemaConfig) -> None:
+def set_objective(model: StreamedModel, config: LemaConfig) -> None:
     """Give a model the objective of the settings; one of examples trains without dropout, as TRL's trainers do.
     `ConfigError`: it needs more of a batch than one of several processes has."""
     model.objective, model.dft = objective_of(config), config.loss_type == "dft"
@@ -117,9 +119,9 @@ def pursue(model: StreamedModel, config: LemaConfig) -> None:
                 module.p = 0.0
 
 
-def merged(found: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:
+def merged(measured: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:
     """Add the measurements of one batch to those of others."""
-    for name, (total, count) in found.items():
+    for name, (total, count) in measured.items():
         before = into.get(name)
         into[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
 
@@ -127,7 +129,7 @@ def merged(found: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:
 def dpo(rows: Scored, *, loss_type: str, beta: float, smoothing: float) -> tuple[Tensor, Measured]:
     """DPO (arXiv:2305.18290) and the other losses of TRL's `DPOTrainer`, by its `loss_type`."""
     losses = dpo_losses(rows, loss_type, beta, smoothing)
-    chosen, rejected = (beta * one.detach() for one in rows.ratios())
+    chosen, rejected = (beta * ratio.detach() for ratio in rows.ratios())
     measured = _of_pairs(chosen, rejected, rows.completions(rows.logps)) | _of_logits(rows)
     return losses.sum() / rows.num_examples, measured
 
@@ -160,11 +162,11 @@ def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> T
         case "bco_pair":
             return -logsigmoid(beta * chosen) - logsigmoid(-(beta * rejected))
         case "aot" | "aot_unpaired":
-            one, other = chosen, rejected
+            preferred, baseline = chosen, rejected
             if loss_type == "aot":
                 assert rows.reference is not None, "the reference was not asked for"
-                one, other = (torch.sub(*rows.completions(logps)) for logps in (rows.logps, rows.reference))
-            delta = one.sort().values - other.sort().values
+                preferred, baseline = (torch.sub(*rows.completions(logps)) for logps in (rows.logps, rows.reference))
+            delta = preferred.sort().values - baseline.sort().values
             return -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
         case "discopop":
             share = torch.sigmoid(beta * delta / DISCOPOP_TAU)
@@ -206,7 +208,9 @@ def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesira
 
 def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
     """ORPO (arXiv:2403.07691): the odds of completions, plus the cross-entropy of chosen rows with their prompts."""
-    chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
+    chosen, rejected = (
+        logp / length for logp, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)
+    )
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     ratio = logsigmoid(odds)
     nll = -rows.logps[rows.chosen].sum() / rows.num_tokens
@@ -220,7 +224,9 @@ def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
 
 def simpo(rows: Scored, *, beta: float, gamma: float, cpo_alpha: float, smoothing: float) -> tuple[Tensor, Measured]:
     """SimPO (arXiv:2405.14734), plus `cpo_alpha` times the cross-entropy of chosen completions."""
-    chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
+    chosen, rejected = (
+        logp / length for logp, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)
+    )
     delta = (chosen - rejected) - gamma / beta
     losses = -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
     loss = losses.sum() / rows.num_examples
@@ -271,8 +277,8 @@ def grpo(
         measured["clip_ratio/region_mean"] = (beyond.expand_as(mask) & mask).sum() / tokens.clamp(min=1), 1.0
         if beta:
             assert rows.reference is not None, "the reference was not asked for"
-            apart = rows.reference - rows.logps
-            kl = torch.exp(apart) - apart - 1
+            log_ratio = rows.reference - rows.logps
+            kl = torch.exp(log_ratio) - log_ratio - 1
             losses = losses + beta * kl
             measured["kl"] = (kl.detach() * mask).sum() / tokens.clamp(min=1), 1.0
         if loss_type == "grpo":
@@ -303,13 +309,13 @@ def _of_logits(rows: Scored) -> Measured:
     """Return the mean logit of the tokens of a batch's completions, which counts as often as it has rows."""
     if rows.mean_logits is None:
         return {}
-    found: Measured = {}
+    measured: Measured = {}
     for name, at in (("chosen", rows.chosen), ("rejected", rows.rejected)):
         if count := len(at):
             trained = rows.trained[at]
             mean = (rows.mean_logits[at] * trained).sum() / trained.sum().clamp(min=1)
-            found[f"logits/{name}"] = mean * count, float(count)
-    return found
+            measured[f"logits/{name}"] = mean * count, float(count)
+    return measured
 
 
 def _log1mexp(value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from lema.storage.quantized.records import pieces
 __all__ = ["AWQ"]
 
 BITS = 4
-SHIFTS = tuple(BITS * place for place in (0, 4, 1, 5, 2, 6, 3, 7))  # of the eight outputs of a word
+SHIFTS = tuple(BITS * position for position in (0, 4, 1, 5, 2, 6, 3, 7))  # of the eight outputs of a word
 OUTPUTS = WORD // BITS  # of a word
 
 
@@ -37,8 +37,8 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     words, zero_words, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     (inputs, columns), (groups, outputs) = words.shape, scales.shape
     if columns * OUTPUTS != outputs or tuple(zero_words.shape) != (groups, columns):
-        told = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
-        raise ValueError(f"{told} are not codes of {BITS} bits with their scales and zero points")
+        shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
+        raise ValueError(f"{shapes} are not codes of {BITS} bits with their scales and zero points")
     size = group_size_of(inputs, groups, settings.group_size)
     weight = torch.empty(outputs, inputs, dtype=dtype, device=words.device)
     if weight.is_meta:
@@ -51,7 +51,9 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
         if inputs == groups * size:
             codes, own_zeros, own_scales = codes.view(-1, groups, size), own_zeros[..., None], own_scales[..., None]
         else:
-            own_zeros, own_scales = (one.repeat_interleave(size, 1)[:, :inputs] for one in (own_zeros, own_scales))
+            own_zeros, own_scales = (
+                tensor.repeat_interleave(size, 1)[:, :inputs] for tensor in (own_zeros, own_scales)
+            )
         weight[span] = scaled(codes, own_zeros, own_scales, dtype).flatten(1)
     return weight
 

@@ -95,15 +95,17 @@ class _Expand(ConversionOps):
     def _needed(self, scheme: Any) -> set[str]:
         weights = scheme.weights
         has_zeros = not weights.symmetric and weights.strategy in ("group", "channel")
-        beside = {ZEROS: has_zeros, GROUPS: self.hf_quantizer.numbered}
-        return {SCALE, SHAPE} | {name for name, is_needed in beside.items() if is_needed}
+        optional = {ZEROS: has_zeros, GROUPS: self.hf_quantizer.numbered}
+        return {SCALE, SHAPE} | {name for name, is_needed in optional.items() if is_needed}
 
 
 def dense_scheme(config: Any) -> Any:
     """Return the scheme of the modules that are no experts: the first whose targets do not single these out."""
     groups = list(config.config_groups.values())
-    others = [one for one in groups if not any(name.startswith("re:") and "experts" in name for name in one.targets)]
-    return (others or groups)[0]
+    dense_groups = [
+        group for group in groups if not any(name.startswith("re:") and "experts" in name for name in group.targets)
+    ]
+    return (dense_groups or groups)[0]
 
 
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -118,8 +120,8 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
         return parts[WHOLE].float() * parts[SCALE].float()
     packed, scales = parts.get(PACKED), parts[SCALE]
     if packed is None or form != FORM or (GROUPS not in parts and not packed.is_meta):
-        made: Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)[WHOLE]
-        return made
+        decompressed: Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)[WHOLE]
+        return decompressed
     shape = parts[SHAPE].tolist()
     bits, inputs = scheme.weights.num_bits, shape[-1]
     if list(packed.shape) != [*shape[:-1], _words(inputs, bits)]:
@@ -134,8 +136,8 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
     zeros = unpack_from_int32(parts[ZEROS], bits, scales.shape, packed_dim=0) if ZEROS in parts else None
     for span in pieces(weight):
         codes = unpack_from_int32(packed[span], bits, weight[span].shape)
-        beside = None if zeros is None else zeros[span][:, number_of]
-        weight[span] = dequantize(codes, scales[span][:, number_of], beside, single)
+        zero_points = None if zeros is None else zeros[span][:, number_of]
+        weight[span] = dequantize(codes, scales[span][:, number_of], zero_points, single)
     return weight
 
 

@@ -40,8 +40,8 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     groups, outputs = scales.shape
     bits = WORD * zero_words.shape[-1] // outputs  # a module's own, where settings of single modules differ
     if bits not in ONES or words.shape[-1] != outputs or zero_words.shape[0] != groups:
-        told = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
-        raise ValueError(f"{told} are not codes of 2, 4 or 8 bits with their scales and zero points")
+        shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
+        raise ValueError(f"{shapes} are not codes of 2, 4 or 8 bits with their scales and zero points")
     number_of = parts.get("g_idx")
     inputs = words.shape[0] * WORD // bits if number_of is None else number_of.shape[0]
     if -(-inputs * bits // WORD) != words.shape[0]:
@@ -63,11 +63,11 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
         if neighbours:
             codes = unpack_columns(words[:, span].contiguous().t(), bits)  # words are transposed faster than codes
             codes = codes.view(-1, groups, inputs // groups)
-            own_zeros, own_scales = (one.t().contiguous().unsqueeze(-1) for one in (own_zeros, own_scales))
+            own_zeros, own_scales = (tensor.t().contiguous().unsqueeze(-1) for tensor in (own_zeros, own_scales))
             weight[span] = scaled(codes, own_zeros, own_scales, dtype).flatten(1)
         else:
             codes = unpack_rows(words[:, span], range(0, WORD, bits), bits)[:inputs]
-            own_zeros, own_scales = (one.index_select(0, number_of) for one in (own_zeros, own_scales))
+            own_zeros, own_scales = (tensor.index_select(0, number_of) for tensor in (own_zeros, own_scales))
             weight[span] = scaled(codes, own_zeros, own_scales, dtype).t()
     return weight
 

@@ -72,7 +72,7 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
         how = "use the unquantised model; `lema prepare --quantize` writes a quantised one that streams"
         raise ModelError(what, where=where, how=how)
     try:
-        return _made(method, chosen, where)
+        return _build_quantizer(method, chosen, where)
     except ImportError as error:
         what = f"the weights are quantised by the method {method!r}, whose library cannot be imported: {error}"
         how = installing("quantize")
@@ -83,7 +83,7 @@ def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
         raise ModelError(what, where=where, how=how) from error
 
 
-def _made(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
+def _build_quantizer(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
     if method == COMPRESSED:
         # Here, because it imports the library.
         from lema.model.quantizers.compressed import CompressedTensorsQuantizer, without_order

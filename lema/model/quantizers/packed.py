@@ -84,7 +84,9 @@ class _Expand(ConversionOps):
         """
         model, settings = kwargs["model"], self.hf_quantizer.quantization_config
         parameter = model.get_parameter(full_layer_name)
-        lists = {name: [one] if isinstance(one, Tensor) else list(one) for name, one in input_dict.items()}
+        lists = {
+            name: [tensors] if isinstance(tensors, Tensor) else list(tensors) for name, tensors in input_dict.items()
+        }
         expanded: dict[str, Any] = {}
         stems = dict.fromkeys(name[: len(name) - len(name.rpartition(".")[2])] for name in lists)
         for stem in stems:
@@ -104,8 +106,8 @@ class _Expand(ConversionOps):
         if len({len(group) for group in parts.values()}) > 1:
             raise ValueError(f"{stem}{WEIGHT} and the tensors beside it are not equally many")
         for part in (WEIGHT, "qzeros"):
-            if other := [one.dtype for one in parts[part] if one.dtype != torch.int32]:
-                raise ValueError(f"{stem}{part} is {other[0]}, and words of {WORD} bits are expanded")
+            if wrong_dtypes := [tensor.dtype for tensor in parts[part] if tensor.dtype != torch.int32]:
+                raise ValueError(f"{stem}{part} is {wrong_dtypes[0]}, and words of {WORD} bits are expanded")
 
 
 def _refuse_transposed(model: Any, name: str) -> None:
@@ -130,9 +132,9 @@ def unpack_rows(words: Tensor, shifts: Sequence[int], bits: int) -> Tensor:
     # Place by place, because a tensor of the shifts would have to come from the host at each lease; and byte by byte,
     # because a processor takes four times as many bytes as words at once.
     for start in range(0, WORD, BYTE):
-        places = (words >> start).to(torch.uint8)
+        low_bytes = (words >> start).to(torch.uint8)
         for inner in range(0, BYTE, bits):
-            codes[:, shifts.index(start + inner)] = (places >> inner) & ((1 << bits) - 1)
+            codes[:, shifts.index(start + inner)] = (low_bytes >> inner) & ((1 << bits) - 1)
     return codes.flatten(0, 1)
 
 

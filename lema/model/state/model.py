@@ -63,11 +63,11 @@ class ModelState:
     def around(self) -> dict[str, Any]:
         """Return, as JSON types, what the modules around the layers hold that calls have changed. `ConfigError`: it
         cannot be told."""
-        return self._told(self.outer.kept())
+        return self._as_json(self.outer.changed_names())
 
     def saved(self) -> dict[str, Any]:
         """Return, as JSON types, what the modules hold that calls have changed. `ConfigError`: it cannot be saved."""
-        return self._told({**self.outer.kept(), **self.layers.kept()})
+        return self._as_json({**self.outer.changed_names(), **self.layers.changed_names()})
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Let the modules hold what was saved. `KeyError`: there is none of a name."""
@@ -76,5 +76,5 @@ class ModelState:
         for module, names in from_json(dict(self._model.named_modules()), saved).items():
             (self.outer if module in around else self.layers).restored(module, names)
 
-    def _told(self, kept: Mapping[nn.Module, set[str]]) -> dict[str, Any]:
-        return to_json(dict(self._model.named_modules()), kept) if kept else {}
+    def _as_json(self, changed: Mapping[nn.Module, set[str]]) -> dict[str, Any]:
+        return to_json(dict(self._model.named_modules()), changed) if changed else {}

@@ -43,7 +43,7 @@ class OuterState:
         if self._first is None:
             self._first = self.now()
 
-    def kept(self) -> dict[nn.Module, set[str]]:
+    def changed_names(self) -> dict[nn.Module, set[str]]:
         """Return the modules that calls have changed, with the names of what they hold."""
         changed = {module: set(names) for module, names in self._restored.items()}
         for module, names in ({} if self._first is None else self._first.changed()).items():

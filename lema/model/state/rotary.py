@@ -20,8 +20,8 @@ def types_by_length(model: nn.Module) -> list[str]:
     """Return the types of rotary embeddings whose table goes by the longest row of a call, so that the rows that are
     computed at once change what is computed of each."""
     named = [kind for module in model.modules() if (kind := vars(module).get("rope_type")) is not None]
-    types = {one for kind in named for one in (kind.values() if isinstance(kind, dict) else (kind,))}
-    return sorted(one for one in types if BY_VALUES in one or one == LONG)
+    types = {rope_type for kind in named for rope_type in (kind.values() if isinstance(kind, dict) else (kind,))}
+    return sorted(rope_type for rope_type in types if BY_VALUES in rope_type or rope_type == LONG)
 
 
 @contextmanager
@@ -39,5 +39,5 @@ def tables_as_they_are(model: nn.Module) -> Iterator[None]:
 
 def _fixed(kind: Any) -> Any:
     if isinstance(kind, dict):  # because each kind of layers has its own
-        return {name: _fixed(one) for name, one in kind.items()}
+        return {name: _fixed(rope_type) for name, rope_type in kind.items()}
     return FIXED if BY_VALUES in kind or kind == LONG else kind

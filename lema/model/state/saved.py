@@ -28,11 +28,11 @@ def to_json(modules: Mapping[str, nn.Module], changed: Mapping[nn.Module, Collec
     for module, attributes in changed.items():
         saved[names[module]] = entries = {}
         for attribute in sorted(attributes):
-            held, buffers = vars(module), module._buffers
+            module_vars, buffers = vars(module), module._buffers
             if attribute in buffers:
                 kind, value = "buffer", buffers[attribute]
-            elif attribute in held:
-                kind, value = "attribute", held[attribute]
+            elif attribute in module_vars:
+                kind, value = "attribute", module_vars[attribute]
             else:
                 kind, value = "absent", None
             try:
@@ -46,19 +46,19 @@ def to_json(modules: Mapping[str, nn.Module], changed: Mapping[nn.Module, Collec
 
 def from_json(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> dict[nn.Module, set[str]]:
     """Let modules hold what `to_json` returned; return what that is. `KeyError`: there is no module of a name."""
-    found: dict[nn.Module, set[str]] = {}
+    restored: dict[nn.Module, set[str]] = {}
     for name, entries in saved.items():
         module = modules[name]
-        found[module] = set(entries)
+        restored[module] = set(entries)
         for attribute, (kind, plain) in entries.items():
             module._buffers.pop(attribute, None)
             vars(module).pop(attribute, None)
-            device = next((one.device for one in module.buffers(recurse=False)), torch.device("cpu"))
+            device = next((buffer.device for buffer in module.buffers(recurse=False)), torch.device("cpu"))
             if kind == "buffer":
                 module.register_buffer(attribute, _value(plain, device), persistent=False)
             elif kind == "attribute":
                 vars(module)[attribute] = _value(plain, device)
-    return found
+    return restored
 
 
 def _plain(value: Any) -> Any:
@@ -70,17 +70,17 @@ def _plain(value: Any) -> Any:
     if type(value) in PLAIN:
         return value
     if type(value) is list:
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     if type(value) is tuple:
-        return {TUPLE: [_plain(one) for one in value]}
+        return {TUPLE: [_plain(entry) for entry in value]}
     if isinstance(value, dict):
-        return {TABLE: [[_plain(key), _plain(one)] for key, one in value.items()]}
+        return {TABLE: [[_plain(key), _plain(entry)] for key, entry in value.items()]}
     raise TypeError(f"a {type(value).__name__}")
 
 
 def _value(plain: Any, device: torch.device) -> Any:
     if isinstance(plain, list):
-        return [_value(one, device) for one in plain]
+        return [_value(entry, device) for entry in plain]
     if not isinstance(plain, dict):
         return plain
     if TENSOR in plain:
@@ -90,5 +90,5 @@ def _value(plain: Any, device: torch.device) -> Any:
         flat = torch.frombuffer(raw, dtype=torch.uint8).view(kind) if raw else torch.empty(0, dtype=kind)
         return flat.view(shape).to(device if on_device else "cpu")
     if TUPLE in plain:
-        return tuple(_value(one, device) for one in plain[TUPLE])
-    return {_value(key, device): _value(one, device) for key, one in plain[TABLE]}
+        return tuple(_value(entry, device) for entry in plain[TUPLE])
+    return {_value(key, device): _value(entry, device) for key, entry in plain[TABLE]}

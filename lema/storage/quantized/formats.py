@@ -35,9 +35,9 @@ def expand(
     if CUT in about:
         axis, ranges, shape = about[CUT]
         assert scratch is not None, "a whole weight needs memory to be expanded into"
-        whole = scratch[: prod(shape) * out.itemsize].view(out.dtype).view(shape)
-        expand(library, parts, {key: one for key, one in about.items() if key != CUT}, whole)
-        out.copy_(torch.cat([whole.narrow(axis, start, stop - start) for start, stop in ranges], axis))
+        full_weight = scratch[: prod(shape) * out.itemsize].view(out.dtype).view(shape)
+        expand(library, parts, {key: entry for key, entry in about.items() if key != CUT}, full_weight)
+        out.copy_(torch.cat([full_weight.narrow(axis, start, stop - start) for start, stop in ranges], axis))
         return
     if library == NARROW:
         out.copy_(parts[STORED])
@@ -47,20 +47,20 @@ def expand(
         return
     plan: Plan = about[PLAN]
     for step in plan.steps:
-        given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
+        inputs = {name: [parts[part] for part in group] for name, group in step.parts.items()}
         if step.units == 1:
-            made = plan.make(step, given, out.dtype)
+            outputs = plan.make(step, inputs, out.dtype)
             for name, move in step.moves:
-                move_elements(made[name].contiguous(), move, out)
+                move_elements(outputs[name].contiguous(), move, out)
             continue
         # What one piece after the other makes fills a range of `out`.
-        flat, places = out.view(-1), {name: move.write for name, move in step.moves}
+        flat, offsets = out.view(-1), {name: move.write for name, move in step.moves}
         for span in pieces(out, step.units, sum(move.count for _, move in step.moves)):
-            made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
-            for name in places:
-                tensor = made[name]
-                flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
-                places[name] += tensor.numel()
+            outputs = plan.make(*cut(step, inputs, span.start, span.stop), out.dtype)
+            for name in offsets:
+                tensor = outputs[name]
+                flat[offsets[name] : offsets[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
+                offsets[name] += tensor.numel()
 
 
 LIBRARY = "transformers"
@@ -82,10 +82,10 @@ class Step:
     moves: tuple[tuple[str, Move], ...] = ()  # the operations' name of what is made, and its place
     units: int = 1  # how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts
 
-    def some(self, units: int) -> "Step":
+    def for_units(self, units: int) -> "Step":
         """Return the step for so many of its units: what constants say of the first dimension is said of these."""
         constants = {
-            name: [torch.tensor([int(one[0]) // self.units * units, *one[1:]]) for one in group]
+            name: [torch.tensor([int(constant[0]) // self.units * units, *constant[1:]]) for constant in group]
             for name, group in self.constants.items()
         }
         return replace(self, constants=constants)
@@ -108,19 +108,19 @@ class Plan:
 
     def make(self, step: Step, parts: Lists, dtype: torch.dtype) -> dict[str, Tensor]:
         """Run the operations of one step, on any device."""
-        given = {name: [part.to(dtype) if self.cast else part for part in group] for name, group in parts.items()}
+        inputs = {name: [part.to(dtype) if self.cast else part for part in group] for name, group in parts.items()}
         for name, (height, width) in step.padded.items():
             # As bytes, because torch pads no floats of 8 bits.
-            given[name] = [
+            inputs[name] = [
                 pad(part.view(torch.uint8), (0, width - part.shape[-1], 0, height - part.shape[-2])).view(part.dtype)
-                for part in given[name]
+                for part in inputs[name]
             ]
-        made = self.run({**given, **step.constants})
+        outputs = self.run({**inputs, **step.constants})
         for weight in step.padded:
             rows, columns = parts[weight][0].shape[-2:]
-            name = weight if weight in made else next(iter(made))  # alone it already has the parameter's name
-            made[name] = made[name][..., :rows, :columns]
-        return made
+            name = weight if weight in outputs else next(iter(outputs))  # alone it already has the parameter's name
+            outputs[name] = outputs[name][..., :rows, :columns]
+        return outputs
 
 
 def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
@@ -129,11 +129,11 @@ def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
     def rows(tensor: Tensor) -> Tensor:
         if tensor.numel() == 1:
             return tensor  # one scale for all
-        each = tensor.shape[0] // step.units
-        return tensor[start * each : stop * each]
+        rows_per_unit = tensor.shape[0] // step.units
+        return tensor[start * rows_per_unit : stop * rows_per_unit]
 
-    some = step.some(stop - start)
-    return some, {name: [rows(one) for one in group] for name, group in parts.items()}
+    cut_step = step.for_units(stop - start)
+    return cut_step, {name: [rows(tensor) for tensor in group] for name, group in parts.items()}
 
 
 def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
@@ -156,11 +156,11 @@ def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
                 raise ValueError(f"{record.name} is stored with scales that several experts share")
             for part in (part for group in step.parts.values() for part in group):
                 if prod(record.parts[part].shape) > 1:  # else it is one scale for all
-                    each = record.parts[part].shape[0] // record.shape[0]
-                    parts[part] = rows_of(record.parts[part], first * each, end * each)
+                    rows_per_expert = record.parts[part].shape[0] // record.shape[0]
+                    parts[part] = rows_of(record.parts[part], first * rows_per_expert, end * rows_per_expert)
             ((name, _),), size = step.moves, (end - first) * row
             units = step.units // record.shape[0] * (end - first)
-            steps.append(replace(step.some(units), moves=((name, Move(0, 0, ((size, 1, 1),))),), units=units))
+            steps.append(replace(step.for_units(units), moves=((name, Move(0, 0, ((size, 1, 1),))),), units=units))
     needed = [part for step in steps for group in step.parts.values() for part in group]
     about = {**record.about, PLAN: replace(plan, steps=tuple(steps))}
     shape = (end - first, *record.shape[1:])

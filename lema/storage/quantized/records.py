@@ -79,8 +79,8 @@ def part_of_quantized(record: QuantizedRecord, axis: int, ranges: Sequence[tuple
         return replace(record, shape=tuple(shape), about={**record.about, CUT: (axis, tuple(ranges), record.shape)})
     by_row = axis < len(shape) - 1
     parts = {
-        what: part_of(one, axis, ranges) if isinstance(one, TensorRecord) and (by_row or what == "qdata") else one
-        for what, one in record.parts.items()
+        what: part_of(part, axis, ranges) if isinstance(part, TensorRecord) and (by_row or what == "qdata") else part
+        for what, part in record.parts.items()
     }
     data = record.about["_data"] | {"block_size": [1] * (len(shape) - 1) + [shape[-1]]}
     return replace(record, parts=parts, shape=tuple(shape), about={**record.about, "_data": data})
@@ -90,18 +90,18 @@ def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
     """Return every tensor of an index by name, with the tensors of each quantised parameter as one. `WeightsError`:
     tensors of a quantised parameter are missing, or what is said of it makes no sense; `ModelError`: a parameter is
     quantised in a form that is not expanded here."""
-    found = [*_torchao(index), *_bitsandbytes(index), *_bitsandbytes_int8(index)]
-    parts = {part.name for record in found for part in record.parts.values()}
-    rest: dict[str, Stored] = {name: record for name, record in index.items() if name not in parts}
-    return rest | {record.name: record for record in found}
+    quantized = [*_torchao(index), *_bitsandbytes(index), *_bitsandbytes_int8(index)]
+    parts = {part.name for record in quantized for part in record.parts.values()}
+    unquantized: dict[str, Stored] = {name: record for name, record in index.items() if name not in parts}
+    return unquantized | {record.name: record for record in quantized}
 
 
 def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
     """Find the parameters that torchao's flattened state dicts describe in the files' metadata."""
     described: dict[str, str] = {}
-    for metadata in filter(lambda one: "tensor_names" in one, index.metadata.values()):
+    for metadata in filter(lambda entries: "tensor_names" in entries, index.metadata.values()):
         described |= {name: text for name, text in metadata.items() if "." in name and '"_tensor_data_names"' in text}
-    found = []
+    records = []
     for name, text in described.items():
         about = _parsed(text, name, index.path)
         kind, names, data = about.get("_type"), about.get("_tensor_data_names"), about.get("_data")
@@ -121,13 +121,13 @@ def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
             what = f"the parameter has blocks of {block}, and only one scale per row is expanded here"
             how = "quantise it by row: `lema prepare --quantize` does"
             raise ModelError(what, where=f"{index.path}: {name}", how=how)
-        found.append(QuantizedRecord(name, "torchao", parts, shape, about))
-    return found
+        records.append(QuantizedRecord(name, "torchao", parts, shape, about))
+    return records
 
 
 def _bitsandbytes(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
     """Find the parameters that have one of bitsandbytes' packed quantisation states."""
-    found = []
+    records = []
     for stored, record in index.items():
         name, separator, kind = stored.partition(QUANT_STATE)
         if not separator:
@@ -139,21 +139,21 @@ def _bitsandbytes(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
             about = _parsed(stream.read(record.nbytes), name, index.path)
         if about.get("quant_type") != kind or not are_sizes(about.get("shape")):
             raise _nonsense(name, index.path)
-        wanted = {"": name, "absmax": f"{name}.absmax", "quant_map": f"{name}.quant_map"}
+        part_names = {"": name, "absmax": f"{name}.absmax", "quant_map": f"{name}.quant_map"}
         if "nested_offset" in about:
-            wanted |= {part: f"{name}.{part}" for part in ("nested_absmax", "nested_quant_map")}
-        parts = _collected(index, name, wanted | {f"quant_state.bitsandbytes__{kind}": stored})
+            part_names |= {part: f"{name}.{part}" for part in ("nested_absmax", "nested_quant_map")}
+        parts = _collected(index, name, part_names | {f"quant_state.bitsandbytes__{kind}": stored})
         if not _fits(parts, about):
             raise _nonsense(name, index.path)
         # Codes are bytes, whatever type `bnb_4bit_quant_storage` gave them; as floats, some would be called NaN.
         parts[""] = replace(parts[""], dtype="U8", shape=(parts[""].nbytes, 1))
-        found.append(QuantizedRecord(name, "bitsandbytes", parts, tuple(about["shape"]), about))
-    return found
+        records.append(QuantizedRecord(name, "bitsandbytes", parts, tuple(about["shape"]), about))
+    return records
 
 
 def _bitsandbytes_int8(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
     """Find the parameters of 8 bits that have bitsandbytes' absolute maxima of their rows."""
-    found = []
+    records = []
     for stored, record in index.items():
         owner, _, leaf = stored.rpartition(".")
         weight = index.get(f"{owner}.weight")
@@ -170,8 +170,8 @@ def _bitsandbytes_int8(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
                     how = "save the model again with a newer bitsandbytes, or use the unquantised one"
                     raise ModelError(what, where=f"{index.path}: {weight.name}", how=how)
             parts["weight_format"] = layout
-        found.append(QuantizedRecord(weight.name, "bitsandbytes", parts, weight.shape, {"quant_type": "int8"}))
-    return found
+        records.append(QuantizedRecord(weight.name, "bitsandbytes", parts, weight.shape, {"quant_type": "int8"}))
+    return records
 
 
 def _fits(parts: Mapping[str, TensorRecord], about: Mapping[str, Any]) -> bool:
@@ -189,12 +189,12 @@ def _fits(parts: Mapping[str, TensorRecord], about: Mapping[str, Any]) -> bool:
     return all(parts[part].nbytes == nbytes for part, nbytes in sizes.items())
 
 
-def _collected(index: GlobalBinaryIndex, name: str, wanted: Mapping[str, str]) -> dict[str, TensorRecord]:
-    if missing := [stored for stored in wanted.values() if stored not in index]:
+def _collected(index: GlobalBinaryIndex, name: str, part_names: Mapping[str, str]) -> dict[str, TensorRecord]:
+    if missing := [stored for stored in part_names.values() if stored not in index]:
         what = f"the quantised parameter {name!r} lacks {', '.join(missing)}"
         how = "download or prepare the model again; the copy is not complete"
         raise WeightsError(what, where=str(index.path), how=how)
-    return {part: index[stored] for part, stored in wanted.items()}
+    return {part: index[stored] for part, stored in part_names.items()}
 
 
 def _parsed(text: str | bytes, name: str, where: Path) -> dict[str, Any]:

@@ -43,10 +43,10 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
     """Fill `out` with what the library dequantises the parts to, some rows at a time."""
     support = quiet_import("torchao.prototype.safetensors.safetensors_utils")
     data = about["_data"] | {part: tensor.flatten(0, -2) for part, tensor in parts.items()}
-    whole = support.object_from_dict({**about, "_data": data | {"block_size": about["_data"]["block_size"][-2:]}})
+    quantized = support.object_from_dict({**about, "_data": data | {"block_size": about["_data"]["block_size"][-2:]}})
     flat = out.flatten(0, -2)
     for rows in pieces(flat):
-        flat[rows].copy_(whole[rows].dequantize(out.dtype))
+        flat[rows].copy_(quantized[rows].dequantize(out.dtype))
 
 
 def part_name(parameter: str, part: str) -> str:

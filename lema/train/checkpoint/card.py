@@ -19,7 +19,7 @@ from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
 from lema.storage.regular import expanded
 
-__all__ = ["CARD", "make_repository", "model_card", "upload", "write_beside"]
+__all__ = ["CARD", "make_repository", "model_card", "upload", "write_card"]
 
 CARD = "README.md"
 HTTPError = errors.HTTPError  # type: ignore[attr-defined] # httpx's or httpx2's, by the version of the library
@@ -48,7 +48,7 @@ def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: 
     about = ModelCardData(
         base_model=None if local else base, library_name="peft", pipeline_tag="text-generation", tags=tags
     )
-    given = config.model_dump(mode="json", exclude_unset=True, exclude=OF_THIS_MACHINE)
+    settings = config.model_dump(mode="json", exclude_unset=True, exclude=OF_THIS_MACHINE)
     versions = ", ".join(map(" ".join, program_versions("peft", "transformers", "torch").items()))
     parts = [
         f"---\n{about.to_yaml()}\n---",
@@ -57,9 +57,10 @@ def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: 
         USE.format(base=markdown.python_text(shown), name=markdown.python_text(name)),
         markdown.table("Data", data),
         markdown.table(
-            "Results", {one: f"{value:.6g}" if isinstance(value, float) else value for one, value in results.items()}
+            "Results",
+            {metric: f"{value:.6g}" if isinstance(value, float) else value for metric, value in results.items()},
         ),
-        markdown.table("Settings", {one: _plain(value) for one, value in given.items()}),
+        markdown.table("Settings", {setting: _plain(value) for setting, value in settings.items()}),
         f"Made with {versions}.",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -70,7 +71,7 @@ def _plain(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and "/" in value and expanded(value).exists() else value
 
 
-def write_beside(directory: Path, *, files: ModelFiles | None, card: str) -> None:
+def write_card(directory: Path, *, files: ModelFiles | None, card: str) -> None:
     """Write the card, and, of a model that has one, the tokenizer with the chat template that it was used with, and the
     settings of generation with the tokens in which the texts ended."""
     (directory / CARD).write_text(card, encoding="utf-8", newline="\n")

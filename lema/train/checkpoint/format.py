@@ -29,14 +29,14 @@ from lema.backend.findings import program_versions
 from lema.backend.group import first_alone
 from lema.backend.layout import Layout
 from lema.config import LemaConfig
-from lema.engine.beside import StartingAdapter
+from lema.engine.reference_rows import StartingAdapter
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError, WeightsError
 from lema.lora import save_adapter
 from lema.lora.base import Base, write_base
 from lema.lora.consent import save_settings
-from lema.model.partition import held_tensor, layout_of, whole_adapter, whole_tensor
+from lema.model.partition import layout_of, local_tensor, whole_adapter, whole_tensor
 from lema.storage.atomic import commit, discard
-from lema.storage.diskspace import check_room, not_written
+from lema.storage.diskspace import check_free_bytes, not_written
 from lema.storage.regular import read_regular
 from lema.storage.verify import check_finite, check_written, load_tensors
 from lema.train.reference import reference_writers
@@ -53,15 +53,15 @@ Writer = Callable[[Path], object]
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Return the checkpoints of a run, the oldest first."""
-    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+    directories = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(directories, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
 def forget_old_checkpoints(output_dir: Path, newest: Path, keep: int | None, spared: Collection[Path] = ()) -> None:
     """Delete all but `keep` checkpoints of a run, up to `newest`, and those that are `spared`; None: keep all. What is
     of a later step is another's. Raises `DiskError` where one cannot be deleted."""
-    found = checkpoints(output_dir)
-    mine = found[: found.index(newest) + 1]
+    directories = checkpoints(output_dir)
+    mine = directories[: directories.index(newest) + 1]
     for directory in mine[: -keep if keep else 0]:
         if directory not in spared:
             delete_checkpoint(directory, "an old checkpoint")
@@ -101,8 +101,10 @@ def write_checkpoint(
     is more than tensors and JSON types. What was there before is untouched then.
     """
     text = _json({**state, "optimizer": dict(optimizer.plain)})
-    check_finite({f"the optimizer's {name}": one for name, one in optimizer.tensors.items()}, directory / OPTIMIZER)
-    check_room(directory, nbytes + nbytes_of(optimizer.tensors.values()), "this checkpoint")
+    check_finite(
+        {f"the optimizer's {name}": tensor for name, tensor in optimizer.tensors.items()}, directory / OPTIMIZER
+    )
+    check_free_bytes(directory, nbytes + nbytes_of(optimizer.tensors.values()), "this checkpoint")
 
     def fill(part: Path) -> None:
         for write in writers:
@@ -146,17 +148,17 @@ def leave_adapter(
 ) -> None:
     """Write PEFT's files and the settings, the adapter of the `reference`, if there is one, and what `writers` add, or
     raise `DiskError`. Processes that hold the model together all call this, and the first of all writes."""
-    whole = whole_adapter(adapters, backend.parallel)
+    adapter_state = whole_adapter(adapters, backend.parallel)
     of_reference = reference_writers(reference, adapters, base, backend.parallel)
 
     def write() -> None:
         for write_reference in of_reference:
             write_reference(directory)
-        save_adapter(adapters, directory, base.name, base.revision, whole, writers)
+        save_adapter(adapters, directory, base.name, base.revision, adapter_state, writers)
         save_settings(config, directory)
         write_base(directory, base)
 
-    if whole is None:
+    if adapter_state is None:
         write()
     else:
         first_alone(backend.replicas, write)
@@ -186,9 +188,9 @@ def restore_optimizer(
     directory: Path,
     plain: Mapping[str, Any],
     parallel: Parallel | None = None,
-    own: Container[int] | None = None,
+    local_indices: Container[int] | None = None,
 ) -> None:
-    """Load its part of what `write_checkpoint` stored, or raise `AdapterError` of what is of another optimizer. `own`:
+    """Load its part of what `write_checkpoint` stored, or raise `AdapterError` of what is of another optimizer. `local_indices`:
     the places of the parameters that this process updates; None: all."""
     if plain.get("class") != (name := type(optimizer).__qualname__):
         what = f"the state is of the optimizer {plain.get('class')}, not of {name}"
@@ -198,17 +200,17 @@ def restore_optimizer(
         state: dict[int, dict[str, Any]] = {}
         for index, entries in plain["state"].items():
             for path, value in entries.items():
-                _place(state.setdefault(int(index), {}), path, value)
+                _insert(state.setdefault(int(index), {}), path, value)
         layouts = _layouts(optimizer)
         for name, tensor in tensors.items():
             index, _, path = name.partition(".")
             divided = parallel is not None and tensor.dim() and int(index) < len(layouts)
-            held = held_tensor(parallel, tensor, layouts[int(index)]) if parallel is not None and divided else tensor
-            _place(state.setdefault(int(index), {}), path, held)
+            shard = local_tensor(parallel, tensor, layouts[int(index)]) if parallel is not None and divided else tensor
+            _insert(state.setdefault(int(index), {}), path, shard)
         if plain.get("wrapped"):
             _wrap(optimizer, state)
-        if own is not None:
-            state = {index: entries for index, entries in state.items() if index in own}
+        if local_indices is not None:
+            state = {index: entries for index, entries in state.items() if index in local_indices}
         groups = []
         for saved, mine in zip(plain["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
             groups.append({**saved, **{key: mine[key] for key in IMPLEMENTATION & mine.keys()}})
@@ -234,11 +236,11 @@ def check_savable(optimizer: Optimizer, parts: int = 1) -> None:
     tried = optimizer_state(optimizer)
     _json({"optimizer": tried.plain})  # its parameter groups, before anything is run
     with suppress(TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, KeyError):
-        other = type(optimizer)([probe], **optimizer.defaults)
-        other.step()
-        tried = optimizer_state(other)
+        trial_optimizer = type(optimizer)([probe], **optimizer.defaults)
+        trial_optimizer.step()
+        tried = optimizer_state(trial_optimizer)
     _json({"optimizer": tried.plain})
-    if other_kind := next((type(one) for one in tried.tensors.values() if type(one) is not Tensor), None):
+    if other_kind := next((type(tensor) for tensor in tried.tensors.values() if type(tensor) is not Tensor), None):
         what = f"the state of the run cannot be saved without pickling: {other_kind.__name__} is no plain tensor"
         how = "use an optimizer whose state is tensors and numbers, such as adamw_8bit"
         raise ConfigError(what, where=f"optimizer {tried.plain['class']}", how=how)
@@ -252,31 +254,33 @@ def optimizer_state(
 ) -> OptimizerState:
     """Return what a checkpoint keeps of an optimizer; each of the processes that hold its parameters calls this, and
     each of those `over` which its state is divided."""
-    whole = optimizer.state_dict()
+    state_dict = optimizer.state_dict()
     layouts = _layouts(optimizer)
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
-    places: set[int] = set()  # where tensors are in memory
-    for index, entries in whole["state"].items():
+    addresses: set[int] = set()  # where tensors are in memory
+    for index, entries in state_dict["state"].items():
         for key, value in _flat(entries):
             if isinstance(value, Tensor):
                 divided = parallel is not None and value.dim()  # how many steps there were is the same for all
-                kept = whole_tensor(parallel, value, layouts[index]) if parallel and divided else value.detach().cpu()
-                if (place := kept.untyped_storage().data_ptr()) in places:
-                    kept = kept.clone()  # because no file holds a tensor that is another's, as bitsandbytes' tables are
-                places.add(place)
-                tensors[f"{index}.{key}"] = kept.contiguous()
+                saved = whole_tensor(parallel, value, layouts[index]) if parallel and divided else value.detach().cpu()
+                if (address := saved.untyped_storage().data_ptr()) in addresses:
+                    saved = (
+                        saved.clone()
+                    )  # because no file holds a tensor that is another's, as bitsandbytes' tables are
+                addresses.add(address)
+                tensors[f"{index}.{key}"] = saved.contiguous()
             else:
                 plain.setdefault(str(index), {})[key] = value
     if over is not None:
         every = over.exchange((tensors, plain))
-        found = sorted(
+        named_tensors = sorted(
             (pair for part, _ in every for pair in part.items()), key=lambda pair: int(pair[0].partition(".")[0])
         )
-        tensors, plain = dict(found), {index: held for _, part in every for index, held in part.items()}
-    wrapped = any(hasattr(one, FLATTEN) for entries in whole["state"].values() for one in entries.values())
+        tensors, plain = dict(named_tensors), {index: entries for _, part in every for index, entries in part.items()}
+    wrapped = any(hasattr(entry, FLATTEN) for entries in state_dict["state"].values() for entry in entries.values())
     name = type(optimizer).__qualname__
-    about = {"class": name, "state": plain, "param_groups": whole["param_groups"]}
+    about = {"class": name, "state": plain, "param_groups": state_dict["param_groups"]}
     return OptimizerState(tensors, about | ({"wrapped": True} if wrapped else {}))
 
 
@@ -291,13 +295,13 @@ def _flat(entries: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, An
             yield from _flat(
                 {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}, f"{outer}{key}{INSIDE}"
             )
-        elif isinstance(value, Mapping) and any(isinstance(one, Tensor) for one in value.values()):
+        elif isinstance(value, Mapping) and any(isinstance(entry, Tensor) for entry in value.values()):
             yield from _flat(value, f"{outer}{key}{INSIDE}")
         else:
             yield f"{outer}{key}", value
 
 
-def _place(entries: dict[str, Any], path: str, value: Any) -> None:
+def _insert(entries: dict[str, Any], path: str, value: Any) -> None:
     *outer, key = path.split(INSIDE)
     for name in outer:
         entries = entries.setdefault(name, {})
@@ -307,18 +311,18 @@ def _place(entries: dict[str, Any], path: str, value: Any) -> None:
 def _wrap(optimizer: Optimizer, state: Mapping[int, dict[str, Any]]) -> None:
     """Put tensors that are made of others together again, as the optimizer makes them for such parameters."""
     like: Optimizer = object.__new__(type(optimizer))  # not by its arguments, because only it knows some
-    copies = [[torch.zeros_like(one) for one in group["params"]] for group in optimizer.param_groups]
-    groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, copies, strict=True)]
+    copies = [[torch.zeros_like(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = [{**group, "params": parameters} for group, parameters in zip(optimizer.param_groups, copies, strict=True)]
     like.__dict__ |= optimizer.__dict__ | {"param_groups": groups, "state": defaultdict(dict)}
-    parameters = [one for own in copies for one in own]
-    for one in parameters:
-        one.grad = torch.zeros_like(one)
+    parameters = [parameter for group in copies for parameter in group]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
     like.step()
     for index, entries in state.items():
-        for key, made in like.state[parameters[index]].items():
-            if hasattr(made, FLATTEN):
-                context = made.__tensor_flatten__()[1]
-                entries[key] = made.__tensor_unflatten__(entries[key], context, made.shape, made.stride())
+        for key, template in like.state[parameters[index]].items():
+            if hasattr(template, FLATTEN):
+                context = template.__tensor_flatten__()[1]
+                entries[key] = template.__tensor_unflatten__(entries[key], context, template.shape, template.stride())
 
 
 def _layouts(optimizer: Optimizer) -> list[Layout | None]:

@@ -38,10 +38,10 @@ __all__ = [
     *("past_log", "restore_own", "say_changed", "say_regrouped", "states_of_all", "tell_warning"),
 ]
 
-Say = Callable[[str], None]
+Reporter = Callable[[str], None]
 
 CLASSES: Mapping[str, Change] = {
-    name: next(one for one in field.metadata if isinstance(one, Change))
+    name: next(marker for marker in field.metadata if isinstance(marker, Change))
     for name, field in LemaConfig.model_fields.items()
 }
 
@@ -75,22 +75,22 @@ class Changed:
 KINDS = {"adapters": (WEIGHTS, OPTIMIZER), "full": (OPTIMIZER,)}
 
 
-def newest_sound(found: Sequence[Path], say: Say, *, weights_only: bool = False) -> Path:
-    """Return the newest sound checkpoint of those `found`, the oldest first, with `weights_only` but for its optimizer;
+def newest_sound(candidates: Sequence[Path], report: Reporter, *, weights_only: bool = False) -> Path:
+    """Return the newest sound checkpoint of those `candidates`, the oldest first, with `weights_only` but for its optimizer;
     why newer ones are passed over is said, and where none is sound, the `AdapterError` says why of each."""
     faults: list[str] = []
-    for directory in reversed(found):
+    for directory in reversed(candidates):
         try:
             check_sound(directory, weights_only=weights_only)
         except AdapterError as error:
             fault = f"{error.what} ({error.where})"
             faults.append(f"{directory.name}: {fault}")
-            tell_warning(f"{directory} is damaged and passed over: {fault}", say)
+            report_warning(f"{directory} is damaged and passed over: {fault}", report)
         else:
             return directory
     how = "restore one from a good copy, or begin a new run in another output_dir"
     how += "" if weights_only else "; if only the optimizer is damaged, --weights-only continues without it"
-    where = str(found[-1].parent) if found else ""
+    where = str(candidates[-1].parent) if candidates else ""
     raise AdapterError(f"no checkpoint is valid:{listed(faults)}", where=where, how=how)
 
 
@@ -107,8 +107,8 @@ def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any
     settings_then(directory)
     step, extra = directory.name.removeprefix(PREFIX), state["extra"]
     in_phase = isinstance(extra, dict) and {"plan", "phase", "step"} <= extra.keys()  # named by the phase's own step
-    if step.isdigit() and int(step) != (said := int(extra["step"] if in_phase else state["global_step"])):
-        what = f"it is of step {said}, and its name says {step}: it was renamed, or another was copied over it"
+    if step.isdigit() and int(step) != (recorded_step := int(extra["step"] if in_phase else state["global_step"])):
+        what = f"it is of step {recorded_step}, and its name says {step}: it was renamed, or another was copied over it"
         raise AdapterError(what, where=str(directory / STATE))
     return state
 
@@ -119,26 +119,26 @@ def past_log(file: Path) -> dict[str, Any]:
         return {}
     try:
         state = json.loads(read_regular(file, inside=True))
-        told = {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
-        return told | {"stateful_callbacks": state.get("stateful_callbacks", {})}
+        history = {name: state[name] for name in ("log_history", "best_metric", "best_global_step")}
+        return history | {"stateful_callbacks": state.get("stateful_callbacks", {})}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterError(f"the checkpoint's log cannot be read: {error!r}", where=str(file)) from error
 
 
-def tell_warning(line: str, say: Say) -> None:
+def report_warning(line: str, report: Reporter) -> None:
     """Say a line, and have it in the log as a warning."""
     log = logging.getLogger(__name__)
     if not log.hasHandlers():  # the line has been said: Python would print it once more
         log.addHandler(logging.NullHandler())
     log.warning("%s", line)
-    say(line)
+    report(line)
 
 
-def adapter_to_begin(config: LemaConfig, found: Sequence[Path], *, weights_only: bool = False) -> Path | None:
+def adapter_to_begin(config: LemaConfig, candidates: Sequence[Path], *, weights_only: bool = False) -> Path | None:
     """Return where a run that goes on from checkpoints, the oldest first, has the adapter that it begins with: in the
     newest sound one, because the adapter that the settings name may have changed or be gone by now. None: where the
     settings say, if anywhere."""
-    for directory in reversed(found if config.adapter_name_or_path is not None else ()):
+    for directory in reversed(candidates if config.adapter_name_or_path is not None else ()):
         with suppress(AdapterError):  # which the run tells, when it passes over the checkpoint
             check_sound(directory, weights_only=weights_only)
             return directory
@@ -153,19 +153,21 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
     left_open = [name for name in names if getattr(config, name) is None]
     with suppress(AdapterError, ReadError):  # which the trainer tells
         then = {} if checkpoint is None else settings_then(checkpoint)
-        found: dict[str, Any] = {name: then[name] for name in left_open if then.get(name) is not None}
+        updates: dict[str, Any] = {name: then[name] for name in left_open if then.get(name) is not None}
         if (
             checkpoint is not None
             and config.compute_dtype == "auto"
             and config.dtype == then.get("dtype")  # or else the run is another, which the trainer tells
-            and (kept := computed_then(checkpoint)) is not None
+            and (saved_dtype := computed_then(checkpoint)) is not None
         ):
-            found["compute_dtype"] = kept
+            updates["compute_dtype"] = saved_dtype
         named = (config.lora_target_modules, config.lora_target_parameters, config.adapter_name_or_path)
-        if checkpoint is not None and not any(one is not None for one in named):  # a saved adapter has its own targets
+        if checkpoint is not None and not any(
+            setting is not None for setting in named
+        ):  # a saved adapter has its own targets
             saved = read_lora_config(checkpoint)
-            found |= {} if saved is None or saved.target_parameters else {"lora_target_parameters": []}
-        begun = config.model_copy(update=found)
+            updates |= {} if saved is None or saved.target_parameters else {"lora_target_parameters": []}
+        begun = config.model_copy(update=updates)
         # What was measured is nothing that a user set, and is no line of the card, whether the run was resumed or not.
         begun.model_fields_set.difference_update({"compute_dtype"} - config.model_fields_set)
         return begun
@@ -184,47 +186,49 @@ def check_same_run(
     what the `extra` there has under `data`. Layers are `computed` in that type now. The `ConfigError` names what
     differs, then and now."""
     then, now = settings_then(checkpoint), config.to_dict()
-    if computed is not None and (kept := computed_then(checkpoint)) is not None:  # what was chosen, not what was asked
-        then["compute_dtype"], now["compute_dtype"] = kept, str(computed).removeprefix("torch.")
+    if (
+        computed is not None and (saved_dtype := computed_then(checkpoint)) is not None
+    ):  # what was chosen, not what was asked
+        then["compute_dtype"], now["compute_dtype"] = saved_dtype, str(computed).removeprefix("torch.")
     refused = changed_settings(then, now, Change.REFUSED)
     if adapter is not None:
         refused += [Changed(*difference) for difference in adapter_differences(adapter, checkpoint)]
-    known = {one.name for one in refused}
+    refused_names = {change.name for change in refused}
     was = read_state(checkpoint)["extra"].get("data", {})
     rows = [
         Changed(name if name in CLASSES or name.startswith("data ") else f"data {name}", was[name], value)
         for name, value in data.items()
-        if name in was and was[name] != value and name not in known
+        if name in was and was[name] != value and name not in refused_names
     ]
     refused += rows
-    if any(one.name not in CLASSES for one in rows):
+    if any(change.name not in CLASSES for change in rows):
         refused += changed_settings(then, now, Change.DATA)
     if refused:
         what = f"the run began with other settings or data (then -> now):{listed([*map(str, refused)])}"
         how = "resume with the original settings and data, or begin a new run in another output_dir"
         raise ConfigError(what, where=str(checkpoint), how=how)
-    return changed_settings(then, now, Change.SAID)
+    return changed_settings(then, now, Change.REPORTED)
 
 
-def say_changed(changed: Sequence[Changed], say: Say) -> None:
+def report_changes(changed: Sequence[Changed], report: Reporter) -> None:
     """Say which settings are others from here on, if any are."""
     if changed:
-        say(f"settings changed from here on (then -> now): {'; '.join(str(one) for one in changed)}")
+        report(f"settings changed from here on (then -> now): {'; '.join(str(change) for change in changed)}")
 
 
-def say_regrouped(checkpoint: Path, config: LemaConfig, model: nn.Module, say: Say) -> None:
+def report_regrouped(checkpoint: Path, config: LemaConfig, model: nn.Module, report: Reporter) -> None:
     """Say that other rows are computed at once from here on, where that changes more than the rounding of sums."""
     then, now = settings_then(checkpoint), config.to_dict()
-    regrouped = [one for one in changed_settings(then, now, *Change) if one.name in AT_ONCE]
+    regrouped = [change for change in changed_settings(then, now, *Change) if change.name in AT_ONCE]
     if regrouped and (types := types_by_length(model)):
         reason = f"rotary embeddings of type {' and '.join(types)} go by the longest of the rows computed at once"
-        say(f"numbers change by more than rounding where rows are long ({'; '.join(map(str, regrouped))}): {reason}")
+        report(f"numbers change by more than rounding where rows are long ({'; '.join(map(str, regrouped))}): {reason}")
 
 
 def newest_settings(directory: Path) -> dict[str, Any]:
     """Read the settings of the newest checkpoint in a directory, as `settings_then` does; none where it has none."""
-    found = checkpoints(directory)
-    return settings_then(found[-1]) if found else {}
+    directories = checkpoints(directory)
+    return settings_then(directories[-1]) if directories else {}
 
 
 def settings_then(checkpoint: Path) -> dict[str, Any]:
@@ -241,17 +245,17 @@ def settings_then(checkpoint: Path) -> dict[str, Any]:
 def computed_then(checkpoint: Path) -> str | None:
     """Return the type that the layers of a checkpoint's run were computed in, if it says one that settings name."""
     with suppress(AdapterError, ReadError):  # which the trainer tells
-        found = read_state(checkpoint).get("compute_dtype")
-        return found if found in COMPUTED_TYPES else None
+        dtype_name = read_state(checkpoint).get("compute_dtype")
+        return dtype_name if dtype_name in COMPUTED_TYPES else None
     return None
 
 
-def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], *wanted: Change) -> list[Changed]:
+def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any], *classes: Change) -> list[Changed]:
     """Return the changed settings of the wanted classes; one that the checkpoint lacks counts as unchanged."""
     return [
         Changed(name, then[name], now[name])
         for name, change in CLASSES.items()
-        if change in wanted and name in then and then[name] != now[name]
+        if change in classes and name in then and then[name] != now[name]
     ]
 
 
@@ -305,17 +309,17 @@ class Generators:
         return cls((version, tuple(words), gauss), numpy_state, _decode(states["torch"]), _decode(states["device"]))
 
 
-def states_of_all(backend: Backend, kept: ModelState) -> dict[str, Any]:
+def states_of_all(backend: Backend, model_state: ModelState) -> dict[str, Any]:
     """Return the states of every process's generators, and what modules keep from call to call, as
     the keys of a checkpoint's state."""
     mine = {**Generators.now(backend).to_json(), "kind": backend.name}
-    if modules := kept.saved():
+    if modules := model_state.saved():
         mine["modules"] = modules
-    first, *others = backend.replicas.exchange(mine)
-    return {"generators": first, "generators_of_others": others}
+    first, *other_states = backend.replicas.exchange(mine)
+    return {"generators": first, "generators_of_others": other_states}
 
 
-def restore_own(backend: Backend, state: Mapping[str, Any], seed: int, kept: ModelState) -> None:
+def restore_own(backend: Backend, state: Mapping[str, Any], seed: int, model_state: ModelState) -> None:
     """Put this process's generators back where a checkpoint found them, and what modules keep. A process that was not
     there, or has a device of another kind, draws other numbers, from the seed and the step."""
     saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
@@ -325,4 +329,4 @@ def restore_own(backend: Backend, state: Mapping[str, Any], seed: int, kept: Mod
         torch.manual_seed(seed + rank + int(state["global_step"]))  # every device's
     if there:
         Generators.from_json(saved[rank]).put_back(backend if alike else None)
-        kept.restore(saved[rank].get("modules", {}))
+        model_state.restore(saved[rank].get("modules", {}))

@@ -57,7 +57,7 @@ def write_full(
     backend: Backend,
     masters: Masters,
     optimizer: Optimizer,
-    kept: ModelState,
+    model_state: ModelState,
     about: Mapping[str, Any],
     config: LemaConfig,
     base: BaseFiles | None = None,
@@ -73,16 +73,16 @@ def write_full(
         if masters.outside:
             files[f"{KIND}-outside.safetensors"] = masters.outside
         for file, names in files.items():
-            tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
+            tensors = {f"{key}.{name}": tensor for name in names for key, tensor in _tensors(masters, optimizer, name)}
             check_finite(tensors, directory / file)
             save_file(tensors, part / file)
 
-    states = states_of_all(backend, kept)
+    states = states_of_all(backend, model_state)
     fingerprint = None if base is None else base.fingerprint
     state = {**about_run(config, KIND, fingerprint), "schedule": None, "scaler": {}, **states, **about}
     if base is not None:
         state[BASE_CONFIG] = of_numbers(base.config)
-    nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
+    nbytes = nbytes_of(tensor for name in masters.by_name for _, tensor in _tensors(masters, optimizer, name))
     every: list[Writer] = [write_weights, partial(save_settings, config), *writers]
     settings = optimizer_state(settings_of(optimizer))
     first_alone(backend.replicas, partial(write_checkpoint, directory, settings, state, every, nbytes))
@@ -95,24 +95,27 @@ def check_full(directory: Path, base: BaseFiles, gbi: GlobalBinaryIndex) -> None
     what = ""
     if then not in (None, base.fingerprint):
         what = f"the model has changed since the training: its fingerprint is {base.fingerprint}, and it was {then}"
-    elif isinstance(config, dict) and now is not None and (said := differences(config, now)):
-        what = f"the model's config has changed since the training: {'; '.join(said)}"
+    elif isinstance(config, dict) and now is not None and (changes := differences(config, now)):
+        what = f"the model's config has changed since the training: {'; '.join(changes)}"
     if what:
         how = "use the unchanged model, or begin a new run in another output_dir"
         raise AdapterError(what, where=f"{directory}, on {gbi.path}", how=how)
 
 
 def read_full(
-    directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int, kept: ModelState
+    directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int, model_state: ModelState
 ) -> dict[str, Any]:
     """Restore masters, optimizer, generators and what modules keep; return the state, or raise `AdapterError` of what
     does not fit."""
     state = _state(directory)
-    saved, expected = _index(directory), {f"{MASTER}.{name}": tuple(one.shape) for name, one in masters.by_name.items()}
-    found = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
-    if found != expected:
-        other = next(iter(sorted(found.keys() ^ expected.keys())), f"{MASTER}.of other shapes").partition(".")[2]
-        what = f"the checkpoint trained other weights: {other}"
+    saved, expected = (
+        _index(directory),
+        {f"{MASTER}.{name}": tuple(master.shape) for name, master in masters.by_name.items()},
+    )
+    shapes = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
+    if shapes != expected:
+        mismatch = next(iter(sorted(shapes.keys() ^ expected.keys())), f"{MASTER}.of other shapes").partition(".")[2]
+        what = f"the checkpoint trained other weights: {mismatch}"
         raise AdapterError(what, where=str(directory), how="train the same selection")
     settings = settings_of(optimizer)
     restore_optimizer(settings, directory, state["optimizer"])
@@ -121,7 +124,7 @@ def read_full(
     _fill(directory, masters, optimizer, saved, (MASTER, STEP, *MOMENTS))
     masters.round(masters.by_name)
     try:
-        restore_own(backend, state, seed, kept)
+        restore_own(backend, state, seed, model_state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(directory)) from error
     return state
@@ -158,11 +161,11 @@ def _tensors(masters: Masters, optimizer: Optimizer, name: str) -> Iterator[tupl
 
 def _index(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the file and the shape of every tensor in a checkpoint."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    index: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(directory.glob(f"{KIND}-*.safetensors")):
         for key, record in _records(path).items():
-            found[key] = path.name, record.shape
-    return found
+            index[key] = path.name, record.shape
+    return index
 
 
 def _records(path: Path) -> Mapping[str, TensorRecord]:
@@ -178,10 +181,12 @@ def _fill(
     masters: Masters,
     optimizer: Optimizer,
     saved: Mapping[str, tuple[str, tuple[int, ...]]],
-    wanted: tuple[str, ...],
+    keys: tuple[str, ...],
 ) -> None:
-    every = ((f"{key}.{name}", key, one) for name in masters.by_name for key, one in _tensors(masters, optimizer, name))
-    targets = {stored: tensor for stored, key, tensor in every if key in wanted}
+    every = (
+        (f"{key}.{name}", key, tensor) for name in masters.by_name for key, tensor in _tensors(masters, optimizer, name)
+    )
+    targets = {stored: tensor for stored, key, tensor in every if key in keys}
     for file in sorted({file for file, _ in saved.values()}):
         for key, record in _records(directory / file).items():
             if key in targets:
@@ -221,7 +226,7 @@ def save_trained(
         model.directory,
         base.config_changes,
         code=model.trusted,
-        beside=model.files.write_rendering,
+        write_extra=model.files.write_rendering,
     )
 
 

@@ -20,7 +20,7 @@ __all__ = ["DEAD_STEPS", "GO_ON", "TO_DO", "Sign", "Signs", "is_sound"]
 DEAD_STEPS = 20  # steps with a sign, one after the other, after which a run is taken for dead
 
 # Steps in succession after which a sign is told. A batch of few tokens may have any loss, a schedule a rate of 0 once.
-TOLD_AFTER = {"gradient": 1, "vocabulary": 2, "rate": 2, "rising": 3}
+REPORT_AFTER = {"gradient": 1, "vocabulary": 2, "rate": 2, "rising": 3}
 
 # What a user can do about it.
 TO_DO = {
@@ -77,7 +77,7 @@ class Signs:
         self._first: float | None = None
         self._lasted: dict[str, int] = {}
         self.odd = _odd_rate(config)
-        self._told: set[str] = set() if self.odd is None else {"rate"}  # which is told before the first step
+        self._reported: set[str] = set() if self.odd is None else {"rate"}  # which is told before the first step
         self._recorded = set[str]()
         self.steps = 0
         self.sign: Sign | None = None
@@ -98,18 +98,18 @@ class Signs:
         self._first, self.steps, lasted, recorded = state or (None, 0, {}, ())
         self._lasted, self._recorded = dict(lasted), set(recorded)
 
-    def look(self, result: StepResult, rate: float) -> Iterator[Sign]:
+    def observe(self, result: StepResult, rate: float) -> Iterator[Sign]:
         """Look at a step that was taken, at a learning rate; yield the signs that are to be told now, each once."""
         if not result.trained_tokens:
             return  # nothing was to be learnt
-        found = {sign.kind: sign for sign in self._found(result, rate)}
-        self._lasted = {kind: self._lasted.get(kind, 0) + 1 for kind in found}
-        self.steps = self.steps + 1 if any(sign.ruins for sign in found.values()) else 0
-        lasting = [found[kind] for kind, count in self._lasted.items() if count >= TOLD_AFTER[kind]]
+        signs = {sign.kind: sign for sign in self._signs_of(result, rate)}
+        self._lasted = {kind: self._lasted.get(kind, 0) + 1 for kind in signs}
+        self.steps = self.steps + 1 if any(sign.ruins for sign in signs.values()) else 0
+        lasting = [signs[kind] for kind, count in self._lasted.items() if count >= REPORT_AFTER[kind]]
         self.sign = lasting[0] if lasting else None
         for sign in lasting:
-            if sign.kind not in self._told:
-                self._told.add(sign.kind)
+            if sign.kind not in self._reported:
+                self._reported.add(sign.kind)
                 yield sign
 
     def records(self, sign: Sign) -> bool:
@@ -118,7 +118,7 @@ class Signs:
         self._recorded.add(sign.kind)
         return new
 
-    def _found(self, result: StepResult, rate: float) -> Iterator[Sign]:
+    def _signs_of(self, result: StepResult, rate: float) -> Iterator[Sign]:
         loss = result.loss
         if self._first is None:
             self._first = loss

@@ -47,7 +47,7 @@ class StreamingMixin(Below):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(StreamingMixin)]
-        if stepping := [one.__name__ for one in before[1:] if "get_batch_samples" in vars(one)]:
+        if stepping := [base.__name__ for base in before[1:] if "get_batch_samples" in vars(base)]:
             raise TypeError(f"{cls.__name__}: StreamingMixin must stand before {stepping[-1]} in the bases")
 
     def __init__(
@@ -59,10 +59,15 @@ class StreamingMixin(Below):
         **kwargs: Any,
     ) -> None:
         if isinstance(model, str | PathLike):
-            given = next(
-                (one for one in (*args, *kwargs.values()) if hasattr(one, "per_device_train_batch_size")), None
+            arguments = next(
+                (
+                    argument
+                    for argument in (*args, *kwargs.values())
+                    if hasattr(argument, "per_device_train_batch_size")
+                ),
+                None,
             )
-            device = {} if given is None else {"device": given.device.type}
+            device = {} if arguments is None else {"device": arguments.device.type}
             if self._scores() and getattr(peft_config, "task_type", SCORES) is None:
                 peft_config = deepcopy(peft_config)
                 peft_config.task_type = SCORES  # as this trainer opens a model by its name
@@ -89,13 +94,13 @@ class StreamingMixin(Below):
     @classmethod
     def _scores(cls) -> bool:
         """Whether the trainer below is TRL's for rewards, by its name: it may not be installed."""
-        return any(one.__name__ == "RewardTrainer" for one in cls.__mro__)
+        return any(base.__name__ == "RewardTrainer" for base in cls.__mro__)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of an optimizer step as the trainer does, and keep them."""
-        found = super().get_batch_samples(*args, **kwargs)
-        self._batches, self._joint = found[0], None
-        return found
+        batch_samples = super().get_batch_samples(*args, **kwargs)
+        self._batches, self._joint = batch_samples[0], None
+        return batch_samples
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the trainer's training step, with its layers together with those of the other batches."""
@@ -124,12 +129,12 @@ class StreamingMixin(Below):
     def _prepared(self) -> list[Any]:
         """Return what the trainer below makes of the batches of the step. The trainers that make completions there
         count batches in `_step`, after each, to know which completions are whose and when new ones are due."""
-        count, made = getattr(self, "_step", 0), []
+        count, prepared = getattr(self, "_step", 0), []
         for number, batch in enumerate(self._batches):
             self._step = count + number
-            made.append(self._prepare_inputs(batch))
+            prepared.append(self._prepare_inputs(batch))
         self._step = count
-        return made
+        return prepared
 
 
 class _Reached(BaseException):
@@ -153,7 +158,7 @@ class _JointStep:
     def __init__(self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]) -> None:
         self._stack, self._step = stack, step
         self._batches = [_Batch(inputs) for inputs in batches]
-        self._made: list[tuple[Tensor, Tensor]] = []  # with the layers' graph, and without
+        self._layer_outputs: list[tuple[Tensor, Tensor]] = []  # with the layers' graph, and without
         self.stepping = False  # whether a training step is being taken
 
     def loss(self, index: int) -> Tensor:
@@ -166,17 +171,17 @@ class _JointStep:
             if batch.loss is None:
                 self._have_others_wait(index)
         if index == len(self._batches) - 1:
-            made = [(state, leaf.grad) for state, leaf in self._made if leaf.grad is not None]
-            self._made.clear()
-            if made:
-                torch.autograd.backward([state for state, _ in made], [gradient for _, gradient in made])
+            pairs = [(state, leaf.grad) for state, leaf in self._layer_outputs if leaf.grad is not None]
+            self._layer_outputs.clear()
+            if pairs:
+                torch.autograd.backward([state for state, _ in pairs], [gradient for _, gradient in pairs])
         return batch.loss
 
     def _have_others_wait(self, index: int) -> None:
         """Take the training steps of the batches after this one as far as their next calls."""
-        for other in self._batches[index + 1 :]:
-            if other.loss is None and other.call is None:
-                self._go_on(other, leads=False)
+        for later_batch in self._batches[index + 1 :]:
+            if later_batch.loss is None and later_batch.call is None:
+                self._go_on(later_batch, leads=False)
 
     def _go_on(self, batch: _Batch, *, leads: bool) -> None:
         """Take a batch's step as far as its next call of the layers; one that `leads` has it run for all that wait."""
@@ -211,9 +216,9 @@ class _JointStep:
     def _run(self, like: StackCall) -> None:
         """Run the calls that batches wait for and that are made as this one is, whose adapters are active now."""
         waiting = [(batch, batch.call) for batch in self._batches if batch.call is not None and batch.call.joins(like)]
-        for (batch, _), made in zip(waiting, self._stack.run([call for _, call in waiting]), strict=True):
-            leaf = made.detach().requires_grad_(made.requires_grad)
+        for (batch, _), output in zip(waiting, self._stack.run([call for _, call in waiting]), strict=True):
+            leaf = output.detach().requires_grad_(output.requires_grad)
             batch.states.append(leaf)
             batch.call = None
-            if made.requires_grad:
-                self._made.append((made, leaf))
+            if output.requires_grad:
+                self._layer_outputs.append((output, leaf))

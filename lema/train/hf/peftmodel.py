@@ -110,9 +110,9 @@ def _have_routers_asked(opened: LemaModel) -> None:
     if coefficient := coefficient_of(opened.split, opened.config, opened.directory):
         text: Any = opened.skeleton.config.get_text_config()
         text.output_router_logits = True
-        for one in (text, opened.skeleton):
-            if hasattr(one, "router_aux_loss_coef"):
-                one.router_aux_loss_coef = coefficient
+        for owner in (text, opened.skeleton):
+            if hasattr(owner, "router_aux_loss_coef"):
+                owner.router_aux_loss_coef = coefficient
 
 
 def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: str) -> None:
@@ -141,11 +141,11 @@ def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: 
 def _task_of(adapter: LoraConfig | Path) -> str:
     """Return what an adapter, or one saved in a directory, is for; others than these two are refused elsewhere."""
     if isinstance(adapter, LoraConfig):
-        found = adapter.task_type
+        task_type = adapter.task_type
     else:
         file = adapter / CONFIG
-        found = read_json(file).get("task_type") if file.is_file() else None
-    return SCORES if found == SCORES else "CAUSAL_LM"
+        task_type = read_json(file).get("task_type") if file.is_file() else None
+    return SCORES if task_type == SCORES else "CAUSAL_LM"
 
 
 class StreamedPeftModel(PeftModel):
@@ -164,11 +164,14 @@ class StreamedPeftModel(PeftModel):
         model: Any = peft_model  # not made again, because it is the adapter that `opened` saves and trains
         model.__class__ = type(cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__})
         skeleton, settings = opened.skeleton, opened.config
-        model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))
-        one = model.peft_config["default"]
+        model.opened, model.stack = (
+            opened,
+            LayerStack(opened.adapter, settings.micro_batch_size, _free_bytes_of(opened)),
+        )
+        lora_config = model.peft_config["default"]
         model.base_files = BaseFiles(opened.gbi, opened.adapter.stream.unchanged)
         base = base_of(settings, opened.gbi, model.base_files)
-        one.base_model_name_or_path, one.revision = base.name, base.revision
+        lora_config.base_model_name_or_path, lora_config.revision = base.name, base.revision
         if skeleton.can_generate():
             skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
         # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
@@ -180,10 +183,12 @@ class StreamedPeftModel(PeftModel):
         model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         model.register_state_dict_post_hook(_leave_out_base)
         # DistributedDataParallel's name for tensors that the first process must not send to the others.
-        model._ddp_params_and_buffers_to_ignore = [name for name, one in model.named_parameters() if one.is_meta]
+        model._ddp_params_and_buffers_to_ignore = [
+            name for name, parameter in model.named_parameters() if parameter.is_meta
+        ]
         model.eval()  # as `from_pretrained` leaves a model
-        found: Self = model
-        return found
+        streamed_model: Self = model
+        return streamed_model
 
     def close(self) -> None:
         """Stop reading and free the memory. The model cannot be called after that."""
@@ -216,11 +221,11 @@ class StreamedPeftModel(PeftModel):
     def _make_real(self, adapter: str) -> None:
         """Give an adapter that PEFT has attached without memory its memory, and the values that PEFT draws."""
         opened, config = self.opened, cast(LoraConfig, self.peft_config[adapter])
-        trains = {name: one.requires_grad for name, one in self.named_parameters()}
+        trains = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
         device, name, read = opened.backend.device, opened.split.layers_name, opened.read_stored
         make_real(opened.skeleton, config, device, name, draw=True, read=read, adapter=adapter)
-        for name, one in self.named_parameters():
-            one.requires_grad_(trains[name])
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(trains[name])
         opened.split.adapters_changed()
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
@@ -239,14 +244,14 @@ class StreamedPeftModel(PeftModel):
 
     def load_adapter(self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         """Load an adapter as PEFT does, with the names of either class, but lose nothing of what PEFT's reader does."""
-        place = Path(model_id)
-        if not (place / WEIGHTS).is_file():
+        path = Path(model_id)
+        if not (path / WEIGHTS).is_file():
             return super().load_adapter(str(model_id), adapter_name, *args, **kwargs)
-        tensors = tensors_in_own(self.opened.skeleton, read_safetensors(place / WEIGHTS), place / WEIGHTS)
+        tensors = tensors_in_own(self.opened.skeleton, read_safetensors(path / WEIGHTS), path / WEIGHTS)
         with TemporaryDirectory() as scratch:
-            config = LoraConfig.from_pretrained(str(place))
-            config_in_own(self.opened.skeleton, config, tensors, place).save_pretrained(scratch)
-            save_file({name: one.clone() for name, one in tensors.items()}, Path(scratch) / WEIGHTS)
+            config = LoraConfig.from_pretrained(str(path))
+            config_in_own(self.opened.skeleton, config, tensors, path).save_pretrained(scratch)
+            save_file({name: tensor.clone() for name, tensor in tensors.items()}, Path(scratch) / WEIGHTS)
             outcome = super().load_adapter(scratch, adapter_name, *args, **kwargs)
         filled = fill_adapter(self, tensors, adapter_name)
         if filled is None:
@@ -268,7 +273,7 @@ class StreamedPeftModel(PeftModel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002 - as torch has it
         """Leave every tensor unchanged and in its place, if that is requested."""
-        here = {(one.device, one.dtype) for one in self.parameters() if not one.is_meta}
+        here = {(parameter.device, parameter.dtype) for parameter in self.parameters() if not parameter.is_meta}
         for device, dtype in here:
             like = fn(torch.empty(0, dtype=dtype, device=device))
             if (like.device, like.dtype) != (device, dtype):
@@ -302,18 +307,18 @@ class StreamedPeftModel(PeftModel):
         raise ConfigError(f"this is refused for a streamed model: {what}", where=type(self).__name__, how=how)
 
 
-def _room_of(opened: LemaModel) -> Callable[[], int] | None:
+def _free_bytes_of(opened: LemaModel) -> Callable[[], int] | None:
     """Return what tells how many bytes may be taken beside what the steps so far have needed: half of what is free.
     Where a limit is set there are none, because the plan counts one micro-batch of the top layer's activations."""
     if opened.config.device_memory not in (None, "auto") or opened.config.host_memory is not None:
         return None
 
-    def room() -> int:
+    def free_bytes() -> int:
         memory = opened.backend.memory()
         free = memory_available() if memory.shared else memory.total - memory.used
         return (free - (memory.peak - memory.used)) // 2
 
-    return room
+    return free_bytes
 
 
 def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
@@ -324,6 +329,6 @@ def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
 
 def _leave_out_base(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
     """Remove tensors without bytes from a state dict."""
-    for name in [name for name, one in state.items() if name.startswith(prefix) and isinstance(one, Tensor)]:
+    for name in [name for name, tensor in state.items() if name.startswith(prefix) and isinstance(tensor, Tensor)]:
         if state[name].is_meta:
             del state[name]

@@ -22,7 +22,7 @@ from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded
 from lema.errors import ConfigError, ModelError
 from lema.plan import Allocation
-from lema.plan.inference.room import RowPlan, TextPlan, plan_texts
+from lema.plan.inference.capacity import RowPlan, TextPlan, plan_texts
 from lema.storage.atomic import replace_file
 from lema.storage.diskspace import disk_errors
 from lema.storage.modelfiles import library_errors
@@ -69,8 +69,16 @@ def plan_of(
     longest, most = max(map(len, prompts)), min(len(prompts), MOST_AT_ONCE)
     rows = None if batch_size is None else min(batch_size, len(prompts))
 
-    def plan(held: Allocation | None) -> TextPlan:
-        return plan_texts(model.opened, longest, max_new_tokens, rows=rows, most=most, host=host, held=held)
+    def plan(current_allocation: Allocation | None) -> TextPlan:
+        return plan_texts(
+            model.opened,
+            longest,
+            max_new_tokens,
+            rows=rows,
+            most=most,
+            host=host,
+            current_allocation=current_allocation,
+        )
 
     return planned(model, plan, "them", choose=choose)
 
@@ -80,13 +88,13 @@ def planned(model: LemaModel, plan: Callable[[Allocation | None], Planned], of: 
     if choose:
         model.spend_anew()
     try:
-        made = plan(None if choose else model.allocation)
+        generation_plan = plan(None if choose else model.allocation)
     except ModelError as error:
         warnings.warn(f"{error.what}: no memory is reserved for {of}", stacklevel=4)
         return None
     if choose:
-        model.allocation = made.allocation
-    return made
+        model.allocation = generation_plan.allocation
+    return generation_plan
 
 
 def texts_of(
@@ -103,7 +111,12 @@ def texts_of(
     size = batch_size or len(ids)
     plan_of(model, ids, max_new_tokens, size, keys_values)
     batches = completions(model, ids, max_new_tokens, size, options, keys_values=keys_values)
-    return [one.text for one in sorted((one for batch in batches for one in batch), key=lambda one: one.index)]
+    return [
+        completion.text
+        for completion in sorted(
+            (completion for batch in batches for completion in batch), key=lambda completion: completion.index
+        )
+    ]
 
 
 def batches_of(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
@@ -123,13 +136,13 @@ def completions(
     keys_values: KeyValues = "device",
     seed: int | None = None,
     done: Collection[int] = (),
-    told: Callable[[int], object] = lambda _: None,
+    on_token: Callable[[int], object] = lambda _: None,
 ) -> Iterator[list[Completion]]:
     """Yield the texts of each batch as it ends, in the order of `batches_of`.
 
     The `options` are of `transformers`' `generate`, and `stop_strings`. Each batch begins with the `seed` and its own
     number; None: random numbers go on where they are. Prompts that are `done` need no text; a batch of such alone is
-    left out, and no other batch changes by it. `told` is called after each token with how many texts got one.
+    left out, and no other batch changes by it. `on_token` is called after each token with how many texts got one.
 
     Raises `DataError` of no prompt, or one without tokens; `ConfigError` of an option, or where rows are divided.
     """
@@ -142,7 +155,7 @@ def completions(
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
-        given = (
+        arguments = (
             model.split,
             model.memory,
             model.files.generation_config(),
@@ -152,24 +165,26 @@ def completions(
             options,
         )
         with library_errors(model.directory / "generation_config.json", *WRONG_SETTINGS, WRONG_VALUES):
-            made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
+            continuations = complete(
+                *arguments, keys_values=keys_values, on_token=on_token, head=model.head_in_pieces()
+            )
         yield [
             Completion(
-                rows[place // several] * several + place % several,
-                _text(model.tokenizer, one.tokens, [strings] if isinstance(strings, str) else strings),
-                one.finish,
-                len(ids[place // several]),
-                one.tokens,
+                rows[position // several] * several + position % several,
+                _text(model.tokenizer, continuation.tokens, [strings] if isinstance(strings, str) else strings),
+                continuation.finish,
+                len(ids[position // several]),
+                continuation.tokens,
             )
-            for place, one in enumerate(made)
-            if rows[place // several] not in done
+            for position, continuation in enumerate(continuations)
+            if rows[position // several] not in done
         ]
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], strings: Sequence[str]) -> str:
     """Return the text of some tokens as far as the first string that it was to stop at."""
     text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-    return text[: min((place for one in strings if (place := text.find(one)) >= 0), default=len(text))]
+    return text[: min((offset for string in strings if (offset := text.find(string)) >= 0), default=len(text))]
 
 
 def _same_generators(model: LemaModel) -> None:
@@ -193,9 +208,9 @@ class Samples(TrainerCallback):
     `DataError`: a prompt cannot be read, or is too long for the model."""
 
     def __init__(self, model: LemaModel) -> None:
-        given, self._new = model.config.eval_prompts, model.config.eval_prompts_max_new_tokens
-        texts = [Row({"prompt": text}, "eval_prompts", number) for number, text in enumerate(given or (), 1)]
-        self._rows = read_prompts(Path(given)) if isinstance(given, str) else texts
+        prompts, self._new = model.config.eval_prompts, model.config.eval_prompts_max_new_tokens
+        texts = [Row({"prompt": text}, "eval_prompts", number) for number, text in enumerate(prompts or (), 1)]
+        self._rows = read_prompts(Path(prompts)) if isinstance(prompts, str) else texts
         self._ids = [prompt_ids(row, model.tokenizer, chat=False) for row in self._rows]
         fitting(self._rows, self._ids, self._new, model.skeleton.config.get_text_config())
         self._model, self._file = model, Path(model.config.output_dir) / SAMPLES
@@ -205,17 +220,27 @@ class Samples(TrainerCallback):
         plan_of(self._model, self._ids, self._new, min(len(self._ids), MOST_AT_ONCE))
         if state.is_world_process_zero and self._file.exists():
             lines = read_regular(self._file, MOST_SAMPLES, inside=True).decode("utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
-            replace_file(self._file, "".join(kept).encode())
+            past_lines = [
+                line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step
+            ]
+            replace_file(self._file, "".join(past_lines).encode())
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the texts; print them, and write them with their step."""
         size, options = min(len(self._ids), MOST_AT_ONCE), {"do_sample": False}
-        made = [one for batch in completions(self._model, self._ids, self._new, size, options) for one in batch]
+        samples = [
+            completion
+            for batch in completions(self._model, self._ids, self._new, size, options)
+            for completion in batch
+        ]
         if not state.is_world_process_zero:
             return
         with disk_errors(self._file):
-            for one in sorted(made, key=lambda one: one.index):
-                row = {"step": state.global_step, **written(self._rows[one.index]), "completion": one.text}
+            for completion in sorted(samples, key=lambda completion: completion.index):
+                row = {
+                    "step": state.global_step,
+                    **written(self._rows[completion.index]),
+                    "completion": completion.text,
+                }
                 append(self._file, (json.dumps(row, ensure_ascii=False) + "\n").encode())
-                print(f"sample {one.index + 1} at step {state.global_step}: {one.text!r}")
+                print(f"sample {completion.index + 1} at step {state.global_step}: {completion.text!r}")

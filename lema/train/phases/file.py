@@ -88,36 +88,38 @@ def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
     try:
         return _read({**yaml.values, **overrides})
     except SettingsError as error:
-        placed = error.located(yaml.places(), overrides)
-        raise placed.located({key: f"--set {key}" for key in overrides}) from error.__cause__
+        located_error = error.located(yaml.locations(), overrides)
+        raise located_error.located({key: f"--set {key}" for key in overrides}) from error.__cause__
 
 
 def _read(values: dict[str, Any]) -> PhaseFile:
     staged = PHASES not in values
     problems = list(_unfit(values, staged=staged))
     values = {key: value for key, value in values.items() if key not in {problem.key for problem in problems}}
-    stages, plan, rows, given = None, None, values.pop(EVAL_ROWS, None), values.pop(PHASES, None)
+    stages, plan, rows, entries = None, None, values.pop(EVAL_ROWS, None), values.pop(PHASES, None)
     if staged:
-        own = {key: values.pop(key) for key in list(values) if key in LoRATrainerConfig.defaults() or key in STAGES}
-        stages = _made(lambda: LoRATrainerConfig(**own), problems)
-        plan = None if stages is None else _made(stages.plan, problems)
+        stage_values = {
+            key: values.pop(key) for key in list(values) if key in LoRATrainerConfig.defaults() or key in STAGES
+        }
+        stages = _build(lambda: LoRATrainerConfig(**stage_values), problems)
+        plan = None if stages is None else _build(stages.plan, problems)
     run = {key: value for key, value in values.items() if key not in ONLY_OF_PHASES}
-    config = _made(lambda: LemaConfig(**run), problems)
+    config = _build(lambda: LemaConfig(**run), problems)
     if not staged:
-        plan = _made(lambda: _plan(given, values, config), problems)
+        plan = _build(lambda: _plan(entries, values, config), problems)
     if problems:
         raise SettingsError([_renamed(problem, staged=staged) for problem in problems])
     assert config is not None and plan is not None, "what could not be made has problems"
     return _file(config, plan, stages, rows)
 
 
-def _made(make: Callable[[], Made], problems: list[Problem]) -> Made | None:
+def _build(make: Callable[[], Made], problems: list[Problem]) -> Made | None:
     """Return what is made; None: it could not be, and what is wrong with it is in `problems`, once for each key."""
     try:
         return make()
     except SettingsError as error:  # what is wrong with the run's own settings is so in the plan
-        told = {problem.key for problem in problems}
-        problems += [problem for problem in error.problems if problem.key not in told]
+        reported_keys = {problem.key for problem in problems}
+        problems += [problem for problem in error.problems if problem.key not in reported_keys]
         return None
 
 
@@ -128,11 +130,11 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
         problems.append(Problem("train_data", "the file names no data sets", "add `train_data:` with files"))
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
         problems.append(Problem(EVAL_ROWS, f"{EVAL_ROWS} is a number of rows, 1 or more, not {rows!r}", "correct it"))
-    for key, one in ((EVAL_ROWS, rows), ("eval_steps", config.eval_steps)):
-        if one is not None and not eval_data:
+    for key, setting in ((EVAL_ROWS, rows), ("eval_steps", config.eval_steps)):
+        if setting is not None and not eval_data:
             what = f"{key} is for validation, but there is nothing to validate on"
             problems.append(Problem(key, what, "add `eval_data:` with files of each data set, or leave it out"))
-    used = {one.full_name for phase in plan.phases for one in phase.mixture}
+    used = {sampling.full_name for phase in plan.phases for sampling in phase.mixture}
     for name in sorted(used - train_data.keys()) if train_data else ():
         how = meant(name, train_data) or "give its files"
         problems.append(Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how))
@@ -141,7 +143,7 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
         how = meant(name, eval_data) or "give its files, or leave eval_data out"
         problems.append(Problem("eval_data", f"eval_data has no data set {name!r}, which a phase trains on", how))
     measured = stages.evaluations if stages is not None else []
-    for name in (one for one in measured if one not in eval_data):
+    for name in (evaluation for evaluation in measured if evaluation not in eval_data):
         problems.append(Problem("evaluations", f"eval_data has no data set {name!r} to evaluate on", "give its files"))
     if problems:
         raise SettingsError(problems)
@@ -154,8 +156,8 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
 
 def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
     """Yield the settings that say nothing in a file of phases, or what another one there says."""
-    if not staged and (both := STAGES & values.keys()):
-        yield Problem(min(both), f"{PHASES} and {min(both)} both define the phases", "keep one")
+    if not staged and (stage_keys := STAGES & values.keys()):
+        yield Problem(min(stage_keys), f"{PHASES} and {min(stage_keys)} both define the phases", "keep one")
     for key in values.keys() & IDLE.keys():
         yield Problem(key, f"{key} has no effect in a file of phases", IDLE[key])
     if not staged:
@@ -168,15 +170,15 @@ def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
         yield Problem(key, f"{key} has no effect together with pre_lora_tokens and post_lora_tokens", how)
 
 
-def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
-    """Return the plan of the `given` entries over `values`, the settings of the run; `config` None: these are wrong."""
+def _plan(entries: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
+    """Return the plan of the `entries` entries over `values`, the settings of the run; `config` None: these are wrong."""
     # Because rows that are wrong are not those that are meant, no phase is then refused for having too few tokens.
     run = LemaConfig("model", batch_size=1, max_length=1) if config is None else config
     alone = list(named_files(run.train_data)) if run.train_data is not None else []
-    if isinstance(given, list):
-        given = [_entry(one, values, alone[0] if len(alone) == 1 else None) for one in given]
+    if isinstance(entries, list):
+        entries = [_entry(entry, values, alone[0] if len(alone) == 1 else None) for entry in entries]
     return PhasePlan(
-        phases=given,
+        phases=entries,
         batch_size=run.batch_size,
         micro_batch_size=run.micro_batch_size,
         seed=run.seed,
@@ -202,23 +204,23 @@ def _renamed(problem: Problem, *, staged: bool) -> Problem:
     """A problem with an unknown key, with the nearest of all names that the file may have."""
     if problem.what != f"unknown setting {problem.key!r}":
         return problem
-    own = LoRATrainerConfig.defaults() if staged else [PHASES, *SHARED]
-    return unknown_setting(problem.key, [*own, *LemaConfig.model_fields, *backend_settings(), EVAL_ROWS])
+    names = LoRATrainerConfig.defaults() if staged else [PHASES, *SHARED]
+    return unknown_setting(problem.key, [*names, *LemaConfig.model_fields, *backend_settings(), EVAL_ROWS])
 
 
-def named_files(given: Any) -> dict[str, Any]:
+def named_files(files: Any) -> dict[str, Any]:
     """Return the files of each data set by name; one that has none is called `train`."""
-    if given is None:
+    if files is None:
         return {}
-    return dict(given) if isinstance(given, Mapping) else {ONLY: given}
+    return dict(files) if isinstance(files, Mapping) else {ONLY: files}
 
 
 def _missing(config: LemaConfig) -> Iterator[Problem]:
     for key in ("train_data", "eval_data"):
         for name, files in named_files(getattr(config, key)).items():
             for file in [files] if isinstance(files, str) else files:
-                known = file.startswith(HUB) or any(sign in file for sign in "*?[")
-                if not known and not Path(file).exists():
+                is_unchecked = file.startswith(HUB) or any(sign in file for sign in "*?[")
+                if not is_unchecked and not Path(file).exists():
                     yield Problem(f"{key}.{name}" if name != ONLY else key, f"there is no {file}", "correct the path")
 
 
@@ -264,48 +266,50 @@ Files = str | PathLike[str] | list[str]
 def read_sources(
     config: LemaConfig,
     plan: PhasePlan,
-    given: Mapping[str, Source | Files],
+    datasets: Mapping[str, Source | Files],
     split: Literal["train", "val"],
     *,
     also: Iterable[str] = (),
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     trust_remote_code: bool = False,
     files: ModelFiles | None = None,
 ) -> dict[str, Source]:
-    """Return the rows of every data set that a plan uses, of those `given` by name: rows, files or a directory. Text is
+    """Return the rows of every data set that a plan uses, of those `datasets` by name: rows, files or a directory. Text is
     read with the tokenizer of the model that the config names, whose directory may be opened already in `files`.
     `split` is the file of packed tokens, without its ending. Data sets that are `also` wanted are read, too. Raises
     `ConfigError` where a packed data set is no directory, `DataError` where files are missing or malformed."""
     from lema.data.packed import PackedTokens
     from lema.model.files import ModelFiles, read_data
 
-    used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
+    used = {sampling.full_name: sampling.style for phase in plan.phases for sampling in phase.mixture}
     used |= {name: Style.PADDED for name in also if name not in used}
-    found = {name: cast("Source", one) for name, one in given.items() if name in used and not _is_files(one)}
-    wanted = sorted(used.keys() & given.keys() - found.keys())
-    if not wanted:
-        return found
+    sources = {
+        name: cast("Source", source) for name, source in datasets.items() if name in used and not _is_files(source)
+    }
+    names = sorted(used.keys() & datasets.keys() - sources.keys())
+    if not names:
+        return sources
     settings = LemaConfig(**{**config.to_dict(), "max_length": plan.max_length})
     opened = files or ModelFiles(settings, trust_remote_code=trust_remote_code)
-    for name in wanted:
-        paths: Any = given[name]
+    for name in names:
+        paths: Any = datasets[name]
         if used[name] is Style.PMD:
             if isinstance(paths, list):
                 what = "packed tokens are one directory, but this is a list"
                 raise ConfigError(what, where=name, how="name the directory")
             vocabulary = getattr(opened.config.get_text_config(), "vocab_size", None)
-            found[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)
+            sources[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)
         else:
-            each = [fspath(one) for one in paths] if isinstance(paths, list) else fspath(paths)
-            found[name] = read = read_data(settings, opened, each)
-            say(f"{name}: {read.counts}")
-    return found
+            file_names = [fspath(path) for path in paths] if isinstance(paths, list) else fspath(paths)
+            sources[name] = read = read_data(settings, opened, file_names)
+            report(f"{name}: {read.counts}")
+    return sources
 
 
-def _is_files(given: Any) -> bool:
+def _is_files(source: Any) -> bool:
     """Whether files are named, rather than rows given; rows may be a list too."""
-    items = given if isinstance(given, list) else [given]
-    return bool(items) and all(isinstance(one, str | PathLike) for one in items)
+    items = source if isinstance(source, list) else [source]
+    return bool(items) and all(isinstance(entry, str | PathLike) for entry in items)
 
 
 def evaluate_end(
@@ -316,15 +320,15 @@ def evaluate_end(
         return {}
     from lema.backend.group import first_alone
     from lema.train.model import LemaModel
-    from lema.train.phases.places import Places
+    from lema.train.phases.paths import PhasePaths
 
     if plan.phases[-1].trains == "lora":
         model = LemaModel.from_pretrained(end, trust_remote_code=trust_remote_code)
     else:
-        trained = Places(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
+        trained = PhasePaths(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
         model = LemaModel(with_model(config, trained), trust_remote_code=trust_remote_code)
     with closing(model):
-        found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
-        file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"
+        evaluations = {name: dict(model.get_trainer().evaluate(source)) for name, source in rows.items()}
+        file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(evaluations, indent=2) + "\n"
         first_alone(model.backend.replicas, lambda: replace_file(file, text.encode()))
-    return found
+    return evaluations

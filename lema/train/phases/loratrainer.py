@@ -21,8 +21,8 @@ from lema.model import meta_model
 from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
 from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, with_model
+from lema.train.phases.paths import PhasePaths, find_point, find_start
 from lema.train.phases.phase import Phase
-from lema.train.phases.places import Places, find_point, find_start
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.run import date_then, run_phases
 from lema.train.phases.stage import chosen_by, of_kind
@@ -35,13 +35,13 @@ def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = 
     """Return how many parameters train in a phase, and how many the model has without adapters; tied ones are one."""
     files = ModelFiles(config, trust_remote_code=trust_remote_code)
     model = meta_model(files.config, torch.float32, trust_remote_code=trust_remote_code)
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if phase.trains != "lora":
         chosen = chosen_by(phase, model)
-        return sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), whole
+        return sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), num_parameters
     settings = LemaConfig(**{**config.to_dict(), **of_kind(phase)})
     lora = configured_lora(model, settings)
-    return count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), whole
+    return count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), num_parameters
 
 
 Kind = Literal["full", "lora"]
@@ -99,21 +99,23 @@ class LoRATrainer:
         self.plan = config if isinstance(config, PhasePlan) else config.plan()
         model = clipped(model if stages is None else stages.settings_of_run(model))
         files = ModelFiles(model, trust_remote_code=trust_remote_code)
-        self._places = Places(Path(model.output_dir), self.plan)
+        self._paths = PhasePaths(Path(model.output_dir), self.plan)
         # Of a run that has begun there, because its rows are those of its first day.
-        self.model = model = files.dated(model, date_then(self._places))
+        self.model = model = files.dated(model, date_then(self._paths))
         self._trust = trust_remote_code
         self._sources = read_sources(model, self.plan, datasets, "train", files=files)
-        wanted = stages.evaluations if stages is not None and stages.evaluate else []
-        if missing := [name for name in wanted if name not in (eval_data or {})]:
+        evaluated_names = stages.evaluations if stages is not None and stages.evaluate else []
+        if missing := [name for name in evaluated_names if name not in (eval_data or {})]:
             what = f"there is no data set {missing[0]!r} to evaluate on"
             raise ConfigError(what, where="evaluations", how="add it to eval_data")
-        found = read_sources(model, self.plan, eval_data or {}, "val", also=wanted, files=files)
-        self._measured = {name: found[name] for name in wanted}
+        eval_sources = read_sources(model, self.plan, eval_data or {}, "val", also=evaluated_names, files=files)
+        self._measured = {name: eval_sources[name] for name in evaluated_names}
         self.evaluated: dict[str, dict[str, float]] = {}
-        validated = {one.full_name for phase in self.plan.phases for one in phase.mixture} & found.keys()
+        validated = {
+            sampling.full_name for phase in self.plan.phases for sampling in phase.mixture
+        } & eval_sources.keys()
         validates = validated and (stages is None or stages.validate)
-        self._held_out = {name: found[name] for name in validated} if validates else None
+        self._eval_sources = {name: eval_sources[name] for name in validated} if validates else None
         if eval_rows is None and stages is not None:
             eval_rows = stages.validation_steps
         options = {"callbacks": callbacks, "on_step": on_step, "stop": stop, "trust_remote_code": trust_remote_code}
@@ -137,7 +139,13 @@ class LoRATrainer:
         resume = resume or self._begun
         self._begun, self._here = True, None
         end = run_phases(
-            self.model, plan, self._sources, held_out=self._held_out, resume=resume, start=self._start, **self._options
+            self.model,
+            plan,
+            self._sources,
+            held_out=self._eval_sources,
+            resume=resume,
+            start=self._start,
+            **self._options,
         )
         if self._measured and until is None:
             self.evaluated = evaluate_end(self.model, plan, end, self._measured, trust_remote_code=self._trust)
@@ -148,7 +156,7 @@ class LoRATrainer:
         """The position of the run: where it was restored, or its newest valid checkpoint."""
         if self._here is not None:
             return self._here
-        point = find_point(self._places, lambda _: None)
+        point = find_point(self._paths, lambda _: None)
         return self._state(0, None) if point is None else self._state(point.index, point.checkpoint)
 
     def transition_to_lora(self) -> LoRATrainState:
@@ -173,28 +181,28 @@ class LoRATrainer:
         What it is, is recorded in it; with a model, the first stage of adapters begins on that. In this run's
         `output_dir` it must be the run's last checkpoint. Returns where the run is then, from where `train()` goes on.
         Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged."""
-        given = Path(path).absolute()
-        if is_delta(given):
+        directory = Path(path).absolute()
+        if is_delta(directory):
             what = "this is a delta, which has only the weights that trained"
-            raise ConfigError(what, where=str(given), how="make a model of it first: `lema merge DELTA OUT`")
-        if (given / "adapter_config.json").is_file() and not (given / STATE).is_file():
+            raise ConfigError(what, where=str(directory), how="make a model of it first: `lema merge DELTA OUT`")
+        if (directory / "adapter_config.json").is_file() and not (directory / STATE).is_file():
             what = "this is an adapter without the state of a run (optimizer and step)"
             how = "choose a checkpoint-<step> directory, or merge the adapter (`lema merge`) and name the model"
-            raise ConfigError(what, where=str(given), how=how)
-        if not (given / STATE).is_file() and (given / "config.json").is_file() and self._first_lora() == 0:
-            self.model = with_model(self.model, given)
+            raise ConfigError(what, where=str(directory), how=how)
+        if not (directory / STATE).is_file() and (directory / "config.json").is_file() and self._first_lora() == 0:
+            self.model = with_model(self.model, directory)
             self._start, self._begun = None, False
             self._counted.clear()
             self._here = self._state(0, None)
             return self._here
-        start = find_start(given, self._places)
+        start = find_start(directory, self._paths)
         here, begun = self._state(start.index, start.checkpoint), False
         if start.checkpoint is not None:
             if (kind := KINDS.get(str(read_state(start.checkpoint).get("kind", "adapters")))) != here.kind:
                 what = f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
                 raise AdapterError(what, where=str(start.checkpoint / STATE), how="name another checkpoint")
             begun = self._is_last(start.checkpoint, start.index)
-        self._start, self._begun, self._here = None if begun else given, begun, here
+        self._start, self._begun, self._here = None if begun else directory, begun, here
         return here
 
     def _first_lora(self) -> int:
@@ -225,11 +233,11 @@ class LoRATrainer:
 
     def _is_last(self, checkpoint: Path, index: int) -> bool:
         """Whether a checkpoint is this run's own, and its last; no run goes on from an earlier one of its own."""
-        places = self._places
-        if checkpoint.parent.resolve() != places.place(index).resolve():
+        paths = self._paths
+        if checkpoint.parent.resolve() != paths.phase_directory(index).resolve():
             return False
-        later = any(places.is_begun(number) for number in range(index + 1, len(self.plan.phases)))
-        if later or checkpoint.name != places.saved(index)[-1].name:
+        later = any(paths.is_begun(number) for number in range(index + 1, len(self.plan.phases)))
+        if later or checkpoint.name != paths.saved(index)[-1].name:
             what = "the run in that directory has continued since this checkpoint"
             how = "continue in another output_dir, or choose the last checkpoint"
             raise ConfigError(what, where=str(checkpoint), how=how)

@@ -53,9 +53,9 @@ def _items(value: Any) -> Any:
 
 
 def _sampling(**values: Any) -> Sampling:
-    known = [field.name for field in fields(Sampling)]
-    problems = [unknown_setting(key, known) for key in values if key not in known]
-    problems += [Problem(key, f"{key} is not given", f"add `{key}: ...`") for key in known[:2] if key not in values]
+    names = [field.name for field in fields(Sampling)]
+    problems = [unknown_setting(key, names) for key in values if key not in names]
+    problems += [Problem(key, f"{key} is not given", f"add `{key}: ...`") for key in names[:2] if key not in values]
     if problems:
         raise SettingsError(problems)
     try:
@@ -100,9 +100,9 @@ class FadeConfig(Settings):
     def disagreements(self) -> Iterator[Problem]:
         """Yield a problem if both lengths are given, or neither."""
         if (self.steps is None) == (self.tokens is None):
-            both = self.steps is not None
-            what = "steps and tokens both give the length" if both else "neither steps nor tokens is given"
-            yield Problem("steps", what, "keep one" if both else "add one of them")
+            has_both = self.steps is not None
+            what = "steps and tokens both give the length" if has_both else "neither steps nor tokens is given"
+            yield Problem("steps", what, "keep one" if has_both else "add one of them")
 
     def samples(self, batch_size: int, max_length: int) -> int:
         """Return the number of samples of the fade."""
@@ -169,9 +169,9 @@ class Phase(AdapterSettings):
     def defaults(cls) -> dict[str, Any]:
         """Return the default of every setting by name, the phase's own first."""
         every = super().defaults()
-        own = {name: default for name, default in every.items() if name not in AdapterSettings.model_fields}
+        phase_defaults = {name: default for name, default in every.items() if name not in AdapterSettings.model_fields}
         run = LemaConfig.defaults()
-        return {**own, **every, **{name: run[name] for name in sorted(OVERRIDES)}}
+        return {**phase_defaults, **every, **{name: run[name] for name in sorted(OVERRIDES)}}
 
     @model_validator(mode="before")
     @classmethod
@@ -180,9 +180,12 @@ class Phase(AdapterSettings):
             return values
         if "trains" not in values and {"trainable", "layers"} & values.keys():
             values = {**values, "trains": "selection"}
-        if own := OVERRIDES & values.keys():
-            rest = {key: value for key, value in values.items() if key not in own}
-            values = {**rest, "overrides": {**rest.get("overrides", {}), **{key: values[key] for key in own}}}
+        if overridden := OVERRIDES & values.keys():
+            remaining = {key: value for key, value in values.items() if key not in overridden}
+            values = {
+                **remaining,
+                "overrides": {**remaining.get("overrides", {}), **{key: values[key] for key in overridden}},
+            }
         return values
 
     @model_serializer(mode="wrap")
@@ -206,7 +209,7 @@ class Phase(AdapterSettings):
             yield from super().disagreements()
         else:
             defaults = AdapterSettings.defaults()
-            for key in (one for one, value in self.adapter_settings().items() if value != defaults[one]):
+            for key in (name for name, value in self.adapter_settings().items() if value != defaults[name]):
                 how = f"set trains: lora, or leave {key} out (trains is {self.trains})"
                 yield Problem(key, f"{key} describes adapters, but this phase trains none", how)
         if self.rounding is not None and not self.merge:
@@ -259,8 +262,8 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
     before: Phase | None = None
     attached: AdapterSettings | None = None  # adapters that are not merged yet
     names: set[str | None] = set()
-    for place, phase in enumerate(phases):
-        path = f"phases[{place}]"
+    for index, phase in enumerate(phases):
+        path = f"phases[{index}]"
         if phase.name in names:
             yield problem_at(f"{path}.name", f"{phase.name} is the name of an earlier phase", "choose another")
         names.add(phase.name)
@@ -278,7 +281,7 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
             yield problem_at(f"{path}.optimizer", f"carry, and {why}", "set optimizer: reset")
         if phase.fade is not None:
             yield from _fading(before, phase, f"{path}.fade")
-        if phase.save is not None and place + 1 < len(phases):
+        if phase.save is not None and index + 1 < len(phases):
             what = "only the last phase has this setting; earlier phases write what the next one needs"
             yield problem_at(f"{path}.save", what, "leave it out, or set it in the last phase")
         before, attached = phase, attached or phase.adapters

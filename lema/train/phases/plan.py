@@ -54,7 +54,7 @@ def _named(phases: Any) -> Any:
         return phases
     if not phases:
         raise ValueError("must have at least one phase; nothing would train")
-    return [_with_name(phase, f"phase-{place + 1}") for place, phase in enumerate(phases)]
+    return [_with_name(phase, f"phase-{index + 1}") for index, phase in enumerate(phases)]
 
 
 def _with_name(phase: Any, name: str) -> Any:
@@ -92,10 +92,10 @@ class PhasePlan(Settings):
     def disagreements(self) -> Iterator[Problem]:
         """Yield what does not fit between phases, or into the steps that one has."""
         yield from between_phases(self.phases)
-        for place, phase in enumerate(self.phases):
-            path = f"phases[{place}]"
+        for index, phase in enumerate(self.phases):
+            path = f"phases[{index}]"
             try:
-                steps = self.steps(place).steps
+                steps = self.steps(index).steps
             except ConfigError as error:
                 yield problem_at(f"{path}.tokens", error.what, error.how)
                 continue
@@ -103,8 +103,8 @@ class PhasePlan(Settings):
                 phase.spans(steps)
             except ConfigError as error:
                 yield problem_at(f"{path}.{error.where}", error.what, error.how)
-            if (ends := phase.schedule_start + steps) > phase.schedule_total(steps):
-                what = f"the schedule has {phase.schedule_steps} steps, and the phase ends at {ends}"
+            if (stop_step := phase.schedule_start + steps) > phase.schedule_total(steps):
+                what = f"the schedule has {phase.schedule_steps} steps, and the phase ends at {stop_step}"
                 yield problem_at(f"{path}.schedule_steps", what, "make it longer, or lower schedule_start or tokens")
             if phase.fade is not None:
                 key = f"{path}.fade.{'tokens' if phase.fade.steps is None else 'steps'}"
@@ -150,25 +150,25 @@ class PhasePlan(Settings):
 
     def starts(self) -> list[dict[str, Start]]:
         """Return where each phase begins with each of its data sets, as `lema.data.mixture.Mixture` takes it."""
-        found: list[dict[str, Start]] = []
+        stage_starts: list[dict[str, Start]] = []
         reached: dict[str, Start] = {}
         for index, phase in enumerate(self.phases):
-            counts, anew = self.counts(index), phase.data == "restart"
-            begins = {name: Start(index, 0) if anew else reached.get(name, Start(index, 0)) for name in counts}
+            counts, is_restart = self.counts(index), phase.data == "restart"
+            begins = {name: Start(index, 0) if is_restart else reached.get(name, Start(index, 0)) for name in counts}
             reached |= {name: Start(start.stage, start.taken + counts[name]) for name, start in begins.items()}
-            found.append(begins)
-        return found
+            stage_starts.append(begins)
+        return stage_starts
 
     def counts(self, index: int) -> dict[str, int]:
         """Return how many rows of a phase each data set gives, by name."""
         rates = rates_of(self.phases[index].mixture)
-        turns = Interleaving(rates, "turns", self.seed, index, fade=self.fade(index))
-        return turns.counts(self.steps(index).steps * self.batch_size)
+        interleaving = Interleaving(rates, "turns", self.seed, index, fade=self.fade(index))
+        return interleaving.counts(self.steps(index).steps * self.batch_size)
 
     def warnings(self) -> tuple[Problem, ...]:
         """Return what to look at before it is run."""
-        found = (warning for index in range(len(self.phases)) for warning in _warnings(self, index))
-        return tuple(replace(warning, place=warning.key) for warning in found)
+        problems = (warning for index in range(len(self.phases)) for warning in _warnings(self, index))
+        return tuple(replace(warning, location=warning.key) for warning in problems)
 
     def numbers(self, num_phases: int | None = None) -> dict[str, Any]:
         """Return what decides the numbers of the first so many phases, as JSON types: not names, the micro-batch size,
@@ -229,9 +229,9 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}".removeprefix("."))
-    elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
-        for place, inner in enumerate(value):
-            yield from _leaves(inner, f"{path}[{place}]")
+    elif isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}[{index}]")
     else:
         yield path, value
 
@@ -243,27 +243,31 @@ _NOTABLE = 0.01
 def _warnings(plan: PhasePlan, index: int) -> Iterator[Problem]:
     phase, size = plan.phases[index], plan.steps(index)
     path, called = f"phases[{index}]", f"phase {index + 1} ({phase.name})"
-    ends, total, spans = phase.schedule_start + size.steps, phase.schedule_total(size.steps), phase.spans(size.steps)
+    stop_step, total, spans = (
+        phase.schedule_start + size.steps,
+        phase.schedule_total(size.steps),
+        phase.spans(size.steps),
+    )
     rates = [plan.learning_rate(index, step) for step in (0, size.steps - 1)]
     moves = f"the learning rate goes from {rates[0]:.2g} to {rates[1]:.2g}"
-    goes_on = _goes_on(plan, index, ends, total)
-    if not goes_on and ends <= spans.warmup:
+    goes_on = _goes_on(plan, index, stop_step, total)
+    if not goes_on and stop_step <= spans.warmup:
         what = f"{called} ends inside its warm-up: {size.steps} steps, and {spans.warmup} of warm-up; {moves}"
         what += f", and never reaches {phase.learning_rate:.2g}"
         key, how = f"{path}.{phase.length_key('warmup')}", "shorten the warm-up, or give the phase more tokens"
         yield Problem(key, what, how)
-    elif not goes_on and ends < total:
-        what = f"{called} ends at step {ends} of a schedule of {total}; {moves}"
+    elif not goes_on and stop_step < total:
+        what = f"{called} ends at step {stop_step} of a schedule of {total}; {moves}"
         yield Problem(f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase")
     if size.leftover > _NOTABLE * phase.tokens:
         what = f"{called} leaves out {size.leftover} of {phase.tokens} tokens, which are less than a step"
         yield Problem(f"{path}.tokens", what, f"give {size.tokens} or {size.tokens + size.tokens // size.steps}")
 
 
-def _goes_on(plan: PhasePlan, index: int, ends: int, total: int) -> bool:
+def _goes_on(plan: PhasePlan, index: int, stop_step: int, total: int) -> bool:
     """Whether the next phase takes up the schedule where this one leaves it."""
     if index + 1 == len(plan.phases):
         return False
     after = plan.phases[index + 1]
-    same = after.lr_scheduler_type == plan.phases[index].lr_scheduler_type and after.schedule_start == ends
+    same = after.lr_scheduler_type == plan.phases[index].lr_scheduler_type and after.schedule_start == stop_step
     return same and after.schedule_total(plan.steps(index + 1).steps) == total

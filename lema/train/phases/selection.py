@@ -7,7 +7,7 @@ from lema.config.problems import Problem, SettingsError, meant
 
 __all__ = ["layer_selection", "may_overlap", "selection_problems"]
 
-_ENDS = ("embeddings", "head")
+_EMBED_HEAD = ("embeddings", "head")
 _FORMS = 'use a layer\'s number from 0 on, "first:2", "last:4", "embeddings" or "head"'
 
 
@@ -16,8 +16,8 @@ def selection_problems(items: Sequence[object], num_layers: int | None = None, k
     if not items:
         return [Problem(key, f"{key} selects nothing".strip(), f"{_FORMS}; leave it out for every layer")]
     return [
-        Problem(f"{key}[{place}]", f"{key}[{place}] {problem[0]}", problem[1])
-        for place, item in enumerate(items)
+        Problem(f"{key}[{index}]", f"{key}[{index}] {problem[0]}", problem[1])
+        for index, item in enumerate(items)
         if (problem := _problem(item, num_layers)) is not None
     ]
 
@@ -43,10 +43,10 @@ def _problem(item: object, num_layers: int | None) -> tuple[str, str] | None:
         if num_layers is not None and item >= num_layers:
             return f"is {item}, and the model has layers 0 to {num_layers - 1}", "name one of those"
         return None
-    if item in _ENDS:
+    if item in _EMBED_HEAD:
         return None
     if not isinstance(item, str) or not re.fullmatch(r"(first|last):[0-9]+", item):
-        how = meant(item, _ENDS) if isinstance(item, str) else ""
+        how = meant(item, _EMBED_HEAD) if isinstance(item, str) else ""
         return f"is {item!r}, which selects nothing known", how or _FORMS
     side, count = _span(item)
     if count < 1:
@@ -59,16 +59,16 @@ def _problem(item: object, num_layers: int | None) -> tuple[str, str] | None:
 Choice = tuple[Sequence[int | str] | None, Sequence[str] | None]
 
 
-def may_overlap(one: Choice, other: Choice) -> bool:
+def may_overlap(selection: Choice, other_selection: Choice) -> bool:
     """Whether two phases, each by its `layers` and `trainable`, may train one weight; false: in no model they can."""
-    (layers, ends), (others, other_ends) = one, other
-    if set(_ENDS) & set(layers or ()) and set(_ENDS) & set(others or ()):
+    (layers, suffixes), (other_layers, other_suffixes) = selection, other_selection
+    if set(_EMBED_HEAD) & set(layers or ()) and set(_EMBED_HEAD) & set(other_layers or ()):
         return True  # the embeddings may be the head's weight too
-    if ends is not None and other_ends is not None:
-        pairs = [(f".{end}", f".{other}") for end in ends for other in other_ends]
-        if not any(end.endswith(other) or other.endswith(end) for end, other in pairs):
+    if suffixes is not None and other_suffixes is not None:
+        pairs = [(f".{end}", f".{other_suffix}") for end in suffixes for other_suffix in other_suffixes]
+        if not any(end.endswith(other_suffix) or other_suffix.endswith(end) for end, other_suffix in pairs):
             return False
-    first, second = _layers_of(layers), _layers_of(others)
+    first, second = _layers_of(layers), _layers_of(other_layers)
     if not (first is None or second is None):
         return bool(first & second)
     return first != frozenset() and second != frozenset()
@@ -78,13 +78,13 @@ def _layers_of(items: Sequence[int | str] | None, num_layers: int | None = None)
     """The decoder layers that a selection has in every model, or one of so many; None: it depends on the model."""
     if items is None:
         return None
-    found: set[int] = set()
+    layers: set[int] = set()
     for item in items:
         if isinstance(item, int):
-            found.add(item)
-        elif item not in _ENDS:
+            layers.add(item)
+        elif item not in _EMBED_HEAD:
             side, count = _span(item)
             if side == "last" and num_layers is None:
                 return None
-            found.update(range(num_layers - count, num_layers) if side == "last" and num_layers else range(count))
-    return frozenset(found)
+            layers.update(range(num_layers - count, num_layers) if side == "last" and num_layers else range(count))
+    return frozenset(layers)

@@ -136,12 +136,19 @@ class LoRATrainerConfig(Settings):
         return self.validate_
 
     def __init__(self, **settings: Any) -> None:
-        if both := [(one, many) for one, many in _SINGULAR.items() if one in settings and many in settings]:
-            raise SettingsError([Problem(one, f"{one} and {many} are one setting", "keep one") for one, many in both])
+        if conflicts := [
+            (singular, many) for singular, many in _SINGULAR.items() if singular in settings and many in settings
+        ]:
+            raise SettingsError(
+                [
+                    Problem(singular, f"{singular} and {many} are one setting", "keep one")
+                    for singular, many in conflicts
+                ]
+            )
         settings = {_SINGULAR.get(key, key): value for key, value in settings.items()}
-        for whole, stages in (("total_tokens", "pre_lora_tokens"), ("datasets", "pre_lora_datasets")):
-            if whole in settings and stages not in settings:
-                settings[stages] = [settings[whole]]
+        for single, stages in (("total_tokens", "pre_lora_tokens"), ("datasets", "pre_lora_datasets")):
+            if single in settings and stages not in settings:
+                settings[stages] = [settings[single]]
         for time in _TIMES:  # an empty list of stages means an empty other list, whose default is for one
             lists = [f"{time}_tokens", f"{time}_datasets"]
             if any(settings.get(key) == [] for key in lists):
@@ -159,7 +166,7 @@ class LoRATrainerConfig(Settings):
         parts, fields = takes(self.schedule), type(self).model_fields
         for key, name in _FRACTIONS.items():
             if getattr(self, key) != fields[key].default and name not in parts:
-                how = f"leave {key} out, or choose {' or '.join(one for one in SCHEDULES if name in takes(one))}"
+                how = f"leave {key} out, or choose {' or '.join(schedule for schedule in SCHEDULES if name in takes(schedule))}"
                 problems.append(Problem(key, f"{key} has no effect on schedule {self.schedule}", how))
         if not self.per_device_batch_size:
             problems.append(Problem("per_device_batch_size", "per_device_batch_size is 0", "set rows, or -1 for all"))
@@ -195,12 +202,12 @@ class LoRATrainerConfig(Settings):
 
     def _schedule_wrong(self) -> Iterator[Problem]:
         """What is wrong with the plan still, said of the settings here: the parts of a schedule may not fit into it."""
-        own = {f".{name}_ratio": key for key, name in _FRACTIONS.items()}
+        fraction_keys = {f".{name}_ratio": key for key, name in _FRACTIONS.items()}
         try:
             self.plan()
         except SettingsError as error:
             for problem in error.problems:
-                key = next(key for end, key in own.items() if problem.key.endswith(end))
+                key = next(key for end, key in fraction_keys.items() if problem.key.endswith(end))
                 yield problem_at(key, problem.what.partition(": ")[2], problem.how)
 
     def plan(self) -> PhasePlan:
@@ -226,22 +233,24 @@ class LoRATrainerConfig(Settings):
                 raise ConfigError(what, where=name, how="keep one")
         if self.wandb:
             reports = [model.report_to] if isinstance(model.report_to, str) else model.report_to
-            changed["report_to"] = [*(one for one in reports if one != "wandb"), "wandb"]
+            changed["report_to"] = [*(integration for integration in reports if integration != "wandb"), "wandb"]
         return LemaConfig(**{**model.model_dump(exclude_unset=True), **changed})
 
     def _phases(self, time: str) -> Iterator[Phase]:
         every = {
-            one: [steps_of(count, self.batch_size, self.block_size).steps for count in getattr(self, f"{one}_tokens")]
-            for one in _TIMES
+            period: [
+                steps_of(count, self.batch_size, self.block_size).steps for count in getattr(self, f"{period}_tokens")
+            ]
+            for period in _TIMES
         }
         steps, lora = every[time], time == "post_lora"
         stages = zip(getattr(self, f"{time}_tokens"), getattr(self, f"{time}_datasets"), strict=True)
-        whole = sum(steps) if self.schedule_spans == "phase" else sum(map(sum, every.values()))
+        total_steps = sum(steps) if self.schedule_spans == "phase" else sum(map(sum, every.values()))
         parts = {
             f"{name}_ratio": getattr(self, key) for key, name in _FRACTIONS.items() if name in takes(self.schedule)
         }
         for stage, (tokens, mixture) in enumerate(stages):
-            apart = self.schedule == "cosine_rewarm" or whole == steps[stage]
+            separate = self.schedule == "cosine_rewarm" or total_steps == steps[stage]
             yield Phase(
                 name=f"{time.replace('_', '-')}-{stage + 1}",
                 trains="lora" if lora else "full",
@@ -249,8 +258,8 @@ class LoRATrainerConfig(Settings):
                 mixture=mixture,
                 learning_rate=self.lr,
                 lr_scheduler_type=self.schedule,
-                schedule_steps=None if apart else whole,
-                schedule_start=0 if apart else sum(steps[:stage]),
+                schedule_steps=None if separate else total_steps,
+                schedule_start=0 if separate else sum(steps[:stage]),
                 optimizer="carry" if stage else "reset",
                 **parts,
                 **(self.lora.adapter_settings() if lora else {}),

@@ -150,7 +150,7 @@ def test_what_differs_is_told_by_its_class_and_what_is_missing_counts_as_the_sam
     now = LemaConfig("moved", learning_rate=0.2, seed=2, save_steps=6).to_dict()
     told = {change: [str(one) for one in changed_settings(then, now, change)] for change in Change}
     assert told[Change.REFUSED] == ["seed: 1 -> 2"]
-    assert told[Change.SAID] == ["learning_rate: 0.1 -> 0.2"]
+    assert told[Change.REPORTED] == ["learning_rate: 0.1 -> 0.2"]
     assert told[Change.SILENT] == ["model_name_or_path: 'model' -> 'moved'", "save_steps: 5 -> 6"]
     assert told[Change.DATA] == told[Change.ADAPTER] == []
     del then["seed"]

@@ -66,14 +66,17 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
         training.accumulate(micro_batches(2))
         training.save_checkpoint(tmp_path / "there")
         expected = training.accumulate(micro_batches(2)).loss
-        anyway, _ = training.places._limits(model.config)
+        anyway, _ = training.master_store._limits(model.config)
         masters = training.masters
     with opened(checkpoint, host_memory=anyway, offload_dir=str(tmp_path)) as (_, resumed):
-        taken = resumed.places.host_bytes, resumed.places.mapped_bytes
+        taken = resumed.master_store.host_bytes, resumed.master_store.mapped_bytes
         places = [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
         resumed.restore(tmp_path / "there")
         assert places == [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
-        assert resumed.places.mapped and taken == (resumed.places.host_bytes, resumed.places.mapped_bytes)
+        assert resumed.master_store.mapped and taken == (
+            resumed.master_store.host_bytes,
+            resumed.master_store.mapped_bytes,
+        )
         assert resumed.accumulate(micro_batches(2)).loss == expected
         assert all(torch.equal(resumed.masters[name], master) for name, master in masters.items())
 

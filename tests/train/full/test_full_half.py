@@ -77,7 +77,7 @@ def test_steps_are_those_of_a_whole_model_with_masters_in_fp32(
         for name, master in masters.items():
             assert training.masters[name].dtype == torch.float32
             assert torch.equal(training.masters[name], master), name
-            assert torch.equal(training.places.weights[name], weights[name]), name
+            assert torch.equal(training.master_store.weights[name], weights[name]), name
     finally:
         model.close()
 
@@ -88,10 +88,10 @@ def test_a_step_too_small_for_the_weights_is_kept_by_the_masters(checkpoint_of: 
     model = LemaModel(config, backend=CpuBackend(poison=True))
     training = FullTraining(model.adapter, config)
     before = {name: master.detach().clone() for name, master in training.masters.items()}
-    rounded = {name: training.places.weights[name].clone() for name in before}
+    rounded = {name: training.master_store.weights[name].clone() for name in before}
     training.accumulate(micro_batches(2))
     assert all(not torch.equal(master, before[name]) for name, master in training.masters.items())
-    lost = [name for name in before if torch.equal(training.places.weights[name], rounded[name])]
+    lost = [name for name in before if torch.equal(training.master_store.weights[name], rounded[name])]
     assert lost, "the step was large enough for bfloat16: nothing is shown here"
     model.close()
 

@@ -153,9 +153,9 @@ def test_what_is_saved_is_the_model_that_was_trained(
     training = FullTraining(model.adapter, config, one_in_the_middle if tied else everything)
     for _ in range(2):
         training.accumulate(micro_batches(2))
-    out = save_trained(model, training.places, tmp_path / "out", max_shard_size=200_000)
+    out = save_trained(model, training.master_store, tmp_path / "out", max_shard_size=200_000)
     with pytest.raises(ConfigError, match="the directory is not empty"):
-        save_trained(model, training.places, out)
+        save_trained(model, training.master_store, out)
     model.close()
     assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".*"))
     saved, base = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out, checkpoint.published))

@@ -19,7 +19,7 @@ def seen(steps: Iterable[dict[str, Any]], vocabulary: int | None = 32_000, **set
     for number, step in enumerate(steps, 1):
         about = {"loss": 2.0, "trained_tokens": 50, "tokens": 60, "grad_norm": 0.3} | step
         rate = about.pop("rate", 1e-4)
-        told += [f"{sign.kind} at {number}" for sign in signs.look(StepResult(**about), rate)]
+        told += [f"{sign.kind} at {number}" for sign in signs.observe(StepResult(**about), rate)]
     return told, signs
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_counts_on() -> None:
     _, before = seen([{}, *[{"grad_norm": 0.0, "loss": 9.0}] * 12])
     found, after = seen([], learning_rate=1e-3)
     after.go_on(before.state)
-    told = [sign.kind for sign in after.look(StepResult(9.0, 50, 60, 0.0), 1e-4)]
+    told = [sign.kind for sign in after.observe(StepResult(9.0, 50, 60, 0.0), 1e-4)]
     assert (found, told, after.steps) == ([], ["gradient", "rising"], 13)  # the first loss was 2
     after.go_on(None)  # of an earlier version
     assert after.steps == 0

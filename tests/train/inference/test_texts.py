@@ -58,7 +58,7 @@ def test_the_weights_are_read_once_per_token_of_a_batch(llama: Path, tmp_path: P
         told: list[int] = []
         for batch_size, batches in ((5, 1), (2, 3)):
             before = model.memory.counters
-            results = made(model, batch_size, told=told.append)
+            results = made(model, batch_size, on_token=told.append)
             assert model.memory.counters.leases - before.leases == batches * NEW * NUM_LAYERS
             assert sum(told) == sum(len(one.tokens) for one in results) == len(PROMPTS) * NEW
             told.clear()

@@ -81,12 +81,12 @@ def faded_rates(samplings: Sequence[Sampling], fade: Fade | None, index: int) ->
 @given(SHAPE_NAMES, st.integers(1, 5000))
 def test_every_slot_is_given_once_and_weights_fall_from_one_to_nothing(shape: str, samples: int) -> None:
     fade = Fade(TEXT, samples, shape)
-    given_before = [fade.given(count) for count in range(samples + 3)]
+    given_before = [fade.num_before(count) for count in range(samples + 3)]
     assert {after - before for before, after in pairwise(given_before)} <= {0, 1}
     weights = [weight(fade, index) for index in range(samples)]
     assert weights[0] == 1.0 and weight(fade, samples) == weight(fade, 10**15) == 0.0
     assert weights == sorted(weights, reverse=True) and min(weights) > 0
-    assert fade.given(10**15) == given_before[-1] == (samples + 1) // 2  # every shape is even about its middle
+    assert fade.num_before(10**15) == given_before[-1] == (samples + 1) // 2  # every shape is even about its middle
     for count in range(0, samples, 1 + samples // 7):
         assert abs(given_before[count] - math.fsum(weights[:count])) <= 1.0 + 1e-9
 
@@ -208,7 +208,7 @@ def test_a_fade_is_of_what_decides_the_order_and_leaves_validation_as_it_is() ->
     ]
     assert len({one.fingerprint() for one in ones}) == len(ones)
     assert faded(BOTH, None, starts={"text": Start(1, 0)}).fingerprint() == faded(BOTH, None).fingerprint()
-    plain, other = (faded(CHAT, fade, held_out=SOURCES).validation(6) for fade in (None, Fade(TEXT, 50)))
+    plain, other = (faded(CHAT, fade, eval_sources=SOURCES).validation(6) for fade in (None, Fade(TEXT, 50)))
     assert plain is not None and other is not None
     assert plain["input_ids"].tolist() == other["input_ids"].tolist()
 

@@ -337,7 +337,7 @@ def test_what_is_validated_and_reported_is_what_the_config_says(trainer_of: Call
     held = {"one": rows(3), "two": rows(4)}
     for validate in (True, False):
         trainer = trainer_of(config=stages(validate=validate, validation_steps=9), eval_data=held)
-        assert (trainer._held_out is not None) is validate and trainer._options["eval_rows"] == 9
+        assert (trainer._eval_sources is not None) is validate and trainer._options["eval_rows"] == 9
     reports = trainer_of(config=stages(wandb=True), model={"report_to": "tensorboard"}).model.report_to
     assert reports == ["tensorboard", "wandb"]
     assert trainer_of(config=stages()).model.report_to == []

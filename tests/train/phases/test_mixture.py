@@ -185,7 +185,7 @@ def test_a_fingerprint_is_of_what_decides_the_order() -> None:
 def test_memory_does_not_grow_with_the_data() -> None:
     def most(count: int) -> int:
         tracemalloc.start()
-        one = mixture(sizes=(count, count // 3, 1), held_out={f"data{place}": Rows(count) for place in range(3)})
+        one = mixture(sizes=(count, count // 3, 1), eval_sources={f"data{place}": Rows(count) for place in range(3)})
         for step in range(20):
             batch_of(one, count // 2 + 4 * step, 4)
         one.validation(4)
@@ -232,7 +232,7 @@ def test_packed_blocks_and_padded_rows_share_a_batch(packed: PackedTokens, chats
 
 def test_rows_of_a_batch_are_put_together_by_length(packed: PackedTokens, chats) -> None:
     """The longest come first, those of packed tokens among them, in training as in validation."""
-    one = both(packed, chats, held_out={"text": packed, "chats": list(chats)})
+    one = both(packed, chats, eval_sources={"text": packed, "chats": list(chats)})
     for batch in (batch_of(one, 0, 40), one.validation(40)):
         lengths = batch["attention_mask"].sum(1).tolist()
         assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) == 7
@@ -260,15 +260,15 @@ def test_what_is_learnt_from_never_writes_into_the_data(packed: PackedTokens, ch
 def test_the_validation_batch_is_fixed_and_has_all_rates() -> None:
     held_out = {f"data{place}": Rows(1000 + place) for place in range(3)}
     batches = [
-        mixture(seed=seed, stage=stage, sizes=sizes, held_out=held_out).validation(20)
+        mixture(seed=seed, stage=stage, sizes=sizes, eval_sources=held_out).validation(20)
         for seed, stage, sizes in [(0, 0, (5, 90, 400)), (1, 0, (5, 90, 400)), (0, 2, (7, 8, 9))]
     ]
     assert all(torch.equal(batch["input_ids"], batches[0]["input_ids"]) for batch in batches)
-    one = mixture(held_out=held_out)
+    one = mixture(eval_sources=held_out)
     shares = [one.validation(20, rank, 3, 2) for rank in range(3)]
     found = torch.cat([share["input_ids"] for share in shares]).tolist()
     assert sorted(found) == sorted(batches[0]["input_ids"].tolist())
-    assert mixture(held_out=held_out).validation(1, 1, 2) is None
+    assert mixture(eval_sources=held_out).validation(1, 1, 2) is None
 
 
 @settings(max_examples=25, deadline=None)
@@ -285,7 +285,7 @@ def test_rows_held_out_come_as_often_as_their_rates_say(one: Mixture, count: int
             return {key: [1000 * self.place + index, 1] for key in ("input_ids", "labels")}
 
     held_out = {sampling.name: Apart(place) for place, sampling in enumerate(one.samplings)}
-    batch = Mixture(one.samplings, one._sources, 0, BLOCK, held_out=held_out).validation(count)
+    batch = Mixture(one.samplings, one._sources, 0, BLOCK, eval_sources=held_out).validation(count)
     tokens = batch["input_ids"][:, 0].tolist()
     assert len(set(tokens)) == count  # no row twice
     found = Counter(token // 1000 for token in tokens)
@@ -297,7 +297,7 @@ def test_training_rows_are_never_validated_on_unasked() -> None:
         mixture().validation(4)
     assert caught.value.where == "eval_data"
     with pytest.raises(ConfigError, match="no data set 'data1'"):
-        mixture(held_out={"data0": Rows(3), "data2": Rows(3)})
+        mixture(eval_sources={"data0": Rows(3), "data2": Rows(3)})
 
 
 def test_an_unknown_data_set_is_named_with_those_like_it(packed: PackedTokens, chats) -> None:

@@ -11,7 +11,7 @@ from test_phase_file import PHASES, STAGES, written
 
 from lema.train import LemaModel
 from lema.train.phases.file import read_phase_file
-from lema_tools.opened import Outcome
+from lema_tools.loading import Outcome
 
 __all__ = ["written"]
 
@@ -61,7 +61,7 @@ def test_eval_and_generate_take_what_the_last_phase_left_or_the_one_that_is_name
     assert lema("train", file) == 0
     lines = dict(line.split() for line in shown(capfd, "eval", file).splitlines())
     with closing(LemaModel.from_pretrained(tmp_path / "out")) as model:
-        rows = Outcome(read_phase_file(file), 1).held_out(model)
+        rows = Outcome(read_phase_file(file), 1).eval_sources(model)
         assert rows.keys() == {"rows"}
         expected = model.get_trainer().evaluate(rows["rows"])
     assert lines == {name: f"{value:.6g}" for name, value in expected.items()}

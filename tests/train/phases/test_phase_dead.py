@@ -24,7 +24,7 @@ def dead_from(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             yield Sign("gradient", "it is dead")
 
     counts: dict[Signs, int] = {}
-    monkeypatch.setattr(Signs, "_found", found)
+    monkeypatch.setattr(Signs, "_signs_of", found)
     monkeypatch.setattr("lema.train.loop.DEAD_STEPS", 2)
 
 

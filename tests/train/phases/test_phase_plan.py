@@ -139,7 +139,7 @@ def test_every_problem_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         PhasePlan.from_yaml(file)
     lines = wrong.splitlines()
-    placed = {one.key: (one.place, one.how) for one in caught.value.problems}
+    placed = {one.key: (one.location, one.how) for one in caught.value.problems}
 
     def at(text: str) -> str:
         return f"{file}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
@@ -162,7 +162,7 @@ def test_an_alias_in_a_file_has_one_place(tmp_path: Path) -> None:
     file.write_text(text, encoding="utf-8")
     with pytest.raises(SettingsError) as caught:
         PhasePlan.from_yaml(file)
-    assert [one.place for one in caught.value.problems] == [f"{file}:4", f"{file}:2"]
+    assert [one.location for one in caught.value.problems] == [f"{file}:4", f"{file}:2"]
 
 
 BAD = [
@@ -467,4 +467,4 @@ def test_what_does_not_stand_in_the_file_is_not_said_to(tmp_path: Path) -> None:
     file.write_text(YAML, encoding="utf-8")
     with pytest.raises(SettingsError) as caught:
         PhasePlan.from_yaml(file, seed=-1)
-    assert [(one.key, one.place) for one in caught.value.problems] == [("seed", "")]
+    assert [(one.key, one.location) for one in caught.value.problems] == [("seed", "")]

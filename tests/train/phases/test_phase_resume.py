@@ -15,7 +15,7 @@ from lema import LemaConfig
 from lema.errors import AdapterError, ConfigError
 from lema.storage.manifest import MANIFEST, check_manifest, write_manifest
 from lema.train.phases import stage as phases
-from lema.train.phases.places import Places, find_point
+from lema.train.phases.paths import PhasePaths, find_point
 from lema.train.phases.run import run_phases
 
 
@@ -170,7 +170,7 @@ def test_where_nothing_is_sound_or_the_run_is_another_it_is_refused(
         "  - whole/checkpoint-1",
     ]
     said: list[str] = []
-    assert find_point(Places(tmp_path / "nothing", two()), said.append) is None and said == []
+    assert find_point(PhasePaths(tmp_path / "nothing", two()), said.append) is None and said == []
     write_manifest(straight / "whole" / "checkpoint-1")
-    found = find_point(Places(straight, two()), said.append)
+    found = find_point(PhasePaths(straight, two()), said.append)
     assert found is not None and (found.index, found.ended) == (0, False)

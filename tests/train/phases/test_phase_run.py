@@ -28,7 +28,7 @@ from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError
 from lema.model.split import Split
 from lema.train.metrics import read_metrics
-from lema.train.phases.places import Places
+from lema.train.phases.paths import PhasePaths
 from lema.train.phases.run import run_phases
 from lema.train.phases.stage import mixture_of
 
@@ -193,6 +193,6 @@ def test_a_phase_that_has_ended_may_not_be_another_afterwards(config_of: Callabl
 
 
 def test_where_a_phase_begins(tmp_path: Path) -> None:
-    places = Places(tmp_path, plan_of(*PLANS["adapters, merged, adapters on"]))
-    assert [places.begins_anew(index) for index in range(3)] == [True, True, False]
+    places = PhasePaths(tmp_path, plan_of(*PLANS["adapters, merged, adapters on"]))
+    assert [places.has_own_base(index) for index in range(3)] == [True, True, False]
     assert [places.leaves_model(index) for index in range(3)] == [True, False, False]

@@ -11,7 +11,7 @@ from phaseruns import FULL, LORA, SOURCES, STEP, assert_same, logged, plan_of, t
 
 from lema import LemaConfig
 from lema.errors import ConfigError, LemaError
-from lema.train.phases.places import Places, find_start
+from lema.train.phases.paths import PhasePaths, find_start
 from lema.train.phases.run import run_phases
 
 
@@ -74,7 +74,7 @@ def test_what_is_no_beginning_is_refused_in_words(
     straight: Straight, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:
     def refused(path: Path, plan: Any = None) -> str:
-        places = Places(tmp_path / "new", plan or two())
+        places = PhasePaths(tmp_path / "new", plan or two())
         with pytest.raises(LemaError) as raised:
             find_start(path, places)
         assert raised.value.where and raised.value.how
@@ -93,7 +93,7 @@ def test_what_is_no_beginning_is_refused_in_words(
     assert "the model that phase whole wrote" in refused(moved)
     (moved.parent.parent / "whole").mkdir()
     shutil.copytree(tmp_path / "gone", moved.parent.parent / "whole" / "model")  # as it was told
-    assert find_start(moved, Places(tmp_path / "new", two())).models == {0: moved.parent.parent / "whole" / "model"}
+    assert find_start(moved, PhasePaths(tmp_path / "new", two())).models == {0: moved.parent.parent / "whole" / "model"}
 
 
 @pytest.mark.slow

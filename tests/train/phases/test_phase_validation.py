@@ -33,7 +33,7 @@ def test_it_changes_no_number_and_is_what_the_whole_model_says(config_of: Callab
     found = logged(place, "eval_loss")
     assert len(found) == len(set(found)) == 4  # after every step, of what it has trained
     # The first phase has left its model: transformers' own loss of the same rows is what was measured last.
-    mixture = Mixture(plan.phases[0].mixture, SOURCES, plan.seed, BLOCK, held_out=HELD)
+    mixture = Mixture(plan.phases[0].mixture, SOURCES, plan.seed, BLOCK, eval_sources=HELD)
     batch = mixture.validation(6)
     assert batch is not None
     model = AutoModelForCausalLM.from_pretrained(place / "whole" / "model").eval()

@@ -193,8 +193,8 @@ post_lora_dataset: []
     file.write_text(text.replace("0.75", "2"), encoding="utf-8")
     with pytest.raises(SettingsError) as caught:
         LoRATrainerConfig.from_yaml(file)
-    assert [(one.key, one.place) for one in caught.value.problems] == [("pre_lora_datasets[0][1].rate", f"{file}:4")]
+    assert [(one.key, one.location) for one in caught.value.problems] == [("pre_lora_datasets[0][1].rate", f"{file}:4")]
     file.write_text(text.replace("0.75", "0.5"), encoding="utf-8")
     with pytest.raises(SettingsError) as caught:
         LoRATrainerConfig.from_yaml(file, seed=1)
-    assert [(one.key, one.place) for one in caught.value.problems] == [("pre_lora_datasets[0]", f"{file}:3")]
+    assert [(one.key, one.location) for one in caught.value.problems] == [("pre_lora_datasets[0]", f"{file}:3")]

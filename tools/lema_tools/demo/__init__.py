@@ -50,12 +50,12 @@ def run_demo(directory: Path, *, max_steps: int | None = None, console: "Console
 def claim(directory: Path) -> None:
     """Make the directory, or take away what an earlier run wrote to it; or `ConfigError`: the demo did not make it."""
     how = "name a directory that does not exist yet, as in: lema demo DIRECTORY"
-    for place in map(directory.joinpath, _OWN):
-        if place.is_symlink() or (place.exists() and not place.is_dir()):
-            raise ConfigError("this is not a directory that the demo made", where=str(place), how=how)
-        if place == directory and place.exists() and any(place.iterdir()) and not (place / MARK).is_file():
+    for path in map(directory.joinpath, _OWN):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise ConfigError("this is not a directory that the demo made", where=str(path), how=how)
+        if path == directory and path.exists() and any(path.iterdir()) and not (path / MARK).is_file():
             what = "this directory was not made by the demo, and it is not empty"
-            raise ConfigError(what, where=str(place), how=how)
+            raise ConfigError(what, where=str(path), how=how)
     for checkpoint in (directory / "adapter").glob("checkpoint-*"):
         what = "there are checkpoints of another run in the demo's directory"
         raise ConfigError(what, where=str(checkpoint), how=how)

@@ -57,27 +57,29 @@ def devices() -> Iterator[Finding]:
     what = f"torch computes with {threads} threads in host memory."
     yield Finding(SECTION, "torch", Level.OK, what, facts={"threads": threads})
     with _alone():
-        found = available()
-        for one in found:
-            facts: dict[str, Fact] = {"available": one.reason is None, "package": one.source}
-            if one.reason is not None:
-                yield Finding(SECTION, one.name, Level.NOTE, f"{one.name} cannot run here: {one.reason}.", facts=facts)
+        backends = available()
+        for info in backends:
+            facts: dict[str, Fact] = {"available": info.reason is None, "package": info.source}
+            if info.reason is not None:
+                yield Finding(
+                    SECTION, info.name, Level.NOTE, f"{info.name} cannot run here: {info.reason}.", facts=facts
+                )
                 continue
-            with closing(load(one.name)) as backend:
+            with closing(load(info.name)) as backend:
                 memory = backend.memory()
                 slow = _slow_types(backend)
             where = "of host memory" if memory.shared else "on its device"
-            what = f"{one.name} can run here, with {human_bytes(memory.total)} {where}."
+            what = f"{info.name} can run here, with {human_bytes(memory.total)} {where}."
             facts |= {"total_bytes": memory.total, "in_host_memory": memory.shared}
             facts |= {"slow_types": ", ".join(slow)}
             if not slow:
-                yield Finding(SECTION, one.name, Level.OK, what, facts=facts)
+                yield Finding(SECTION, info.name, Level.OK, what, facts=facts)
                 continue
             what += f" Products in {' and '.join(slow)} are slow here, so models in these types compute in float32."
             how = "nothing; compute_dtype in a config says otherwise"
-            yield Finding(SECTION, one.name, Level.NOTE, what, how, facts=facts)
-    if not any(one.ok for one in found):
-        what = "No device can compute: " + ("none of the backends runs here." if found else "none is installed.")
+            yield Finding(SECTION, info.name, Level.NOTE, what, how, facts=facts)
+    if not any(info.ok for info in backends):
+        what = "No device can compute: " + ("none of the backends runs here." if backends else "none is installed.")
         yield Finding(
             SECTION, "any", Level.PROBLEM, what, f"pip install --force-reinstall {DISTRIBUTION} brings one for the CPU"
         )
@@ -100,7 +102,7 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
     from lema.stream.speed import upload_speed
 
     with _alone():
-        for name in (one.name for one in available() if one.ok):
+        for name in (info.name for info in available() if info.ok):
             with closing(load(name)) as backend:
                 memory = backend.memory()
             if memory.shared:
@@ -134,8 +136,8 @@ def download_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_count
 
     buffer, slots = backend.host_buffer(nbytes), backend.device_slots(nbytes, 1)
     buffer.fill_(1)
-    held = slots.upload(buffer)
-    source = held.wait()
+    upload = slots.upload(buffer)
+    source = upload.wait()
 
     def download() -> None:
         copy = backend.download(source, buffer)
@@ -143,7 +145,7 @@ def download_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_count
         copy.landed()
 
     seconds = median_seconds(download, backend, clock)
-    held.release()
+    upload.release()
     return nbytes / seconds
 
 
@@ -231,14 +233,14 @@ def _space(name: str, directory: Path, what: str) -> Finding:
     facts: dict[str, Fact] = {"directory": str(directory.absolute()), "file_system": kind}
     facts |= {"total_bytes": status.total, "free_bytes": status.free}
     where = f"{what} {human_bytes(status.free)} of {human_bytes(status.total)} free{f' ({kind})' if kind else ''}"
-    level, said, how = Level.OK, "", ""
+    level, note, how = Level.OK, "", ""
     if status.free < LITTLE:
-        level, said, how = Level.WARNING, ": little for checkpoints", "free some space"
+        level, note, how = Level.WARNING, ": little for checkpoints", "free some space"
     elif kind in IN_MEMORY:
-        level, said, how = Level.NOTE, ": memory, and no disk", "put the model on a disk"
+        level, note, how = Level.NOTE, ": memory, and no disk", "put the model on a disk"
     elif kind in REMOTE:
-        level, said, how = Level.NOTE, ": a disk of another machine", "put the model on a local disk"
-    return Finding(DISK, name, level, f"{where}{said}.", how, facts=facts)
+        level, note, how = Level.NOTE, ": a disk of another machine", "put the model on a local disk"
+    return Finding(DISK, name, level, f"{where}{note}.", how, facts=facts)
 
 
 def _hub() -> Finding:
@@ -246,12 +248,12 @@ def _hub() -> Finding:
 
     cache = Path(HF_HUB_CACHE).expanduser().absolute()
     there = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
-    found = _space("hub cache", there, f"The hub's cache {cache} has")
-    facts = {**found.facts, "directory": str(cache), "exists": cache.is_dir(), "writable": os.access(there, os.W_OK)}
+    finding = _space("hub cache", there, f"The hub's cache {cache} has")
+    facts = {**finding.facts, "directory": str(cache), "exists": cache.is_dir(), "writable": os.access(there, os.W_OK)}
     if not facts["writable"]:
         what, how = f"The hub's cache {cache} cannot be written.", "set HF_HOME to a directory that can be"
         return Finding(DISK, "hub cache", Level.WARNING, what, how, facts=facts)
-    return replace(found, facts=facts)
+    return replace(finding, facts=facts)
 
 
 @contextmanager
@@ -276,11 +278,15 @@ def _write(descriptor: int, nbytes: int, more: Callable[[], bool]) -> int:
     block = memoryview(os.urandom(min(CHUNK, nbytes)))
     written = 0
     while written < nbytes and (written == 0 or more()):
-        turn = written // CHUNK * 4099 % len(block)
-        ends = [block[turn:], block[:turn]]
+        start = written // CHUNK * 4099 % len(block)
+        parts = [block[start:], block[:start]]
         count = min(len(block), nbytes - written)
-        whole = count == len(block) and hasattr(os, "writev")
-        done = os.writev(descriptor, ends) if whole else os.write(descriptor, block[turn:][:count] or block[:count])
+        is_full_block = count == len(block) and hasattr(os, "writev")
+        done = (
+            os.writev(descriptor, parts)
+            if is_full_block
+            else os.write(descriptor, block[start:][:count] or block[:count])
+        )
         if done == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written += done

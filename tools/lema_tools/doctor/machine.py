@@ -35,7 +35,7 @@ __all__ = ["LAUNCHED", "environment", "machine", "versions"]
 SECTION, ENVIRONMENT, VERSIONS = "machine", "environment", "versions"
 OTHER = "lema"  # of the public index: an optimizer, whose import name is this project's, too
 DEVELOPERS = {"dev", "test"}  # extras that no run needs
-BESIDE = ("deepspeed", "flash-attn", "kernels", "triton")  # that change what torch and others do
+RELATED = ("deepspeed", "flash-attn", "kernels", "triton")  # that change what torch and others do
 ROOT = Path("/")
 ENOUGH_FILES = 1024  # a large model has some hundred, and two descriptors are open of each
 ENOUGH_SHARED = 1 << 30
@@ -74,11 +74,11 @@ def processors(root: Path = ROOT) -> Finding:
 
 def memory(root: Path = ROOT) -> Finding:
     """Tell the memory there is, and the limit of this process's control group, if it is less."""
-    known, bound = psutil.virtual_memory(), group_limit(root)
-    facts: dict[str, Fact] = {"total_bytes": known.total, "available_bytes": known.available}
+    virtual, bound = psutil.virtual_memory(), group_limit(root)
+    facts: dict[str, Fact] = {"total_bytes": virtual.total, "available_bytes": virtual.available}
     facts |= {"swap_bytes": psutil.swap_memory().total, "limit_bytes": bound}
-    what = f"{human_bytes(known.total)} of memory, {human_bytes(known.available)} of it available"
-    if bound is None or bound >= known.total:
+    what = f"{human_bytes(virtual.total)} of memory, {human_bytes(virtual.available)} of it available"
+    if bound is None or bound >= virtual.total:
         return Finding(SECTION, "memory", Level.OK, f"{what}.", facts=facts)
     what += f"; this process's control group may have {human_bytes(bound)}, which a fraction or auto in a config "
     how = f"set host_memory in bytes, below {human_bytes(bound)}"
@@ -157,13 +157,13 @@ def _field(file: Path, *names: str) -> str:
     return ""
 
 
-def environment(given: Mapping[str, str] = os.environ, threads: float | None = None) -> Iterator[Finding]:
+def environment(variables: Mapping[str, str] = os.environ, threads: float | None = None) -> Iterator[Finding]:
     """Tell which variables that matter are set, and what they do; `threads` of the machine may be kept busy."""
     busy = usable_processors() if threads is None else threads
-    names = (*THREADS, *OFFLINE, *SECRET, *sorted(filter(ALLOCATOR.fullmatch, given)), *PLAIN)
-    there = [name for name in names if name in given and (given[name] or name not in SECRET)]
-    found = [*(_variable(name, given[name], busy) for name in there), *_launched(given)]
-    yield from found or [Finding(ENVIRONMENT, "variables", Level.OK, "No relevant variable is set.")]
+    names = (*THREADS, *OFFLINE, *SECRET, *sorted(filter(ALLOCATOR.fullmatch, variables)), *PLAIN)
+    there = [name for name in names if name in variables and (variables[name] or name not in SECRET)]
+    findings = [*(_variable(name, variables[name], busy) for name in there), *_launched(variables)]
+    yield from findings or [Finding(ENVIRONMENT, "variables", Level.OK, "No relevant variable is set.")]
 
 
 def _variable(name: str, value: str, threads: float) -> Finding:
@@ -179,32 +179,34 @@ def _variable(name: str, value: str, threads: float) -> Finding:
     return Finding(ENVIRONMENT, name, level, what, how, facts={"value": value})
 
 
-def _launched(given: Mapping[str, str]) -> Iterator[Finding]:
+def _launched(variables: Mapping[str, str]) -> Iterator[Finding]:
     """Tell what `torchrun` said: all of it, or nothing."""
-    facts = {name.lower(): given.get(name) for name in LAUNCHED}
-    if not (there := [name for name in LAUNCHED if name in given]):
+    facts = {name.lower(): variables.get(name) for name in LAUNCHED}
+    if not (there := [name for name in LAUNCHED if name in variables]):
         return
-    if missing := [name for name in LAUNCHED if not given.get(name)]:
+    if missing := [name for name in LAUNCHED if not variables.get(name)]:
         what = f"{', '.join(there)} set, {', '.join(missing)} not: torchrun sets all of them."
         how = f"start the processes with torchrun, or unset {' '.join(there)}"
         yield Finding(ENVIRONMENT, "torchrun", Level.WARNING, what, how, facts=facts)
         return
-    what = f"torchrun started this process: {given['RANK']} of {given['WORLD_SIZE']}."
+    what = f"torchrun started this process: {variables['RANK']} of {variables['WORLD_SIZE']}."
     yield Finding(ENVIRONMENT, "torchrun", Level.NOTE, what, facts=facts)
 
 
 def versions() -> Iterator[Finding]:
     """Tell the version of every package that matters, whether it is the one asked for, and which do not go together."""
-    own = metadata(DISTRIBUTION)
-    yield Finding(VERSIONS, "lema", Level.OK, f"lema {own['Version']}.", facts=_facts(own["Version"]))
+    lema_metadata = metadata(DISTRIBUTION)
+    yield Finding(
+        VERSIONS, "lema", Level.OK, f"lema {lema_metadata['Version']}.", facts=_facts(lema_metadata["Version"])
+    )
     yield from _same_name()
-    yield _python(own["Requires-Python"])
-    yield from starmap(_standing, _wanted(DISTRIBUTION))
+    yield _python(lema_metadata["Requires-Python"])
+    yield from starmap(_standing, _requirements(DISTRIBUTION))
     yield _tested()
-    for name in BESIDE:
-        found = installed_version(name)
-        text = f"{name} {found}." if found else f"{name} is not installed; LEMA does not need it."
-        yield Finding(VERSIONS, name, Level.OK, text, facts=_facts(found))
+    for name in RELATED:
+        installed = installed_version(name)
+        text = f"{name} {installed}." if installed else f"{name} is not installed; LEMA does not need it."
+        yield Finding(VERSIONS, name, Level.OK, text, facts=_facts(installed))
     yield from list(known_bad(PAIRS, VERSIONS)) or [
         Finding(VERSIONS, "pairs", Level.OK, "No installed packages conflict.")
     ]
@@ -212,57 +214,57 @@ def versions() -> Iterator[Finding]:
 
 def _same_name() -> Iterator[Finding]:
     """Tell of another project's package in the same folder, if it is installed."""
-    if (found := installed_version(OTHER)) is not None:
-        what = f"The package {OTHER} {found} is another project's with the same folder: one overwrites the other."
+    if (installed := installed_version(OTHER)) is not None:
+        what = f"The package {OTHER} {installed} is another project's with the same folder: one overwrites the other."
         how = f"pip uninstall {OTHER}, then pip install --force-reinstall --no-deps {DISTRIBUTION}"
-        yield Finding(VERSIONS, "same name", Level.PROBLEM, what, how, facts=_facts(found))
+        yield Finding(VERSIONS, "same name", Level.PROBLEM, what, how, facts=_facts(installed))
 
 
 def _tested() -> Finding:
     """Tell which releases of the libraries LEMA's tests ran with."""
     facts = {name: ", ".join(releases) for name, releases in TESTED.items()}
-    if others := untested():
+    if mismatches := untested():
         how = f"nothing, if all is well; else PIP_CONSTRAINT=constraints.txt {installing()}"
-        return Finding(VERSIONS, "tested", Level.NOTE, f"LEMA was not tested with {others}.", how, facts=facts)
-    told = "; ".join(f"{name} {releases}" for name, releases in facts.items())
-    return Finding(VERSIONS, "tested", Level.OK, f"LEMA was tested with {told}.", facts=facts)
+        return Finding(VERSIONS, "tested", Level.NOTE, f"LEMA was not tested with {mismatches}.", how, facts=facts)
+    listed = "; ".join(f"{name} {releases}" for name, releases in facts.items())
+    return Finding(VERSIONS, "tested", Level.OK, f"LEMA was tested with {listed}.", facts=facts)
 
 
-def _python(wanted: str) -> Finding:
-    found = platform.python_version()
-    facts = _facts(found, wanted, True)
-    if SpecifierSet(wanted).contains(found, prereleases=True):
-        return Finding(VERSIONS, "python", Level.OK, f"Python {found}.", facts=facts)
-    what, how = f"Python {found} is not what LEMA needs: {wanted}.", "make an environment with another Python"
+def _python(required: str) -> Finding:
+    installed = platform.python_version()
+    facts = _facts(installed, required, True)
+    if SpecifierSet(required).contains(installed, prereleases=True):
+        return Finding(VERSIONS, "python", Level.OK, f"Python {installed}.", facts=facts)
+    what, how = f"Python {installed} is not what LEMA needs: {required}.", "make an environment with another Python"
     return Finding(VERSIONS, "python", Level.PROBLEM, what, how, facts=facts)
 
 
-def _wanted(name: str) -> Iterator[tuple[Requirement, str]]:
+def _requirements(name: str) -> Iterator[tuple[Requirement, str]]:
     """Yield what a distribution requires here, each with the extra that asks for it, if any."""
     extras = [extra for extra in metadata(name).get_all("Provides-Extra") or [] if extra not in DEVELOPERS]
-    told: set[str] = set()
+    seen: set[str] = set()
     for requirement in map(Requirement, requires(name) or []):
         of = canonicalize_name(requirement.name)
         for extra in ("", *extras):
-            if of not in told and (requirement.marker is None or requirement.marker.evaluate({"extra": extra})):
-                told.add(of)
+            if of not in seen and (requirement.marker is None or requirement.marker.evaluate({"extra": extra})):
+                seen.add(of)
                 yield requirement, extra
 
 
 def _standing(requirement: Requirement, extra: str) -> Finding:
-    name, wanted = canonicalize_name(requirement.name), str(requirement.specifier)
-    found = installed_version(name)
-    facts = _facts(found, wanted, not extra)
-    how = installing(extra) if extra else f'pip install "{name}{wanted}"'
-    if found is None:
+    name, specifier = canonicalize_name(requirement.name), str(requirement.specifier)
+    installed = installed_version(name)
+    facts = _facts(installed, specifier, not extra)
+    how = installing(extra) if extra else f'pip install "{name}{specifier}"'
+    if installed is None:
         level, what = (Level.NOTE, f"; extra {extra} brings it") if extra else (Level.PROBLEM, "; LEMA needs it")
         return Finding(VERSIONS, name, level, f"{name} is not installed{what}.", how, facts=facts)
     with suppress(InvalidVersion):
-        if requirement.specifier.contains(found, prereleases=True):
-            return Finding(VERSIONS, name, Level.OK, f"{name} {found}.", facts=facts)
+        if requirement.specifier.contains(installed, prereleases=True):
+            return Finding(VERSIONS, name, Level.OK, f"{name} {installed}.", facts=facts)
     level = Level.WARNING if extra else Level.PROBLEM
-    return Finding(VERSIONS, name, level, f"{name} {found} is not what LEMA needs: {wanted}.", how, facts=facts)
+    return Finding(VERSIONS, name, level, f"{name} {installed} is not what LEMA needs: {specifier}.", how, facts=facts)
 
 
-def _facts(installed: str | None, wanted: str = "", required: bool = False) -> dict[str, str | bool | None]:
-    return {"installed": installed, "wanted": wanted, "required": required}
+def _facts(installed: str | None, specifier: str = "", required: bool = False) -> dict[str, str | bool | None]:
+    return {"installed": installed, "wanted": specifier, "required": required}

@@ -24,7 +24,7 @@ __all__ = ["Report", "examine", "show_report"]
 
 FORMAT = 1  # of the JSON; it grows when a key goes or changes its meaning
 NOT_READY = 2  # the exit code of a config that cannot run here
-Look = Callable[[], Iterable[Finding]]
+Examination = Callable[[], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,20 @@ class Report:
 
 def examine(directory: Path, *, measure: bool = True) -> Report:
     """Look at everything, at the disk that `directory` is on too; timing disk and links takes some seconds."""
-    looks: list[tuple[str, Look]] = [("versions", versions), ("machine", machine), ("environment", environment)]
-    looks.append(("devices", devices))
+    examinations: list[tuple[str, Examination]] = [
+        ("versions", versions),
+        ("machine", machine),
+        ("environment", environment),
+    ]
+    examinations.append(("devices", devices))
     of_backends = sorted(entry_points(group="lema.doctors"), key=lambda point: point.name)
-    looks += [(point.name, partial(_asked, point)) for point in of_backends]
+    examinations += [(point.name, partial(_asked, point)) for point in of_backends]
     if measure:
-        looks.append(("link", links))
-    looks.append(("disk", partial(disk, directory, measure=measure)))
-    return Report(tuple(finding for section, look in looks for finding in _careful(section, look)), measure)
+        examinations.append(("link", links))
+    examinations.append(("disk", partial(disk, directory, measure=measure)))
+    return Report(
+        tuple(finding for section, examination in examinations for finding in _careful(section, examination)), measure
+    )
 
 
 def _asked(point: EntryPoint) -> Iterable[Finding]:
@@ -77,10 +83,10 @@ def _asked(point: EntryPoint) -> Iterable[Finding]:
     return findings
 
 
-def _careful(section: str, look: Look) -> Iterator[Finding]:
+def _careful(section: str, examination: Examination) -> Iterator[Finding]:
     """Yield what a look finds; what it raises is one more finding."""
     try:
-        for finding in look():
+        for finding in examination():
             if not isinstance(finding, Finding):
                 raise TypeError(f"{finding!r} is no finding")
             yield finding
@@ -96,12 +102,14 @@ def show_report(report: Report, console: Console) -> None:
     """Print the report: columns are section, what was looked at, level, and the sentence with how to fix it; a table
     leaves out the second, which the sentence says."""
     if console.is_terminal:
-        levels = (Text(one.level.value, STYLES[one.level]) for one in report.findings)
-        sentences = (_sentence(one, "\n") for one in report.findings)
-        print_table(zip((one.section for one in report.findings), levels, sentences, strict=True), console)
+        levels = (Text(finding.level.value, STYLES[finding.level]) for finding in report.findings)
+        sentences = (_sentence(finding, "\n") for finding in report.findings)
+        print_table(zip((finding.section for finding in report.findings), levels, sentences, strict=True), console)
         console.print(Text(_summary(report), style=STYLES[_level(report)]))
         return
-    cells = [(one.section, one.name, one.level.value, _sentence(one, " ")) for one in report.findings]
+    cells = [
+        (finding.section, finding.name, finding.level.value, _sentence(finding, " ")) for finding in report.findings
+    ]
     print_table([*cells, ("in all", "", _level(report).value, _summary(report))], console)
 
 
@@ -116,5 +124,5 @@ def _level(report: Report) -> Level:
 
 def _summary(report: Report) -> str:
     counts = [(report.count(level), level.value) for level in (Level.PROBLEM, Level.WARNING, Level.NOTE)]
-    found = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
-    return f"{'Ready' if report.ready else 'Not ready'}: {found or 'nothing to fix'}."
+    counted = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
+    return f"{'Ready' if report.ready else 'Not ready'}: {counted or 'nothing to fix'}."

@@ -11,7 +11,7 @@ import typer
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.config.units import human_bytes, human_duration
 from lema.errors import ConfigError, DataError
-from lema_tools.opened import model_of, outcome_of
+from lema_tools.loading import model_of, outcome_of
 
 __all__ = ["evaluate"]
 
@@ -44,10 +44,12 @@ def evaluate(
     """Measure loss and perplexity of a trained adapter, or tasks of lm-evaluation-harness."""
     of_tasks = {"--limit": limit, "--num-fewshot": num_fewshot, "--include-path": include_path, "--output": output}
     of_tasks |= {"--batch-size": batch_size, "--rows-per-pass": rows_per_pass}
-    given = [name for name, value in of_tasks.items() if value is not None]
-    given += ["--apply-chat-template"] * apply_chat_template
-    if tasks is None and given:
-        raise ConfigError("only --tasks uses this", where=", ".join(given), how="give --tasks NAMES, or leave it out")
+    task_options = [name for name, value in of_tasks.items() if value is not None]
+    task_options += ["--apply-chat-template"] * apply_chat_template
+    if tasks is None and task_options:
+        raise ConfigError(
+            "only --tasks uses this", where=", ".join(task_options), how="give --tasks NAMES, or leave it out"
+        )
     if tasks is not None and data:
         raise ConfigError("tasks have their own data", where="--data", how="leave it out, or leave --tasks out")
     outcome = outcome_of(source, settings, phase)
@@ -61,11 +63,13 @@ def evaluate(
             how = Harness(limit, num_fewshot, include_path, apply_chat_template, batch_size, rows_per_pass)
             _run_tasks(model, names, how, output)
             return
-        found, trainer = _rows(model, data, outcome), model.get_trainer()
-        for name, rows in found.items():
+        rows_by_name, trainer = _rows(model, data, outcome), model.get_trainer()
+        for name, rows in rows_by_name.items():
             for key, value in trainer.evaluate(rows).items():
                 if model.backend.replicas.first:
-                    typer.echo(f"{key if len(found) == 1 else key.replace('eval', f'eval_{name}', 1)} {value:.6g}")
+                    typer.echo(
+                        f"{key if len(rows_by_name) == 1 else key.replace('eval', f'eval_{name}', 1)} {value:.6g}"
+                    )
 
 
 def _rows(model: Any, data: list[str] | None, outcome: Any) -> dict[str, Any]:
@@ -74,17 +78,17 @@ def _rows(model: Any, data: list[str] | None, outcome: Any) -> dict[str, Any]:
     from lema.model.files import read_data
     from lema.train.run import load_data
 
-    found: dict[str, Any]
+    rows_by_name: dict[str, Any]
     if data is None and outcome is not None:
-        found = outcome.held_out(model)
+        rows_by_name = outcome.eval_sources(model)
     elif paths := data or model.config.eval_data:
-        found = {"": read_data(model.config, model.files, paths)}
+        rows_by_name = {"": read_data(model.config, model.files, paths)}
     else:
-        held_back = load_data(model)[1] if model.config.train_data else None
-        found = {} if held_back is None else {"": held_back}
-    if not found:
+        eval_rows = load_data(model)[1] if model.config.train_data else None
+        rows_by_name = {} if eval_rows is None else {"": eval_rows}
+    if not rows_by_name:
         raise DataError("there is no evaluation data", how="give --data FILE, or set eval_data or eval_split")
-    return found
+    return rows_by_name
 
 
 def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> None:
@@ -93,12 +97,12 @@ def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> N
 
     began, first = time.monotonic(), model.backend.replicas.first
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         if first:
             read = human_bytes(model.memory.counters.bytes_read)
             typer.echo(f"{text}, {read} of weights read, {human_duration(time.monotonic() - began)}", err=True)
 
-    results = evaluate_tasks(model, names, how, say)
+    results = evaluate_tasks(model, names, how, report)
     if not first:
         return
     typer.echo(table_of(results))

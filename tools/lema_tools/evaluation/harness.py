@@ -41,19 +41,19 @@ class Harness:
 
 
 def evaluate_tasks(
-    model: "LemaModel", tasks: Sequence[str], harness: Harness, told: Callable[[str], object] = lambda _: None
+    model: "LemaModel", tasks: Sequence[str], harness: Harness, on_progress: Callable[[str], object] = lambda _: None
 ) -> dict[str, Any]:
-    """Return the harness's results of some tasks; `told` is called after each pass over rows, and batch of texts.
+    """Return the harness's results of some tasks; `on_progress` is called after each pass over rows, and batch of texts.
     Raises `ConfigError` where the harness is not installed, or knows no such task."""
     lm_eval = _harness()
-    own = None if harness.include_path is None else str(harness.include_path)
-    manager = lm_eval.tasks.TaskManager(include_path=own)
-    if unknown := [one for one in tasks if not manager.match_tasks([one])]:
+    include_path = None if harness.include_path is None else str(harness.include_path)
+    manager = lm_eval.tasks.TaskManager(include_path=include_path)
+    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         how = "`lm_eval ls tasks` lists them; --include-path DIR adds your own"
         raise ConfigError(f"the harness has no task of this name: {', '.join(unknown)}", where="--tasks", how=how)
     limit = harness.limit
-    found = lm_eval.simple_evaluate(
-        model=harness_model(model, harness, told),
+    results = lm_eval.simple_evaluate(
+        model=harness_model(model, harness, on_progress),
         tasks=list(tasks),
         num_fewshot=harness.num_fewshot,
         limit=int(limit) if limit is not None and limit >= 1 else limit,
@@ -61,8 +61,8 @@ def evaluate_tasks(
         apply_chat_template=harness.apply_chat_template,
         log_samples=False,
     )
-    assert found is not None, "one process has the results"
-    return dict(found)
+    assert results is not None, "one process has the results"
+    return dict(results)
 
 
 def table_of(results: Mapping[str, Any]) -> str:
@@ -87,7 +87,7 @@ def _harness() -> Any:
 
 
 def harness_model(
-    model: "LemaModel", harness: Harness | None = None, told: Callable[[str], object] = lambda _: None
+    model: "LemaModel", harness: Harness | None = None, on_progress: Callable[[str], object] = lambda _: None
 ) -> Any:
     """Return a model as the harness takes it, an `lm_eval.api.model.LM`."""
     _harness()
@@ -95,14 +95,14 @@ def harness_model(
     from lm_eval.api.model import TemplateLM
 
     tokenizer, config = model.tokenizer, model.skeleton.config.get_text_config()
-    told_of_it = {
+    attributes = {
         "tokenizer": tokenizer,
         "tokenizer_name": str(model.config.model_name_or_path).replace("/", "__"),
         "max_length": num_positions(config) or POSITIONS,
         "eot_token_id": tokenizer.eos_token_id,
         "prefix_token_id": int(tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id),
     }
-    return type("StreamedLM", (_Answers, TemplateLM), told_of_it)(model, harness or Harness(), told)
+    return type("StreamedLM", (_Answers, TemplateLM), attributes)(model, harness or Harness(), on_progress)
 
 
 class _Answers:
@@ -112,9 +112,9 @@ class _Answers:
     max_length: int  # tokens that the model has positions for
     prefix_token_id: int  # the token before the first of a text
 
-    def __init__(self, model: "LemaModel", harness: Harness, told: Callable[[str], object]) -> None:
+    def __init__(self, model: "LemaModel", harness: Harness, on_progress: Callable[[str], object]) -> None:
         super().__init__()
-        self._model, self._harness, self._told = model, harness, told
+        self._model, self._harness, self._on_progress = model, harness, on_progress
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the token ids of a text; None: special tokens are added unless it has the first of them."""
@@ -137,11 +137,11 @@ class _Answers:
         def scored(count: int) -> None:
             nonlocal done
             done += count
-            self._told(f"{done:,} of {len(rows):,} rows scored")
+            self._on_progress(f"{done:,} of {len(rows):,} rows scored")
 
         sizes = {"batch_size": self._harness.batch_size, "rows_per_pass": self._harness.rows_per_pass}
-        found = scores(self._model, rows, **sizes, choose=True, told=scored)
-        return [(one.log_likelihood, one.greedy) for one in found]
+        row_likelihoods = scores(self._model, rows, **sizes, choose=True, on_pass=scored)
+        return [(likelihood.log_likelihood, likelihood.greedy) for likelihood in row_likelihoods]
 
     def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
         """Return the log-likelihood of each whole text, cut into windows where it is too long; all share passes."""
@@ -161,15 +161,15 @@ class _Answers:
 
     def generate_until(self, requests: Any, **_: Any) -> list[str]:
         """Return what follows each text, up to a string it stops at; those with the same settings are made together."""
-        made: dict[int, str] = {}
+        text_by_number: dict[int, str] = {}
         asked = [request.args for request in requests]
         keys = [json.dumps(settings, sort_keys=True, default=str) for _context, settings in asked]
         order = sorted(range(len(asked)), key=keys.__getitem__)
         for _same, group in groupby(order, key=keys.__getitem__):
             numbers = list(group)
             texts = self._followed([asked[number][0] for number in numbers], asked[numbers[0]][1])
-            made.update(zip(numbers, texts, strict=True))
-        return [made[number] for number in range(len(asked))]
+            text_by_number.update(zip(numbers, texts, strict=True))
+        return [text_by_number[number] for number in range(len(asked))]
 
     def _followed(self, contexts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
         """Return what follows contexts that have the same settings."""
@@ -177,7 +177,7 @@ class _Answers:
 
         model, options = self._model, dict(normalize_gen_kwargs(dict(settings), NEW_TOKENS))
         end = model.tokenizer.decode(model.tokenizer.eos_token_id)
-        until = [one for one in handle_stop_sequences(options.pop("until", None), eos=end) if one]
+        until = [string for string in handle_stop_sequences(options.pop("until", None), eos=end) if string]
         new = int(options.pop("max_gen_toks"))
         if new >= self.max_length:
             what = f"{new} new tokens are requested, but the model has {self.max_length} positions"
@@ -187,10 +187,10 @@ class _Answers:
         ids = [self.tok_encode(context)[-(self.max_length - new) :] for context in contexts]
         plan = plan_of(model, ids, new, self._harness.batch_size, choose=True)
         size = plan.rows if plan is not None else self._harness.batch_size or 1
-        found: dict[int, str] = {}
+        text_by_index: dict[int, str] = {}
         for batch in completions(model, ids, new, size, {**options, "stop_strings": until}):
-            for one in batch:
-                text = model.tokenizer.decode(list(one.tokens), skip_special_tokens=True)
-                found[one.index] = postprocess_generated_text(text, until, None)
-            self._told(f"{len(found):,} of {len(contexts):,} texts made")
-        return [found[number] for number in range(len(contexts))]
+            for completion in batch:
+                text = model.tokenizer.decode(list(completion.tokens), skip_special_tokens=True)
+                text_by_index[completion.index] = postprocess_generated_text(text, until, None)
+            self._on_progress(f"{len(text_by_index):,} of {len(contexts):,} texts made")
+        return [text_by_index[number] for number in range(len(contexts))]

@@ -141,10 +141,10 @@ def dense(hidden: int, layers: int, wide: int, heads: int, shared: int, width: i
     }
 
 
-def moe(hidden: int, layers: int, wide: int, experts: int, heads: int, shared: int, **others: Any) -> dict[str, Any]:
+def moe(hidden: int, layers: int, wide: int, experts: int, heads: int, shared: int, **overrides: Any) -> dict[str, Any]:
     """The settings of a model with experts."""
-    made = dense(hidden, layers, wide, heads, shared) | {"moe_intermediate_size": wide, "num_experts": experts}
-    return made | others
+    settings = dense(hidden, layers, wide, heads, shared) | {"moe_intermediate_size": wide, "num_experts": experts}
+    return settings | overrides
 
 
 LLAMA_70B = dense(8192, 80, 28672, 64, 8)
@@ -156,7 +156,7 @@ KIMI_K2 = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_he
 _KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}  # of layers, as config.json writes their order
 NEMOTRON_3_NANO = {
     "hidden_size": 2688,
-    "layers_block_type": [_KINDS[one] for one in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"],
+    "layers_block_type": [_KINDS[letter] for letter in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"],
     "intermediate_size": 1856,
     "num_attention_heads": 32,
     "num_key_value_heads": 2,
@@ -245,8 +245,11 @@ CHECKPOINTS = (
 
 def named(name: str) -> Checkpoint | None:
     """Return the checkpoint with this name or hub id, in upper or lower case; None: it is not known."""
-    wanted = name.lower()
-    return next((one for one in CHECKPOINTS if wanted in (one.name.lower(), one.hub_id.lower())), None)
+    lowered = name.lower()
+    return next(
+        (checkpoint for checkpoint in CHECKPOINTS if lowered in (checkpoint.name.lower(), checkpoint.hub_id.lower())),
+        None,
+    )
 
 
 def config_of(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -257,7 +260,7 @@ def config_of(checkpoint: Checkpoint) -> PreTrainedConfig:
     words = next((size for start, size in VOCABULARIES.items() if checkpoint.name.startswith(start)), text.vocab_size)
     sizes = {**(checkpoint.sizes or {}), "vocab_size": words}
     # Some classes, such as Qwen3Moe and Glm4Moe, read `head_dim` from config.json without declaring it.
-    wanted = {name: size for name, size in sizes.items() if name == "head_dim" or hasattr(text, name)}
-    own = wanted if text is default else {"text_config": text.to_dict() | wanted}
-    made: PreTrainedConfig = kind(**own)
-    return made
+    text_sizes = {name: size for name, size in sizes.items() if name == "head_dim" or hasattr(text, name)}
+    arguments = text_sizes if text is default else {"text_config": text.to_dict() | text_sizes}
+    config: PreTrainedConfig = kind(**arguments)
+    return config

@@ -36,7 +36,7 @@ Layout = dict[str, tuple[str, Shape]]  # a tensor's name to its type in the file
 
 _BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-_KEPT = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+_UNQUANTIZED = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
 SETTINGS: Mapping[str, dict[str, Any] | None] = {  # `quantization_config` of each form
     "bf16": None,
     "bf16, experts fused": None,
@@ -49,7 +49,7 @@ SETTINGS: Mapping[str, dict[str, Any] | None] = {  # `quantization_config` of ea
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4, "input_activations": None}},
-        "ignore": _KEPT,
+        "ignore": _UNQUANTIZED,
     },
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": PACKED_GROUP, "sym": True, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": PACKED_GROUP, "zero_point": True, "version": "gemm"},
@@ -79,21 +79,23 @@ def layout_of(config: PreTrainedConfig, form: str) -> Layout:
     model = meta_model(config, torch.bfloat16)
     named: dict[str, nn.Parameter | torch.Tensor] = dict(model.named_parameters())
     stored = {
-        name: one for name, one in model.state_dict().items() if name in named or name in dict(model.named_buffers())
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name in named or name in dict(model.named_buffers())
     }
     published = revert_weight_conversion(model, stored)
     # transformers writes the layers of Kimi-K2.5 under the name that only its tower has for them.
     shapes = {
-        name.replace("model.model.blocks.", "model.model.layers."): (STORED[one.dtype], tuple(one.shape))
-        for name, one in published.items()
+        name.replace("model.model.blocks.", "model.model.layers."): (STORED[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in published.items()
     }
     if form == "bf16, experts fused":
         return _fused(shapes)
-    made: Layout = {}
+    layout: Layout = {}
     for name, (dtype, shape) in shapes.items():
         quantized = FORMS[form](name, shape) if len(shape) > 1 and not TOWER.search(name) else None
-        made |= {name: (dtype, shape)} if quantized is None else quantized
-    return made
+        layout |= {name: (dtype, shape)} if quantized is None else quantized
+    return layout
 
 
 def write_headers(file: Path, layout: Layout) -> None:
@@ -111,16 +113,16 @@ def write_headers(file: Path, layout: Layout) -> None:
 
 def _fused(shapes: Layout) -> Layout:
     """Stack experts, `[experts, out, in]`, and put the two side by side that are computed so."""
-    made: Layout = {}
-    count = 1 + max(int(found[1]) for name in shapes if (found := re.search(r"\.experts\.(\d+)\.", name)))
+    layout: Layout = {}
+    count = 1 + max(int(match[1]) for name in shapes if (match := re.search(r"\.experts\.(\d+)\.", name)))
     for name, (dtype, shape) in shapes.items():
-        if not (found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)):
-            made[name] = dtype, shape
-        elif found[2] == "0" and found[3] == "gate":
-            made[f"{found[1]}.gate_up_proj"] = dtype, (count, 2 * shape[0], shape[1])
-        elif found[2] == "0" and found[3] == "down":
-            made[f"{found[1]}.down_proj"] = dtype, (count, *shape)
-    return made
+        if not (match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)):
+            layout[name] = dtype, shape
+        elif match[2] == "0" and match[3] == "gate":
+            layout[f"{match[1]}.gate_up_proj"] = dtype, (count, 2 * shape[0], shape[1])
+        elif match[2] == "0" and match[3] == "down":
+            layout[f"{match[1]}.down_proj"] = dtype, (count, *shape)
+    return layout
 
 
 def _plain(name: str, shape: Shape) -> None:  # noqa: ARG001 # a form is asked with both
@@ -137,8 +139,8 @@ def _blocks(name: str, shape: Shape, scale: str = "weight_scale_inv") -> Layout 
 def _tensors(name: str, shape: Shape) -> Layout | None:
     if not LINEAR.search(name):
         return None
-    beside = {f"{name}_scale_inv": ("BF16", ()), f"{name.removesuffix('weight')}activation_scale": ("F32", ())}
-    return {name: ("F8_E4M3", shape), **beside}
+    scales = {f"{name}_scale_inv": ("BF16", ()), f"{name.removesuffix('weight')}activation_scale": ("F32", ())}
+    return {name: ("F8_E4M3", shape), **scales}
 
 
 def _fp4(name: str, shape: Shape) -> Layout | None:

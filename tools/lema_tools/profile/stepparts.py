@@ -41,7 +41,7 @@ CASTS, LOSS, PYTHON, WAITING, OPTIMIZER = "casts and copies", "loss", "Python", 
 PARTS = BASE, ADAPTER, ATTENTION, ELEMENTWISE, CASTS, LOSS, OPTIMIZER, WAITING, PYTHON
 PRODUCTS = {aten.mm, aten.addmm}
 IN_ATTENTION = {aten.bmm, aten.baddbmm, aten._softmax, aten._softmax_backward_data}
-IN_PLACE = {aten.addmm_: aten.addmm}  # what the same is called where it makes a tensor
+FUNCTIONAL_FORMS = {aten.addmm_: aten.addmm}  # what the same is called where it makes a tensor
 PICKS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 COPIES = {aten._to_copy, aten.copy_, aten.clone}
 TOGETHER = 4  # adapters that `arithmetic: fast` multiplies together, at most
@@ -98,9 +98,9 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and put its time to a part."""
-        given, packet = kwargs or {}, IN_PLACE.get(func.overloadpacket, func.overloadpacket)
+        keywords, packet = kwargs or {}, FUNCTIONAL_FORMS.get(func.overloadpacket, func.overloadpacket)
         began = time.perf_counter()
-        out = func(*args, **given)
+        out = func(*args, **keywords)
         self._backend.synchronize()
         seconds = time.perf_counter() - began
         self.count += 1
@@ -109,7 +109,7 @@ class Watched(TorchDispatchMode):
         work = self.parts[self._part(packet, args)]
         work.seconds += seconds
         if packet in FORMULAS:
-            flops = int(FORMULAS[packet](*args, **given, out_val=out))
+            flops = int(FORMULAS[packet](*args, **keywords, out_val=out))
             work.flops += flops
             shape = _shape(packet, args)
             work.products[shape] += 1
@@ -117,9 +117,9 @@ class Watched(TorchDispatchMode):
             self.flops[shape] = flops
         else:
             # Of what is picked out of a table by row no more is read than is made.
-            trees = (out, *args[1:], out) if packet in PICKS else (args, given, out)
-            tensors = [one for one in tree_leaves(trees) if isinstance(one, Tensor)]
-            work.nbytes += sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tensors)
+            trees = (out, *args[1:], out) if packet in PICKS else (args, keywords, out)
+            tensors = [tensor for tensor in tree_leaves(trees) if isinstance(tensor, Tensor)]
+            work.nbytes += sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
         return out
 
     def _part(self, packet: Any, args: Any) -> str:
@@ -210,8 +210,10 @@ class PhaseSteps:
         plan, replicas, size = self._file.plan, model.backend.replicas, model.config.micro_batch_size
         sources = read_sources(self.settings, plan, self._file.train_data, "train", files=model.files)
         mixture, rows = mixture_of(plan, self._index, sources), plan.batch_size
-        given = replicas.rank, replicas.size, size
-        batches = (mixture.collated(mixture.rows(step * rows, rows, *given), replicas.size) for step in range(count))
+        row_arguments = replicas.rank, replicas.size, size
+        batches = (
+            mixture.collated(mixture.rows(step * rows, rows, *row_arguments), replicas.size) for step in range(count)
+        )
         return [[] if batch is None else split_batch(batch, size) for batch in batches]
 
 
@@ -235,30 +237,30 @@ def profile_steps(model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps 
         after = model.adapter.counters
         totals.waited += _waited(after) - _waited(before)
         totals.nbytes += after.bytes_read - before.bytes_read
-        totals.tokens += sum(one["input_ids"].numel() for one in micro_batches)
+        totals.tokens += sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches)
         with watched:
             totals.watched += step(micro_batches)
         totals.watched_waited += _waited(model.adapter.counters) - _waited(after)
     model.adapter.stream.cancel()
-    return _told(model, watched, totals, steps)
+    return _profile_of(model, watched, totals, steps)
 
 
-def _told(model: LemaModel, watched: Watched, totals: Totals, steps: int) -> StepProfile:
+def _profile_of(model: LemaModel, watched: Watched, totals: Totals, steps: int) -> StepProfile:
     """Return the profile of what was measured, and measure what the parts' limits go by."""
     seconds = _seconds(watched, totals, _watching(model.backend))
     memory, disk, alone = _memory_speed(model.backend), _disk_speed(model), _alone(watched, model.backend)
-    best = max((watched.flops[shape] / one for shape, one in alone.items()), default=1.0)
+    best = max((watched.flops[shape] / alone_seconds for shape, alone_seconds in alone.items()), default=1.0)
     parts = {}
     for name in PARTS:
-        own, limit = watched.parts[name], None
+        work, limit = watched.parts[name], None
         if name == WAITING:
             limit = max(0.0, totals.nbytes / disk - (totals.plain - totals.waited))
-        elif own.flops or own.nbytes:
-            products = own.products.items()
+        elif work.flops or work.nbytes:
+            products = work.products.items()
             limit = sum(count * alone.get(shape, watched.flops[shape] / best) for shape, count in products)
-            limit += own.nbytes / memory
-        each = None if limit is None else limit / steps
-        parts[name] = Part(seconds[name] / steps, own.flops / steps, own.nbytes / steps, each)
+            limit += work.nbytes / memory
+        limit_per_step = None if limit is None else limit / steps
+        parts[name] = Part(seconds[name] / steps, work.flops / steps, work.nbytes / steps, limit_per_step)
     return StepProfile(
         device=str(model.backend.device),
         steps=steps,
@@ -280,21 +282,21 @@ def _seconds(watched: Watched, totals: Totals, watching: float) -> dict[str, flo
     between = totals.watched - totals.watched_waited - sum(seconds.values())
     seconds[PYTHON] = max(0.0, between - watched.count * watching)
     factor = (totals.plain - totals.waited) / max(sum(seconds.values()), 1e-9)
-    return {name: one * factor for name, one in seconds.items()} | {WAITING: totals.waited}
+    return {name: part_seconds * factor for name, part_seconds in seconds.items()} | {WAITING: totals.waited}
 
 
 def _watching(backend: Backend) -> float:
     """Return the seconds that it takes to watch one operation, beside those of the operation."""
-    one, watched = torch.ones(1, device=backend.device), Watched(Spans(), backend, frozenset())
+    operand, watched = torch.ones(1, device=backend.device), Watched(Spans(), backend, frozenset())
 
     def work() -> None:
         for _ in range(CALLS):
-            torch.add(one, one)
+            torch.add(operand, operand)
 
     alone = median_seconds(work, backend)
     with watched:
-        both = median_seconds(work, backend)
-    return max(0.0, both - alone) / CALLS
+        watched_seconds = median_seconds(work, backend)
+    return max(0.0, watched_seconds - alone) / CALLS
 
 
 def _step_of(model: LemaModel, trainer: Any) -> Callable[[Any], float]:
@@ -313,8 +315,8 @@ def _ranks(model: LemaModel) -> frozenset[int]:
     """Return the sides by which products with an adapter are known: its rank, or the ranks of a product they share."""
     assert model.lora_manager is not None
     parts: list[Any] = list(model.lora_manager.modules())
-    given = (getattr(module, "r", None) for module in parts)
-    ranks = frozenset(rank for one in given if isinstance(one, dict) for rank in one.values())
+    rank_maps = (getattr(module, "r", None) for module in parts)
+    ranks = frozenset(rank for rank_map in rank_maps if isinstance(rank_map, dict) for rank in rank_map.values())
     bases = (part.base_layer for part in parts if hasattr(part, "base_layer"))
     sides = {side for base in bases for weight in base.parameters(recurse=False) for side in weight.shape[-2:]}
     return ranks | {number * rank for rank in ranks for number in range(2, TOGETHER + 1)} - sides
@@ -326,20 +328,23 @@ def _waited(counters: Any) -> float:
 
 def _shape(packet: Any, args: Any) -> Shape:
     """Return what tells one product from another: how its matrices lie in memory, and of what dtype they are."""
-    told = ((one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else None for one in args)
-    return packet, *told
+    signatures = (
+        (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, Tensor) else None
+        for argument in args
+    )
+    return packet, *signatures
 
 
 def _alone(watched: Watched, backend: Backend) -> dict[Shape, float]:
     """Return the seconds that matrix products take by themselves, of the shapes that took longest."""
     longest = sorted(watched.seconds, key=watched.seconds.__getitem__, reverse=True)
-    wanted = (shape for shape in longest if shape[0] in (*PRODUCTS, aten.bmm))
-    found = {}
-    for shape in islice(wanted, MEASURED):
-        packet, *told = shape
-        args = [_tensor(backend, *one) for one in told if one is not None]
-        found[shape] = _fastest(partial(packet, *args), backend)
-    return found
+    shapes = (shape for shape in longest if shape[0] in (*PRODUCTS, aten.bmm))
+    seconds_by_shape = {}
+    for shape in islice(shapes, MEASURED):
+        packet, *signatures = shape
+        args = [_tensor(backend, *signature) for signature in signatures if signature is not None]
+        seconds_by_shape[shape] = _fastest(partial(packet, *args), backend)
+    return seconds_by_shape
 
 
 def _fastest(work: Callable[[], object], backend: Backend) -> float:
@@ -354,14 +359,14 @@ def _fastest(work: Callable[[], object], backend: Backend) -> float:
 
 
 def _tensor(backend: Backend, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    extent = 1 + sum((one - 1) * step for one, step in zip(size, stride, strict=True))
+    extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     return torch.randn(max(extent, 1), device=backend.device).to(dtype).as_strided(size, stride)
 
 
 def _memory_speed(backend: Backend) -> float:
     """Return the bytes per second at which the device's memory is read and written by an addition."""
-    one, other, made = (torch.ones(BANDWIDTH_ELEMENTS, device=backend.device) for _ in range(3))
-    return 3 * one.nbytes / _fastest(partial(torch.add, one, other, out=made), backend)
+    left, right, out = (torch.ones(BANDWIDTH_ELEMENTS, device=backend.device) for _ in range(3))
+    return 3 * left.nbytes / _fastest(partial(torch.add, left, right, out=out), backend)
 
 
 def _disk_speed(model: LemaModel) -> float:

@@ -38,11 +38,15 @@ def consolidate(
         rename_adapter(shards, out, names, model=model)
         typer.echo(f"wrote {out}: with the names of {'each class' if names == 'both' else f'the {names} class'}")
         return
-    made = consolidate_adapter(shards, out, kv_layout=kv_layout, check=not take_first, model=model)
-    for name, found in made.differing.items():
-        typer.echo(f"replicas differ in {name}: {'; '.join(map(str, found))}", err=True)
-    fits = f"with the shapes of {made.base}" if made.base else "not compared with the base model, which was not found"
-    typer.echo(f"wrote {out}: {made.num_tensors} tensors, of {made.tp} ranks, {fits}")
+    consolidated = consolidate_adapter(shards, out, kv_layout=kv_layout, check=not take_first, model=model)
+    for name, differences in consolidated.differing.items():
+        typer.echo(f"replicas differ in {name}: {'; '.join(map(str, differences))}", err=True)
+    fits = (
+        f"with the shapes of {consolidated.base}"
+        if consolidated.base
+        else "not compared with the base model, which was not found"
+    )
+    typer.echo(f"wrote {out}: {consolidated.num_tensors} tensors, of {consolidated.tp} ranks, {fits}")
 
 
 def shard(

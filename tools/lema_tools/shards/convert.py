@@ -31,7 +31,7 @@ from lema.model import meta_model, read_config
 from lema.storage import resolve_model
 from lema.storage.atomic import appearing, free_directory, replace_file
 from lema.storage.modelfiles import TEMPLATES, check_companions
-from lema.storage.regular import check_apart, expanded, read_regular
+from lema.storage.regular import check_separate, expanded, read_regular
 from lema.storage.rendering import GENERATION
 from lema.train.reference import REFERENCE
 
@@ -65,8 +65,15 @@ class ShardFormat(Protocol):
 
 SHARDS = "adapter_shards"
 # What goes with an adapter in any form: LEMA's own files, how its texts end and are written, and its tokenizer.
-BESIDE: tuple[str, ...] = (CONFIG_NAME, BASE_NAME, GENERATION, "*.jinja", "tokenizer*.json", "special_tokens_map.json")
-BESIDE += ("added_tokens.json", "vocab.json", "*processor_config.json", "*.model", "*.txt", "*.tiktoken")
+COMPANIONS: tuple[str, ...] = (
+    CONFIG_NAME,
+    BASE_NAME,
+    GENERATION,
+    "*.jinja",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+)
+COMPANIONS += ("added_tokens.json", "vocab.json", "*processor_config.json", "*.model", "*.txt", "*.tiktoken")
 
 
 def shard_formats() -> dict[str, ShardFormat]:
@@ -107,7 +114,7 @@ def consolidate_adapter(
     if config_file is None:
         raise AdapterError(f"there is no {CONFIG}", where=str(directory.parent), how="copy it next to the shards")
     config = _adapter_config(config_file)
-    check_apart(out, [directory, config_file.parent, *_base_named(config, model)])
+    check_separate(out, [directory, config_file.parent, *_base_named(config, model)])
     base, skeleton = _base_of(config, model)
     order = None if kv_layout is None else _order(kv_layout)
     tensors, differing, tp, config = form.read(directory, config, skeleton, order, check=check)
@@ -137,7 +144,7 @@ def rename_adapter(
         raise AdapterError(what, where=str(adapter), how=how)
     the_lora_config(adapter)
     settings = _adapter_config(adapter / CONFIG)
-    check_apart(out, [adapter, *_base_named(settings, model)])
+    check_separate(out, [adapter, *_base_named(settings, model)])
     skeleton = _named_base(adapter, settings, model)
     tensors = tensors_in_own(skeleton, read_tensors(weights_file(adapter)), weights_file(adapter))
     with appearing(out) as partial:
@@ -171,7 +178,7 @@ def shard_adapter(
         raise ConfigError(f"there is no format of shards called {format!r}", where="format", how=how)
     the_lora_config(adapter)
     settings, order = _adapter_config(adapter / CONFIG), _order(kv_layout)
-    check_apart(out, [adapter, *_base_named(settings, model)])
+    check_separate(out, [adapter, *_base_named(settings, model)])
     skeleton = _named_base(adapter, settings, model, trust=trust_remote_code)
     tensors = tensors_in_own(skeleton, read_tensors(weights_file(adapter)), weights_file(adapter))
     with appearing(out) as partial:
@@ -233,25 +240,34 @@ def _order(kv_layout: str) -> KvLayout:
     return cast(KvLayout, kv_layout)
 
 
-def _find_shards(given: Path) -> tuple[Path, ShardFormat]:
+def _find_shards(directory: Path) -> tuple[Path, ShardFormat]:
     """The directory with the shards themselves, the one given or that of one adapter in it, and their format."""
-    found = _shards_in(given)
-    if len(found) == 1:
-        return found[0]
-    if found:
-        how = f"name one of {', '.join(sorted(path.parent.name for path, _ in found))}"
-        raise AdapterError(f"there are {len(found)} adapters here", where=str(given), how=how)
-    if weights_file(given).is_file():
+    candidates = _shards_in(directory)
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        how = f"name one of {', '.join(sorted(path.parent.name for path, _ in candidates))}"
+        raise AdapterError(f"there are {len(candidates)} adapters here", where=str(directory), how=how)
+    if weights_file(directory).is_file():
         how = "use it unchanged, or give --names for those of one class of its model"
-        raise AdapterError("this adapter is already whole", where=str(given), how=how)
-    how = f"name a directory with {SHARDS}, which holds {' or '.join(one.marks for one in shard_formats().values())}"
-    raise AdapterError("there are no shards of an adapter here", where=str(given), how=how)
+        raise AdapterError("this adapter is already whole", where=str(directory), how=how)
+    how = f"name a directory with {SHARDS}, which holds {' or '.join(shard_format.marks for shard_format in shard_formats().values())}"
+    raise AdapterError("there are no shards of an adapter here", where=str(directory), how=how)
 
 
-def _shards_in(given: Path) -> list[tuple[Path, ShardFormat]]:
+def _shards_in(directory: Path) -> list[tuple[Path, ShardFormat]]:
     """Return every directory of shards in the one given, itself among them, each with its format."""
-    beside = [given, given / SHARDS, *sorted(path / SHARDS for path in given.glob("adapter_*") if path.name != SHARDS)]
-    return [(path, one) for path in beside for one in shard_formats().values() if any(path.glob(one.marks))]
+    candidates = [
+        directory,
+        directory / SHARDS,
+        *sorted(path / SHARDS for path in directory.glob("adapter_*") if path.name != SHARDS),
+    ]
+    return [
+        (path, shard_format)
+        for path in candidates
+        for shard_format in shard_formats().values()
+        if any(path.glob(shard_format.marks))
+    ]
 
 
 def _adapter_config(file: Path) -> dict[str, Any]:
@@ -293,8 +309,8 @@ def _write_settings(config: Mapping[str, Any], source: Path, out: Path) -> None:
     """Write PEFT's config into a directory, and copy there what goes with the adapter (`BESIDE`)."""
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
     check_companions(source)
-    for place in (source, source / TEMPLATES):
-        for file in sorted({file for pattern in BESIDE for file in place.glob(pattern) if file.is_file()}):
-            into = out / place.relative_to(source)
+    for directory in (source, source / TEMPLATES):
+        for file in sorted({file for pattern in COMPANIONS for file in directory.glob(pattern) if file.is_file()}):
+            into = out / directory.relative_to(source)
             into.mkdir(exist_ok=True)
             replace_file(into / file.name, read_regular(file, inside=True))

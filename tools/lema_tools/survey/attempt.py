@@ -107,8 +107,8 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 return Row(model_type, None, reason="unknown without weights: its computation depends on values")
             refused = isinstance(error, LemaError)
-            if not (refused and error.__cause__ is None) and (own := _own_failure(model)):
-                return Row(model_type, None, reason=_unknown(own))  # not for our reasons
+            if not (refused and error.__cause__ is None) and (model_error := _own_failure(model)):
+                return Row(model_type, None, reason=_unknown(model_error))  # not for our reasons
             reason = _sentence(error) if refused else f"it runs whole, but not layer by layer: {_sentence(error)}"
             return Row(model_type, False, reason=reason)
         try:
@@ -129,7 +129,7 @@ def _own_failure(model: PreTrainedModel) -> Exception | None:
 
 def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     """Attach the default adapter, and return the names of the modules that got one."""
-    layers, seen, found = find_layers(model)[1], set(), set()
+    layers, seen, targets = find_layers(model)[1], set(), set()
     for index, layer in enumerate(layers):
         made_of = tuple((name, type(module)) for name, module in layer.named_modules())
         if made_of in seen:  # adapters fit both or neither
@@ -138,12 +138,12 @@ def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     config = configured_lora(model, LemaConfig("-", lora_rank=1))
     inject_lora_params(model, config, torch.device("cpu"), seed=None)
     for name, module in model.named_modules():
-        own = name.replace(".base_layer", "").rpartition(".")[2]
+        leaf = name.replace(".base_layer", "").rpartition(".")[2]
         if isinstance(module, ParamWrapper):  # a parameter of a module that has several
-            found.add(f"{own}.{module.parameter_name}")
+            targets.add(f"{leaf}.{module.parameter_name}")
         elif isinstance(module, LoraLayer):
-            found.add(own)
-    return tuple(sorted(found))
+            targets.add(leaf)
+    return tuple(sorted(targets))
 
 
 @contextmanager
@@ -152,10 +152,10 @@ def _shapes_only(model: PreTrainedModel, not_run: Collection[nn.Module] = ()) ->
     Those of modules that are `not_run` stay as they are, because a large model has most of its parameters in them."""
     # The other implementations of experts sort tokens by values, or compute in half precision only.
     model.set_experts_implementation("batched_mm")
-    kept = {id(one) for module in not_run for one in module._parameters.values()}
+    unrun_ids = {id(parameter) for module in not_run for parameter in module._parameters.values()}
 
     def like(tensor: Tensor) -> Tensor:
-        if id(tensor) in kept or not isinstance(tensor, nn.Parameter):
+        if id(tensor) in unrun_ids or not isinstance(tensor, nn.Parameter):
             return tensor
         return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False)
 
@@ -174,8 +174,8 @@ def _unknown(error: BaseException) -> str:
 
 def _sentence(error: BaseException) -> str:
     """Return an error's words in one line that is not too long."""
-    said = error.what if isinstance(error, LemaError) else f"{type(error).__name__}: {error}"
-    return textwrap.shorten(said, LONGEST_REASON, placeholder=" ...")
+    message = error.what if isinstance(error, LemaError) else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(message, LONGEST_REASON, placeholder=" ...")
 
 
 @contextmanager

@@ -39,12 +39,12 @@ def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remot
     """Try each of `names`, or every type where none is given; a bar on a terminal says how far it has come. Names are
     types, else directories, files, or hub ids in the cache; a ConfigError or a WeightsError says of one that it is none
     of these, or cannot be tried."""
-    known = model_types()
+    types = model_types()
     for name in names:
-        _check(name, known)
+        _check(name, types)
     console = Console(stderr=True)
-    for name in track(names or known, "trying", console=console, transient=True, disable=not draws(console)):
-        if name in known:
+    for name in track(names or types, "trying", console=console, transient=True, disable=not draws(console)):
+        if name in types:
             yield survey(name)
         else:
             yield survey_model(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -52,10 +52,10 @@ def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remot
 
 def show_models(rows: Iterable[Row], console: Console) -> None:
     """Print a table with a summary on a terminal; anywhere else a line for each row as soon as it is known."""
-    known = list(rows) if console.is_terminal else []
-    print_table(map(_cells, known or rows), console, headers=HEADERS)
+    all_rows = list(rows) if console.is_terminal else []
+    print_table(map(_cells, all_rows or rows), console, headers=HEADERS)
     if console.is_terminal:
-        console.print(_summary(known), style="bold", highlight=False)
+        console.print(_summary(all_rows), style="bold", highlight=False)
 
 
 def json_text(rows: Iterable[Row]) -> str:
@@ -65,9 +65,9 @@ def json_text(rows: Iterable[Row]) -> str:
 
 def markdown(rows: Iterable[Row]) -> str:
     """Return the page of the docs."""
-    known = list(rows)
+    all_rows = list(rows)
     versions = (f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch"))
-    made = f"Made by `{COMMAND} > docs/models.md`, with {', '.join(versions)}."
+    origin = f"Made by `{COMMAND} > docs/models.md`, with {', '.join(versions)}."
     steps = json.loads(STEPS.read_text(encoding="utf-8"))
     distances: dict[str, float] = steps["distances"]
     measured = (
@@ -77,10 +77,10 @@ def markdown(rows: Iterable[Row]) -> str:
         f"(`tox -e seconddevice`, {steps['date']}, {steps['versions']}). No step could be taken where `transformers` "
         "makes no tiny model here, or does not read again what it writes."
     )
-    page = ["# Models", "", made, "", *INTRODUCTION, "", *wrap(measured, 120), "", _summary(known), ""]
+    page = ["# Models", "", origin, "", *INTRODUCTION, "", *wrap(measured, 120), "", _summary(all_rows), ""]
     headers = (*HEADERS[:2], "second device", *HEADERS[2:])
     page += [f"| {' | '.join(headers)} |", "|---" * len(headers) + "|"]
-    for row in known:
+    for row in all_rows:
         name, streams, _, reason = _cells(row)
         adapters = " ".join(f"`{target}`" for target in row.targets)
         escaped = re.sub(r"([\\`*_|<>\[\]])", r"\\\1", reason)
@@ -102,8 +102,8 @@ def _summary(rows: Sequence[Row]) -> str:
     return f"{len(rows)} in all: {counts[True]} stream, {counts[False]} do not, {counts[None]} unknown."
 
 
-def _check(name: str, known: Sequence[str]) -> None:
+def _check(name: str, types: Sequence[str]) -> None:
     """Tell a misspelt type before anything is tried; a path or a hub id is looked up when its turn comes."""
-    if name not in known and "/" not in name and not expanded(name).exists():
-        how = meant(name, known) or "`lema models` lists the types"
+    if name not in types and "/" not in name and not expanded(name).exists():
+        how = meant(name, types) or "`lema models` lists the types"
         raise ConfigError(f"{name!r} is neither a type of model nor a directory", where="lema models", how=how)

@@ -28,29 +28,29 @@ from lema.storage.atomic import appearing, replace_file
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.storage.regular import read_regular
 from lema.train.checkpoint.format import STATE, checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
-from lema.train.checkpoint.resume import Say, check_sound, newest_sound, tell_warning
+from lema.train.checkpoint.resume import Reporter, check_sound, newest_sound, report_warning
 from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics
 from lema.train.phases.plan import PhasePlan
 
-__all__ = ["BEST", "LATEST", "MODEL", "Places", "Start", "begin_at", "find_point", "find_start", "go_on"]
+__all__ = ["BEST", "LATEST", "MODEL", "PhasePaths", "Start", "begin_at", "find_point", "find_start", "go_on"]
 
 BEST, LATEST, MODEL, DELTA = "best.json", "latest.json", "model", "delta"
 
 
 @dataclass(frozen=True)
-class Places:
+class PhasePaths:
     """Where a run's phases are."""
 
     directory: Path  # where the run writes
     plan: PhasePlan  # its phases
 
-    def place(self, index: int) -> Path:
+    def phase_directory(self, index: int) -> Path:
         """Where a phase writes."""
         return self.directory / str(self.plan.phases[index].name)
 
     def checkpoint(self, index: int, step: int) -> Path:
         """The checkpoint of a phase after so many of its steps."""
-        return self.place(index) / f"checkpoint-{step}"
+        return self.phase_directory(index) / f"checkpoint-{step}"
 
     def end_of(self, index: int) -> Path:
         """The checkpoint that a phase ends with; the directory is there when the phase has ended."""
@@ -58,11 +58,11 @@ class Places:
 
     def model_of(self, index: int) -> Path:
         """The model that a phase writes, or its changes of one, if it writes either."""
-        return self.place(index) / (DELTA if self.plan.phases[index].save == "delta" else MODEL)
+        return self.phase_directory(index) / (DELTA if self.plan.phases[index].save == "delta" else MODEL)
 
     def saved(self, index: int) -> list[Path]:
         """The checkpoints of a phase, the oldest first."""
-        return checkpoints(self.place(index))
+        return checkpoints(self.phase_directory(index))
 
     def is_begun(self, index: int) -> bool:
         """Whether a phase has left anything from which the run goes on."""
@@ -108,16 +108,18 @@ class Places:
         for index in range(len(self.plan.phases)):
             if self.is_begun(index):
                 what = f"phase {self.plan.phases[index].name} has already begun there"
-                raise ConfigError(what, where=str(self.place(index)), how="resume, or choose another output_dir")
+                raise ConfigError(
+                    what, where=str(self.phase_directory(index)), how="resume, or choose another output_dir"
+                )
 
-    def begins_anew(self, index: int) -> bool:
+    def has_own_base(self, index: int) -> bool:
         """Whether a phase begins with a base of its own, rather than in the midst of the one before."""
         if index == 0:
             return True
         before, phase = self.plan.phases[index - 1], self.plan.phases[index]
         if phase.merge or (before.trains == "lora") != (phase.trains == "lora"):
             return True
-        selected = [(one.trains, one.trainable, one.layers) for one in (before, phase)]
+        selected = [(neighbor.trains, neighbor.trainable, neighbor.layers) for neighbor in (before, phase)]
         return phase.trains != "lora" and (phase.optimizer == "reset" or selected[0] != selected[1])
 
     def carries_moments(self, index: int) -> bool:
@@ -125,17 +127,17 @@ class Places:
         phases = self.plan.phases
         if not 0 < index < len(phases) or phases[index].trains == "lora":
             return False
-        return self.begins_anew(index) and phases[index].optimizer == "carry"
+        return self.has_own_base(index) and phases[index].optimizer == "carry"
 
     def leaves_model(self, index: int) -> bool:
         """Whether a phase ends with a model: weights do at the last, and before a phase that begins with them."""
         if index == len(self.plan.phases) - 1:
             return self.plan.phases[index].trains != "lora"
-        return self.begins_anew(index + 1)
+        return self.has_own_base(index + 1)
 
     def based(self, index: int) -> int:
         """How many phases are under the base of a phase."""
-        while not self.begins_anew(index):
+        while not self.has_own_base(index):
             index -= 1
         return index
 
@@ -170,13 +172,20 @@ class Places:
         if best is None or (before is not None and before["checkpoint"] == name):
             return
         # First, because after a kill nothing would know of a checkpoint that is noted nowhere; this note is made again.
-        if before is not None and before["only"] and (old := self.place(index) / str(before["checkpoint"])).is_dir():
+        if (
+            before is not None
+            and before["only"]
+            and (old := self.phase_directory(index) / str(before["checkpoint"])).is_dir()
+        ):
             delete_checkpoint(old, "a checkpoint that is no longer the best")
-        _write(self.place(index) / BEST, {"checkpoint": name, **{key: best[key] for key in ("eval_loss", "only")}})
+        _write(
+            self.phase_directory(index) / BEST,
+            {"checkpoint": name, **{key: best[key] for key in ("eval_loss", "only")}},
+        )
 
     def best(self, index: int) -> dict[str, Any] | None:
         """What `note_best` has written of a phase, None where it has nothing; or `AdapterError`."""
-        file = self.place(index) / BEST
+        file = self.phase_directory(index) / BEST
         if not file.is_file():
             return None
         try:
@@ -190,8 +199,8 @@ class Places:
         """Delete checkpoints of a phase up to `step`, but for the newest `keep`, the best, and those that are `sound`;
         or raise `DiskError`."""
         best = self.best(index)
-        spared = () if best is None else (self.place(index) / str(best["checkpoint"]),)
-        forget_old_checkpoints(self.place(index), self.checkpoint(index, step), keep, [*spared, *sound])
+        spared = () if best is None else (self.phase_directory(index) / str(best["checkpoint"]),)
+        forget_old_checkpoints(self.phase_directory(index), self.checkpoint(index, step), keep, [*spared, *sound])
 
 
 def _write(file: Path, note: Mapping[str, Any]) -> None:
@@ -210,25 +219,25 @@ class Start:
     rebuilt: int | None = None  # an earlier phase of the run whose model is written again first; None: none is
 
 
-def find_start(path: str | Path, places: Places) -> Start:
+def find_start(path: str | Path, paths: PhasePaths) -> Start:
     """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin; else
     `ConfigError`, of another plan and a model that is gone, too, or `AdapterError`."""
-    given = Path(path).absolute()
-    if (given / STATE).is_file():
-        return _from_checkpoint(given, places)
-    if (given / "config.json").is_file():
-        return _from_model(given, places)
+    directory = Path(path).absolute()
+    if (directory / STATE).is_file():
+        return _from_checkpoint(directory, paths)
+    if (directory / "config.json").is_file():
+        return _from_model(directory, paths)
     how = "name a directory with state.json (a checkpoint), or with config.json (a model)"
-    if given.is_dir() and (inside := sorted(given.glob("checkpoint-*"))):
+    if directory.is_dir() and (inside := sorted(directory.glob("checkpoint-*"))):
         how = f"name one of the checkpoints in it, such as {inside[-1].name}"
     what = "a run starts from a checkpoint of phases or a model's directory, and this is neither"
-    raise ConfigError(what, where=str(given), how=how)
+    raise ConfigError(what, where=str(directory), how=how)
 
 
-def begin_at(start: Start, places: Places) -> None:
+def begin_at(start: Start, paths: PhasePaths) -> None:
     """Put into the run's directory what its first phase stands on, or raise `DiskError`."""
     for index, model in start.models.items():
-        link = places.model_of(index)
+        link = paths.model_of(index)
         try:
             link.parent.mkdir(parents=True, exist_ok=True)
             if link.is_symlink():  # of a beginning that came to nothing
@@ -264,8 +273,8 @@ def _same_file(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _from_model(model: Path, places: Places) -> Start:
-    index = next((number for number, phase in enumerate(places.plan.phases) if phase.trains == "lora"), None)
+def _from_model(model: Path, paths: PhasePaths) -> Start:
+    index = next((number for number, phase in enumerate(paths.plan.phases) if phase.trains == "lora"), None)
     if index:
         return Start(index, None, {index - 1: model})
     what = "this is a model, and the first phase of the plan would start from it"
@@ -276,8 +285,8 @@ def _from_model(model: Path, places: Places) -> Start:
     raise ConfigError(what, where=str(model), how=how)
 
 
-def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
-    about, plan = check_sound(checkpoint)["extra"], places.plan
+def _from_checkpoint(checkpoint: Path, paths: PhasePaths) -> Start:
+    about, plan = check_sound(checkpoint)["extra"], paths.plan
     if not {"plan", "phase", "step"} <= about.keys():
         what = "this checkpoint belongs to a run without phases"
         how = "choose a checkpoint of a run of phases; merge an adapter with `lema merge` and use the model"
@@ -293,77 +302,77 @@ def _from_checkpoint(checkpoint: Path, places: Places) -> Start:
         what = f"the checkpoint says that {about['step']} steps were taken, of {plan.steps(index).steps}"
         raise AdapterError(what, where=str(checkpoint / STATE), how="name another checkpoint")
     models = {}
-    if under := places.based(index):
+    if under := paths.based(index):
         tried = [checkpoint.parent.parent / str(names[under - 1]) / MODEL]
         tried += [] if about.get("base") is None else [Path(about["base"])]
-        if (model := next((one for one in tried if (one / "config.json").is_file()), None)) is None:
+        if (model := next((candidate for candidate in tried if (candidate / "config.json").is_file()), None)) is None:
             what = f"the model that phase {names[under - 1]} wrote, which this checkpoint needs, is missing"
             raise ConfigError(what, where=" or ".join(map(str, tried)), how="copy it to the first of these places")
         models[under - 1] = model.absolute()
-    beside = checkpoint.parent / MODEL
+    model_directory = checkpoint.parent / MODEL
     ended = about["step"] == plan.steps(index).steps
-    if ended and places.leaves_model(index) and not places.carries_moments(index + 1) and beside.is_dir():
-        models[index] = beside.absolute()
+    if ended and paths.leaves_model(index) and not paths.carries_moments(index + 1) and model_directory.is_dir():
+        models[index] = model_directory.absolute()
     return Start(index, checkpoint, models)
 
 
-def go_on(replicas: Replicas, places: Places, config: LemaConfig, say: Say) -> Start | None:
+def go_on(replicas: Replicas, paths: PhasePaths, config: LemaConfig, report: Reporter) -> Start | None:
     """Return where a run goes on that is in its directory, all processes alike; cut the metrics of what comes after."""
-    say = say if replicas.first else lambda _: None
-    point = first_alone(replicas, lambda: find_point(places, say))
+    report = report if replicas.first else lambda _: None
+    point = first_alone(replicas, lambda: find_point(paths, report))
     where: tuple[Any, ...] = () if point is None else (point.index,)
     if point is None:
         check_unused(config)
-        say(f"there is no checkpoint in {places.directory}: the run starts from the beginning")
+        report(f"there is no checkpoint in {paths.directory}: the run starts from the beginning")
     elif point.checkpoint is not None:
-        about, name = read_state(point.checkpoint)["extra"], places.plan.phases[point.index].name
+        about, name = read_state(point.checkpoint)["extra"], paths.plan.phases[point.index].name
         where = (point.index, done := int(about["step"]), about.get("record"))
-        say(f"resuming from {point.checkpoint} (step {done} of {places.plan.steps(point.index).steps} of {name})")
-    first_alone(replicas, lambda: places.cut_record(*where))
+        report(f"resuming from {point.checkpoint} (step {done} of {paths.plan.steps(point.index).steps} of {name})")
+    first_alone(replicas, lambda: paths.cut_record(*where))
     return point
 
 
-def find_point(places: Places, say: Say) -> Start | None:
+def find_point(paths: PhasePaths, report: Reporter) -> Start | None:
     """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
     Raises `AdapterError` where nothing is sound that it could go on with; `ConfigError` where the plan is another."""
     faults: list[str] = []
-    for index in reversed(range(len(places.plan.phases))):
-        if not (found := places.saved(index)):
+    for index in reversed(range(len(paths.plan.phases))):
+        if not (candidates := paths.saved(index)):
             continue
-        name = places.plan.phases[index].name
+        name = paths.plan.phases[index].name
         try:
-            checkpoint = newest_sound(found, say)
+            checkpoint = newest_sound(candidates, report)
         except AdapterError as error:
             faults += [f"{name}/{line.removeprefix('  - ')}" for line in error.what.splitlines()[1:]]
         else:
-            return _at(places, index, checkpoint, say)
-        if index and _stands(places, index):
-            tell_warning(f"phase {name} begins again: none of its checkpoints is valid", say)
-            return _at(places, index, None, say)
+            return _at(paths, index, checkpoint, report)
+        if index and _stands(paths, index):
+            report_warning(f"phase {name} begins again: none of its checkpoints is valid", report)
+            return _at(paths, index, None, report)
     if faults:
         what = f"no checkpoint of the run is valid:{listed(faults)}"
         how = "restore one from a good copy, or begin a new run in another output_dir"
-        raise AdapterError(what, where=str(places.directory), how=how)
+        raise AdapterError(what, where=str(paths.directory), how=how)
     return None
 
 
-def _at(places: Places, index: int, checkpoint: Path | None, say: Say) -> Start:
+def _at(paths: PhasePaths, index: int, checkpoint: Path | None, report: Reporter) -> Start:
     """Return the point at a checkpoint of a phase, or at its beginning, once what lies below it is seen to be there."""
-    _check_plan(places, index, checkpoint)
-    ended = checkpoint == places.end_of(index) and places.is_done(index, alone=True)
-    return Start(index, checkpoint, here=True, ended=ended, rebuilt=_to_rebuild(places, index, say))
+    _check_plan(paths, index, checkpoint)
+    ended = checkpoint == paths.end_of(index) and paths.is_done(index, alone=True)
+    return Start(index, checkpoint, here=True, ended=ended, rebuilt=_to_rebuild(paths, index, report))
 
 
-def _check_plan(places: Places, index: int, checkpoint: Path | None) -> None:
+def _check_plan(paths: PhasePaths, index: int, checkpoint: Path | None) -> None:
     """Refuse another plan than that of the checkpoint that is resumed, or of the end of the phase before."""
     if checkpoint is None:
-        if index == 0 or not _is_sound(places.end_of(index - 1)):
+        if index == 0 or not _is_sound(paths.end_of(index - 1)):
             return  # no file says which weights were trained
-        index, checkpoint = index - 1, places.end_of(index - 1)
+        index, checkpoint = index - 1, paths.end_of(index - 1)
     about, how = read_state(checkpoint)["extra"], "begin a new run in another output_dir"
     if "plan" not in about:
         raise AdapterError("this checkpoint does not belong to a run of phases", where=str(checkpoint), how=how)
-    places.plan.check_same(about["plan"], str(checkpoint), index + 1)
+    paths.plan.check_same(about["plan"], str(checkpoint), index + 1)
 
 
 def _is_sound(checkpoint: Path) -> bool:
@@ -372,24 +381,24 @@ def _is_sound(checkpoint: Path) -> bool:
     return False
 
 
-def _stands(places: Places, index: int) -> bool:
-    if places.begins_anew(index) and not places.has_model(index - 1):
+def _stands(paths: PhasePaths, index: int) -> bool:
+    if paths.has_own_base(index) and not paths.has_model(index - 1):
         return False
-    needs_end = places.carries_moments(index) or not places.begins_anew(index)
-    return not needs_end or _is_sound(places.end_of(index - 1))
+    needs_end = paths.carries_moments(index) or not paths.has_own_base(index)
+    return not needs_end or _is_sound(paths.end_of(index - 1))
 
 
-def _to_rebuild(places: Places, index: int, say: Say) -> int | None:
+def _to_rebuild(paths: PhasePaths, index: int, report: Reporter) -> int | None:
     """Return the phase whose model this one builds on, if it is missing and can be written again; else None."""
-    below = places.based(index) - 1
-    if below < 0 or places.has_model(below):
+    below = paths.based(index) - 1
+    if below < 0 or paths.has_model(below):
         return None
-    end, name = places.end_of(below), places.plan.phases[below].name
+    end, name = paths.end_of(below), paths.plan.phases[below].name
     try:
         check_sound(end)
     except AdapterError as error:
         what = f"the model that phase {name} wrote is missing and cannot be written again: {error.what}"
         how = "copy the model back, or begin again in another output_dir"
-        raise AdapterError(what, where=f"{places.model_of(below)}, from {error.where}", how=how) from error
-    tell_warning(f"the model that phase {name} wrote is missing: LEMA writes it again from {end}", say)
+        raise AdapterError(what, where=f"{paths.model_of(below)}, from {error.where}", how=how) from error
+    report_warning(f"the model that phase {name} wrote is missing: LEMA writes it again from {end}", report)
     return below

@@ -63,27 +63,27 @@ def choices(
     common = {"device": "cpu", "lora_target_parameters": list[str](), **BASE}
     blueprint = draw_up(LemaConfig(str(directory), **common), elsewhere=True)
     common["max_length"] = longest_row(None, num_positions(blueprint.model.config))
-    known: dict[Any, Any] = {}
+    cache: dict[Any, Any] = {}
     for memory in memories:
         name = profile or profile_for(memory)
         machine = replace(PROFILES[name], device_memory=memory)
-        found: Choice | MemoryLimitError | None = None
+        choice: Choice | MemoryLimitError | None = None
         for changes in LADDER:
             host = f"{int(HOST * machine.host_memory / GB)}GB"
             memories_of = {"device_memory": f"{memory / GB:g}GB", "host_memory": host}
             settings = {**memories_of, **BASE, "max_length": common["max_length"], **changes}
             config = LemaConfig(str(directory), **{**common, **settings})
             try:
-                planner = planner_of(config, machine, blueprint=blueprint, known=known)
-                found = _choice(planner, settings, name, machine)
+                planner = planner_of(config, machine, blueprint=blueprint, workload_cache=cache)
+                choice = _choice(planner, settings, name, machine)
             except MemoryLimitError as error:
-                found = error
+                choice = error
                 continue
             # A head that was left whole counts with what is outside the layers from now on.
             blueprint = blueprint if planner.blueprint.pieces else planner.blueprint
             break
-        assert found is not None
-        yield found
+        assert choice is not None
+        yield choice
 
 
 def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machine) -> Choice:
@@ -92,7 +92,9 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
     if sum(needs.device.values()) > machine.device_memory:
         raise MemoryLimitError("the plan needs more than the device has", where="device_memory")
     stack = find_layers(drawn.model)[1]
-    experts = any(one.ndim > 2 for name, one in stack.named_parameters() if "lora_" not in name and "conv" not in name)
+    experts = any(
+        parameter.ndim > 2 for name, parameter in stack.named_parameters() if "lora_" not in name and "conv" not in name
+    )
     return Choice(
         settings | ({"lora_target_parameters": []} if experts else {}),
         profile,
@@ -166,4 +168,8 @@ def _layers(count: int) -> str:
 
 
 def _text(value: str) -> str:
-    return value if all(one.isalnum() or one in "/._-" for one in value) else json.dumps(value, ensure_ascii=False)
+    return (
+        value
+        if all(character.isalnum() or character in "/._-" for character in value)
+        else json.dumps(value, ensure_ascii=False)
+    )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
     from lema.engine.visit import Engine
 
-__all__ = ["Beside", "StartingAdapter", "beside_of_pass", "settled"]
+__all__ = ["ReferenceRows", "StartingAdapter", "reference_rows_of", "top_row_loss"]
 
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
 Calls: TypeAlias = Sequence[Sequence[LayerCall]]
@@ -40,15 +40,15 @@ def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Have modules compute without their adapters in a `with` block, in which no gradient is formed. PEFT's own
     `disable_adapter` also says of every adapter that it does not train, by which the engine goes."""
     wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    found = [one for module in modules for one in module.modules() if isinstance(one, wrappers)]
-    before = [one._disable_adapters for one in found]
+    wrapped = [submodule for module in modules for submodule in module.modules() if isinstance(submodule, wrappers)]
+    before = [wrapper._disable_adapters for wrapper in wrapped]
     try:
-        for one in found:
-            one._disable_adapters = True
+        for wrapper in wrapped:
+            wrapper._disable_adapters = True
         yield
     finally:
-        for one, was in zip(found, before, strict=True):
-            one._disable_adapters = was
+        for wrapper, was in zip(wrapped, before, strict=True):
+            wrapper._disable_adapters = was
 
 
 def as_reference(start: StartingAdapter | None, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -84,7 +84,7 @@ class StartingAdapter:
     @contextmanager
     def standing_in(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Have modules, and those in them, compute with the copies in a `with` block."""
-        places = [
+        entries = [
             (part._parameters, name, parameter)
             for module in modules
             for part in module.modules()
@@ -92,11 +92,11 @@ class StartingAdapter:
             if parameter is not None and parameter in self._copies
         ]
         try:
-            for parameters, name, parameter in places:
+            for parameters, name, parameter in entries:
                 parameters[name] = self._copies[parameter]
             yield
         finally:
-            for parameters, name, parameter in places:
+            for parameters, name, parameter in entries:
                 parameters[name] = parameter
 
 
@@ -112,21 +112,21 @@ class Group:
 
 
 @dataclass(eq=False)
-class Beside:
+class ReferenceRows:
     """The extra rows of one pass."""
 
     engine: Engine  # what visits work with
     start: StartingAdapter | None  # the reference's adapter; None: the reference has none
     reference: Group | None  # the rows that train, as the reference sees them; None: not needed
     mismatched: Sequence[Group]  # of KTO's KL term, of the model and of the reference; none: not needed
-    forks: int  # the lowest layer at which the reference makes something else; -1: before the layers
+    first_difference: int  # the lowest layer at which the reference makes something else; -1: before the layers
     outside: bool  # whether something outside the layers trains
 
     @torch.no_grad()
     def through(self, layer: int, lease: Lease, hidden: Sequence[Tensor]) -> None:
         """Take the rows through a layer that is on lease; `hidden` is what the rows that train were given there."""
         groups = [*([] if self.reference is None else [self.reference]), *self.mismatched]
-        if layer == self.forks:
+        if layer == self.first_difference:
             for group in groups:
                 if group.hidden is None:
                     group.hidden = list(hidden if group.source is None else group.source.hidden or ())
@@ -134,10 +134,10 @@ class Beside:
         if groups and engine.split.state.layers.keeps(layer):
             raise engine.split.state.layers.refusal(layer, "and the rows of a reference would change it")
 
-        def run(group: Group, call: LayerCall, given: Tensor) -> Tensor:
+        def run(group: Group, call: LayerCall, hidden_state: Tensor) -> Tensor:
             # Not compiled without adapters, because that would be another graph of each layer.
             compiled = group.policy or self.start is not None
-            return engine.split.run_layer(layer, lease.weights, call, given.detach(), compiled=compiled)
+            return engine.split.run_layer(layer, lease.weights, call, hidden_state.detach(), compiled=compiled)
 
         for group in groups:
             if group.hidden is None:
@@ -145,22 +145,22 @@ class Beside:
             with nullcontext() if group.policy else as_reference(self.start, [engine.split.layers[layer]]):
                 for index, call in enumerate(group.calls[layer]):
                     engine.stop.poll()
-                    made = partial(run, group, call, group.hidden[index])
-                    place, state = f"in the forward of layer {layer}", engine.generator_state()
-                    group.hidden[index] = engine.retry.run_forward(place, made, state)
+                    forward = partial(run, group, call, group.hidden[index])
+                    location, state = f"in the forward of layer {layer}", engine.generator_state()
+                    group.hidden[index] = engine.retry.run_forward(location, forward, state)
 
     @torch.no_grad()
     def evaluated(self, loss: RowLoss, hidden: Sequence[Tensor]) -> Tensor:
         """Return the loss of a pass without gradients; `hidden` are the last layer's outputs."""
         with self.engine.retry.at("in the head and the loss"):
-            logps = [loss.forward(*one, index) for index, one in enumerate(zip(hidden, loss.targets, strict=True))]
-        return self.settle(loss, logps, differentiate=False)
+            logps = [loss.forward(*pair, index) for index, pair in enumerate(zip(hidden, loss.targets, strict=True))]
+        return self.finish(loss, logps, differentiate=False)
 
-    def settle(self, loss: RowLoss, logps: Sequence[Tensor], *, differentiate: bool = True) -> Tensor:
+    def finish(self, loss: RowLoss, logps: Sequence[Tensor], *, differentiate: bool = True) -> Tensor:
         """Return the loss of a pass, of whose rows that train these are the log-probabilities; the layers are done."""
         reference = None if self.reference is None else self._logps(loss, self.reference)
-        mismatched = [self._logps(loss, one) for one in self.mismatched]
-        return loss.settle(logps, reference, mismatched, differentiate=differentiate)
+        mismatched = [self._logps(loss, group) for group in self.mismatched]
+        return loss.finish(logps, reference, mismatched, differentiate=differentiate)
 
     def _logps(self, loss: RowLoss, group: Group) -> list[Tensor]:
         hidden, group.hidden = group.hidden or [], None
@@ -170,50 +170,52 @@ class Beside:
             return [loss.forward(state, target) for state, target in zip(hidden, group.targets, strict=True)]
 
 
-def beside_of_pass(
+def reference_rows_of(
     model: StreamedModel,
     loss: LossChunks | RowLoss,
     micro_batches: Batches,
-    placed: Batches,
+    device_batches: Batches,
     calls: Calls,
     first: Lease | None,
-) -> Beside | None:
+) -> ReferenceRows | None:
     """Return the extra rows that go through the layers, before the first layer; None: there are none. The
-    micro-batches are in host memory, `placed` on the device, `calls` those of each layer. `first` is the first layer's
+    micro-batches are in host memory, `device_batches` on the device, `calls` those of each layer. `first` is the first layer's
     lease, where the prelude needs its weights."""
     objective, split, start = model.objective, model.split, model.reference
     if objective is None or not isinstance(loss, RowLoss):
         return None
     outside = bool(model.trained_outside())
     below = outside and model.starts_below is not False
-    forks = -1 if below else model.lowest_trained
+    first_difference = -1 if below else model.lowest_trained
 
     def as_seen(batches: Batches, targets: Sequence[Tensor], calls: Calls, source: Group | None = None) -> Group:
         if not below:
             return Group(calls, targets, policy=False, source=source)
         with as_reference(start, [split.model]):
-            hidden, own = model.prelude(batches, first)
-        return Group(own, targets, policy=False, hidden=list(split.enter(hidden)))
+            hidden, prelude_calls = model.prelude(batches, first)
+        return Group(prelude_calls, targets, policy=False, hidden=list(split.enter(hidden)))
 
     rows = [model.padding.of(mismatched_of(batch)) for batch in micro_batches if objective.mismatched]
-    others, wanted = model.inputs.place_step(rows, [targets_of(row["labels"]) for row in rows], split.tables)
-    reference = as_seen(placed, loss.targets, calls) if objective.reference else None
+    mismatched_batches, mismatched_targets = model.inputs.step_to_device(
+        rows, [targets_of(row["labels"]) for row in rows], split.tables
+    )
+    reference = as_seen(device_batches, loss.targets, calls) if objective.reference else None
     if not objective.mismatched:
-        return Beside(model.engine, start, reference, (), forks, outside)
-    hidden, own = model.prelude(others, first)
-    policy = Group(own, wanted, policy=True, hidden=list(split.enter(hidden)))
-    mismatched = policy, as_seen(others, wanted, own, policy)
-    return Beside(model.engine, start, reference, mismatched, forks, outside)
+        return ReferenceRows(model.engine, start, reference, (), first_difference, outside)
+    hidden, mismatched_calls = model.prelude(mismatched_batches, first)
+    policy = Group(mismatched_calls, mismatched_targets, policy=True, hidden=list(split.enter(hidden)))
+    mismatched = policy, as_seen(mismatched_batches, mismatched_targets, mismatched_calls, policy)
+    return ReferenceRows(model.engine, start, reference, mismatched, first_difference, outside)
 
 
-def settled(
+def top_row_loss(
     engine: Engine,
     lease: Lease,
     leaves: Leaves,
     calls: Sequence[LayerCall],
     hidden: Sequence[Tensor],
     embed_head: EmbedHead,
-    beside: Beside,
+    reference_rows: ReferenceRows,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Run all rows through the top layer and the head; return the loss of the pass and, for each micro-batch, the
     gradient of its log-probabilities by the top layer's output, and the generator's state before the top layer."""
@@ -224,15 +226,15 @@ def settled(
     def score(index: int, state: Tensor) -> tuple[Tensor, Tensor]:
         output = engine.split.run_layer(top, {**lease.weights, **leaves}, calls[index], state.detach())
         with retry.at("in the head and the loss"):
-            return embed_head.turn(index, output.detach())
+            return embed_head.loss_and_grad(index, output.detach())
 
     with engine.stream.trace.span("forward", f"layer {top}, head and loss"), torch.no_grad():
         for index, state in enumerate(hidden):
             engine.stop.poll()
             states.append(engine.generator_state())
             run = partial(score, index, state)
-            one, gradient = retry.run_forward(f"in the forward of layer {top}", run, states[-1])
-            logps.append(one)
+            row_logps, gradient = retry.run_forward(f"in the forward of layer {top}", run, states[-1])
+            logps.append(row_logps)
             gradients.append(gradient)
-        beside.through(top, lease, hidden)
-    return beside.settle(loss, logps), gradients, states
+        reference_rows.through(top, lease, hidden)
+    return reference_rows.finish(loss, logps), gradients, states

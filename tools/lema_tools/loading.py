@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lema.data.mixture import Source
     from lema.train.model import LemaModel
     from lema.train.phases.file import PhaseFile
+    from lema.train.phases.paths import PhasePaths
     from lema.train.phases.phase import Phase
-    from lema.train.phases.places import Places
 
 __all__ = ["Outcome", "model_of", "outcome_of"]
 
@@ -27,7 +27,7 @@ OF_PLAN = ("batch_size", "micro_batch_size", "max_length", "seed")
 
 def outcome_of(source: Path, settings: list[str] | None, phase: str | None) -> "Outcome | None":
     """Return the phase that is meant of a file of phases, the last if none is named; None: it is no such file."""
-    return None if (found := phase_of(source, settings, phase)) is None else Outcome(*found)
+    return None if (file_and_index := phase_of(source, settings, phase)) is None else Outcome(*file_and_index)
 
 
 def model_of(
@@ -40,7 +40,7 @@ def model_of(
     """Return the model of an adapter directory; of a config with the adapter in its `output_dir`, if any; or of a
     phase, as that has left it. `unread`: settings that the command has no use for, as in `from_pretrained`."""
     if outcome is not None:
-        return outcome.open(say=partial(typer.echo, err=True), trust_remote_code=trust_remote_code)
+        return outcome.open(report=partial(typer.echo, err=True), trust_remote_code=trust_remote_code)
     overrides = settings_of(settings) if source.is_dir() else {}
     config = None if source.is_dir() else config_of(source, settings)
     from lema.lora.consent import check_code_is_named  # after the settings, because importing these takes seconds
@@ -52,8 +52,8 @@ def model_of(
             check_code_is_named(settings_file(source))
         return LemaModel.from_pretrained(source, trust_remote_code=trust_remote_code, unread=unread, **overrides)
     if (Path(config.output_dir) / "adapter_config.json").is_file():
-        given = {"unread": unread, **config.model_dump(exclude_unset=True)}
-        return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **given)
+        options = {"unread": unread, **config.model_dump(exclude_unset=True)}
+        return LemaModel.from_pretrained(config.output_dir, trust_remote_code=trust_remote_code, **options)
     typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
     return LemaModel(config, trust_remote_code=trust_remote_code)
 
@@ -71,37 +71,37 @@ class Outcome:
         return self.file.plan.phases[self.index]
 
     @property
-    def _places(self) -> "Places":
-        from lema.train.phases.places import Places
+    def _paths(self) -> "PhasePaths":
+        from lema.train.phases.paths import PhasePaths
 
-        return Places(Path(self.file.config.output_dir), self.file.plan)
+        return PhasePaths(Path(self.file.config.output_dir), self.file.plan)
 
-    def open(self, *, say: "Callable[[str], None]", trust_remote_code: bool) -> "LemaModel":
+    def open(self, *, report: "Callable[[str], None]", trust_remote_code: bool) -> "LemaModel":
         """Return the model as the phase has left it: with the adapters of its newest checkpoint, or with the weights
-        that it ended with. Before its first checkpoint it is the model that it begins with, which `say` tells, as it
+        that it ended with. Before its first checkpoint it is the model that it begins with, which `report` tells, as it
         tells of a phase that has not ended. `ConfigError`: the phase leaves no model, or has nothing to begin with."""
         from lema.train.model import LemaModel
         from lema.train.phases.file import OF_ADAPTERS, with_model
 
-        places, phase, config = self._places, self.phase, self.file.config
-        if phase.trains != "lora" and places.is_begun(self.index):
+        paths, phase, config = self._paths, self.phase, self.file.config
+        if phase.trains != "lora" and paths.is_begun(self.index):
             return self._based_on(with_model(config, self._model_left()), trust_remote_code=trust_remote_code)
-        if phase.trains == "lora" and (saved := places.saved(self.index)):
-            if saved[-1] != places.end_of(self.index):
-                say(f"phase {phase.name} has not ended: this is {saved[-1].name} of it")
-            own = {*OF_ADAPTERS, "model_name_or_path", "gbi_path", "revision"}
-            given = config.model_dump(exclude_unset=True, exclude=own) | self._steps
-            return LemaModel.from_pretrained(saved[-1], trust_remote_code=trust_remote_code, **given)
+        if phase.trains == "lora" and (saved := paths.saved(self.index)):
+            if saved[-1] != paths.end_of(self.index):
+                report(f"phase {phase.name} has not ended: this is {saved[-1].name} of it")
+            excluded = {*OF_ADAPTERS, "model_name_or_path", "gbi_path", "revision"}
+            options = config.model_dump(exclude_unset=True, exclude=excluded) | self._steps
+            return LemaModel.from_pretrained(saved[-1], trust_remote_code=trust_remote_code, **options)
         begins = config
-        if under := places.based(self.index):
-            if not places.has_model(under - 1):
+        if under := paths.based(self.index):
+            if not paths.has_model(under - 1):
                 before = self.file.plan.phases[under - 1].name
                 what = (
                     f"phase {phase.name} has not begun, and phase {before}, whose model it begins with, has not ended"
                 )
-                raise ConfigError(what, where=str(places.directory), how="train first: `lema train` with this file")
-            begins = with_model(config, places.model_of(under - 1))
-        say(f"phase {phase.name} has no checkpoint yet: this is the model that it begins with")
+                raise ConfigError(what, where=str(paths.directory), how="train first: `lema train` with this file")
+            begins = with_model(config, paths.model_of(under - 1))
+        report(f"phase {phase.name} has no checkpoint yet: this is the model that it begins with")
         return self._based_on(begins, trust_remote_code=trust_remote_code)
 
     def _based_on(self, config: "LemaConfig", *, trust_remote_code: bool) -> "LemaModel":
@@ -113,28 +113,28 @@ class Outcome:
     @property
     def _steps(self) -> dict[str, Any]:
         rows = {name: getattr(self.file.plan, name) for name in OF_PLAN}
-        return {**rows, **self.phase.overrides, "output_dir": str(self._places.place(self.index))}
+        return {**rows, **self.phase.overrides, "output_dir": str(self._paths.phase_directory(self.index))}
 
     def _model_left(self) -> Path:
-        places, name = self._places, self.phase.name
-        model = places.model_of(self.index)
-        if not places.leaves_model(self.index):
+        paths, name = self._paths, self.phase.name
+        model = paths.model_of(self.index)
+        if not paths.leaves_model(self.index):
             after = self.file.plan.phases[self.index + 1].name
             what = f"phase {name} leaves no model, because phase {after} trains its weights further"
-            raise ConfigError(what, where=str(places.place(self.index)), how=f"--phase {after}")
+            raise ConfigError(what, where=str(paths.phase_directory(self.index)), how=f"--phase {after}")
         if self.phase.save == "delta":
             how = f"`lema merge {model} OUT` writes the model; name that directory as model_name_or_path"
             raise ConfigError(f"phase {name} leaves a delta, not a model", where=str(model), how=how)
-        if not places.has_model(self.index):
+        if not paths.has_model(self.index):
             what = f"phase {name} has begun, and leaves its model when it ends"
             raise ConfigError(what, where=str(model), how="go on with it: `lema train --resume` with this file")
         return model
 
-    def held_out(self, model: "LemaModel") -> "dict[str, Source]":
+    def eval_sources(self, model: "LemaModel") -> "dict[str, Source]":
         """Return the rows to evaluate on of each data set that the phase reads, by its name."""
         from lema.train.phases.file import read_sources
 
-        plan, used = self.file.plan, {one.full_name for one in self.phase.mixture}
-        given = {name: files for name, files in self.file.eval_data.items() if name in used}
+        plan, used = self.file.plan, {sampling.full_name for sampling in self.phase.mixture}
+        files_by_name = {name: files for name, files in self.file.eval_data.items() if name in used}
         of_phase = plan.model_copy(update={"phases": [self.phase]})
-        return read_sources(self.file.config, of_phase, given, "val", files=model.files)
+        return read_sources(self.file.config, of_phase, files_by_name, "val", files=model.files)

@@ -21,18 +21,18 @@ from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.offload import Offload, Order, Packed
 from lema.activations.pieces import Piece
 from lema.activations.policy import WeightStorages, WeightView, everything
-from lema.activations.protocols import Counters, Kept
+from lema.activations.protocols import Counters, StayReason
 from lema.backend import Carrier
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile
 
-__all__ = ["STAGING", "BoundaryArena", "KeptGraphs", "StepBoundaries", "StepGraphs"]
+__all__ = ["STAGING", "BoundaryArena", "SavedGraphs", "StepBoundaries", "StepGraphs"]
 
 STASH = 5  # pieces that leave while compute goes on, and that come back ahead of it
 STAGING = 256 * 2**20  # bytes of host memory through which things go to the disk and come back
 
 
-class KeptGraphs:
+class SavedGraphs:
     """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers stay. A file is in
     `directory`; None: where the system keeps temporary files. `at_once`: no copy holds device memory or is early."""
 
@@ -51,7 +51,7 @@ class KeptGraphs:
         self._weights, self._carrier, self._trace = WeightStorages(model), carrier, trace
         self._directory = directory or Path(tempfile.gettempdir())
         self._at_once = at_once
-        self._held: set[int] = set()  # storages that the graph now built may hold as they are
+        self._excluded_storages: set[int] = set()  # storages that the graph now built may hold as they are
         self._offload: Offload | None = None
         self.counters = Counters()  # bytes moved so far
 
@@ -63,7 +63,7 @@ class KeptGraphs:
     def step(self) -> "StepGraphs":
         """Return what takes the graphs of one step; a file that cannot be made is a `DiskError`."""
         if self._offload is None:
-            choice = everything(self._weights, {self._carrier.device.type}, held=self._held)
+            choice = everything(self._weights, {self._carrier.device.type}, excluded_storages=self._excluded_storages)
             ahead = 1 if self._at_once else STASH
             self._offload = Offload(
                 choice,
@@ -74,7 +74,7 @@ class KeptGraphs:
                 counters=self.counters,
             )
         self._weights.refresh()
-        return StepGraphs(self._offload, self._held)
+        return StepGraphs(self._offload, self._excluded_storages)
 
     def close(self) -> None:
         """Give the memory back, or the disk space."""
@@ -96,30 +96,30 @@ class KeptGraphs:
 
 
 class StepGraphs:
-    """The graphs of one step; see `KeptGraphs.step`."""
+    """The graphs of one step; see `SavedGraphs.step`."""
 
-    def __init__(self, offload: Offload, held: set[int]) -> None:
-        self._offload, self._held = offload, held
+    def __init__(self, offload: Offload, excluded_storages: set[int]) -> None:
+        self._offload, self._excluded_storages = offload, excluded_storages
         self._orders: dict[Key, Order[Piece]] = {}
 
-    def keep(self, layer: int, index: int, held: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
-        """Return what packs the next graph's tensors, of micro-batch `index` through `layer`; those `held` stay."""
-        self._held.clear()
-        self._held.update(tensor.untyped_storage()._cdata for tensor in held)
+    def keep(self, layer: int, index: int, excluded: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
+        """Return what packs the next graph's tensors, of micro-batch `index` through `layer`; those `excluded` stay."""
+        self._excluded_storages.clear()
+        self._excluded_storages.update(tensor.untyped_storage()._cdata for tensor in excluded)
         order = self._orders[layer, index] = self._offload.order()
 
         def pack(tensor: Tensor) -> Packed:
             if (cast := WeightView.of_cast(tensor)) is None:
                 return self._offload.pack(tensor, order)
             self._offload.counters.seen += 1
-            self._offload.counters.kept[Kept.CAST] += 1
+            self._offload.counters.kept[StayReason.CAST] += 1
             return cast
 
         return pack
 
-    def turn(self) -> None:
+    def end_forward(self) -> None:
         """Move all graphs off the device once every graph is built, because the next phase needs the room."""
-        self._held.clear()
+        self._excluded_storages.clear()
         self._offload.let_go()
 
     def expect(self, layer: int, index: int = 0) -> None:
@@ -142,14 +142,14 @@ class BoundaryArena:
     ) -> None:
         self._backend, self.tier, self._trace = backend, tier, trace
         self._directory = directory or Path(tempfile.gettempdir())
-        self._kept_in: Tier | None = None
+        self._storage_tier: Tier | None = None
         self._away = Counters()
         self._step: weakref.ref[StepBoundaries] | None = None
 
     @property
     def memory_bytes(self) -> int:
         """The bytes of memory that boundaries have; those on their way to a layer not counted."""
-        return 0 if self._kept_in is None else self._kept_in.memory_bytes
+        return 0 if self._storage_tier is None else self._storage_tier.memory_bytes
 
     @property
     def bytes_away(self) -> int:
@@ -162,17 +162,17 @@ class BoundaryArena:
         otherwise, more room is made on the way. The memory of the step before is used again, unless that step still
         waits for its backward. `DiskError`: the disk has no room."""
         before = None if self._step is None else self._step()
-        if self._kept_in is None or (before is not None and not before.done):
-            self._kept_in = make_tier(self.tier, self._backend, self._directory, self._trace)
-        step = StepBoundaries(self._kept_in, hidden, layers, self._trace, self._away)
+        if self._storage_tier is None or (before is not None and not before.done):
+            self._storage_tier = make_tier(self.tier, self._backend, self._directory, self._trace)
+        step = StepBoundaries(self._storage_tier, hidden, layers, self._trace, self._away)
         self._step = weakref.ref(step)
         return step
 
     def close(self) -> None:
         """Give the memory back, or the disk space."""
-        if self._kept_in is not None:
-            self._kept_in.close()
-        self._kept_in = None
+        if self._storage_tier is not None:
+            self._storage_tier.close()
+        self._storage_tier = None
 
 
 class StepBoundaries:
@@ -194,18 +194,18 @@ class StepBoundaries:
         """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with. It has the
         copy's strides, so that the recomputation rounds as the forward did. `DiskError`: a boundary was not written."""
         like = _like(state)
-        given = state.detach() if like.stride() == state.stride() else state.detach().clone()
+        layer_input = state.detach() if like.stride() == state.stride() else state.detach().clone()
         self._to_come -= 1
         assert self._to_come >= 0, "more boundaries came than the step has"
         with self._trace.span("boundaries", f"keep layer {layer}"):
-            self._tier.keep((layer, index), given, like, self._to_come)
+            self._tier.keep((layer, index), layer_input, like, self._to_come)
         self._counters.bytes_out += like.nbytes
         if self._to_come == 0:
-            self._tier.turn()
-        return given
+            self._tier.end_forward()
+        return layer_input
 
     @contextmanager
-    def kept(self, layer: int, index: int, *, again: bool = False) -> Iterator[Tensor]:
+    def fetch(self, layer: int, index: int, *, again: bool = False) -> Iterator[Tensor]:
         """Yield what was kept, on the device, for the length of a `with` block. The top layer's come first, each
         layer's in the order of micro-batches, once in each backward; `again`: another backward comes, in which all are
         there once more. `ReadError`, `DiskError`: one could not be read, or written."""
@@ -217,7 +217,7 @@ class StepBoundaries:
             next(fetched, None)
         if again and self._to_fetch == 0:
             self._to_fetch = self._total
-            self._tier.turn()
+            self._tier.end_forward()
 
 
 def _like(state: Tensor) -> Tensor:
