@@ -183,10 +183,37 @@ def get_lora_act_offloading_ctx_manager(
     mode: Mode | Literal[False] = True,
     **options: Any,
 ) -> OffloadActivations | NoOpManager:
-    """Return the context in which a training step of `model` offloads its activations. It works for any `transformers`
-    model, with or without a PEFT adapter, with few or all parameters trained, and wrapped for several processes or not.
-    The output head, everything after it, and modules in `exclude_modules` stay on the device. Arguments and errors are
-    those of `OffloadActivations`. `mode` may also be False, which moves nothing."""
+    """Return the context in which a training step of a model offloads its activations.
+
+    It works for any model of transformers, with or without a PEFT adapter, with few or all
+    parameters trained, and wrapped for several processes or not. The output head, everything after
+    it, and modules in `exclude_modules` stay on the device.
+
+    Args:
+        model: the model that is trained.
+        use_pin_memory: lock the pages of host memory, so that the device can copy on its own.
+        use_streams: copy while the device computes; otherwise the computation waits for each copy.
+        min_offload_size: size in bytes below which tensors stay.
+        max_fwd_stash_size: pieces that may be on the device while they are copied away. At least 1.
+        warn_if_no_head: warn if no output head is found in the model.
+        mode: as in `OffloadActivations`; False: nothing is moved.
+        options: further arguments of `OffloadActivations`.
+
+    Returns:
+        A context to enter once per training step.
+
+    Raises:
+        ConfigError: a setting is wrong, or `exclude_modules` match nothing.
+        DiskError: there is no space for the file.
+
+    Example:
+        ```python
+        offload = get_lora_act_offloading_ctx_manager(model, mode="hidden_states")
+        with offload:
+            loss = model(**batch).loss
+        loss.backward()
+        ```
+    """
     if mode is False:  # not a null context, because one that offloads may be open around this one
         return NoOpManager()
     return OffloadActivations(

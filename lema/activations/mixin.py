@@ -29,25 +29,31 @@ THEIRS = "maybe_activation_offload_context"  # where TRL's trainers keep a conte
 
 
 class ActivationOffloadingMixin(Below):
-    """Put it before the trainer in the bases of a class. It takes the trainer's arguments and two more keywords.
+    """Offloads activations in every training step of a trainer.
 
-    The model's hooks and the memory for moved tensors exist from the first step to the end of `train()`, however it
-    ends. Steps outside of `train()` keep them until the trainer is freed, or `close_activation_offloading()`.
+    Put it before the trainer in the bases of a class. It takes the trainer's arguments and two more
+    keywords. The model's hooks and the memory for moved tensors exist from the first step to the
+    end of `train()`, however it ends. Steps outside of `train()` keep them until the trainer is
+    freed, or `close_activation_offloading()`.
 
     Args:
-        activation_offloading: which tensors move, and where to: True, "legacy", "hidden_states", "disk"; False: none.
-            None: the value of `args.activation_offloading` (TRL's arguments have it), or True if there is none, because
-            the mixin was added on purpose.
-        activation_offloading_options: for `get_lora_act_offloading_ctx_manager`. With "disk", `offload_dir` is
-            `args.output_dir` if you do not set it.
+        args: arguments of the trainer by position.
+        activation_offloading: which tensors move, and where to: True, "legacy", "hidden_states",
+            "disk"; False: none. None: the value of `args.activation_offloading` (TRL's arguments
+            have it), or True if there is none, because the mixin was added on purpose.
+        activation_offloading_options: for `get_lora_act_offloading_ctx_manager`. With "disk",
+            `offload_dir` is `args.output_dir` if you do not set it.
+        kwargs: arguments of the trainer by name.
 
     Attributes:
-        activation_offload_context: that of the last training step; a null context before the first, and if nothing is
-            offloaded. Its `counters` say what was moved; those of a run are there when `train()` has ended.
+        activation_offload_context: that of the last training step; a null context before the first,
+            and if nothing is offloaded. Its `counters` say what was moved; those of a run are there
+            when `train()` has ended.
 
     Raises:
-        ConfigError: the mode is none of these; or transformers' own offloading of checkpoints is asked for as well; or
-            the model is one that runs in several threads (`torch.nn.DataParallel`).
+        ConfigError: the mode is none of these; or transformers' own offloading of checkpoints is
+            asked for as well; or the model is one that runs in several threads
+            (`torch.nn.DataParallel`).
         TypeError: the class has the trainer before the mixin, so that no step would come by here.
     """
 
@@ -92,7 +98,19 @@ class ActivationOffloadingMixin(Below):
         self._check_offloading()
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the trainer's step, and offload the tensors that it saves for its backward."""
+        """Run the trainer's step, and offload the tensors that it saves for its backward.
+
+        Args:
+            model: the model that the trainer trains.
+            args: further arguments of the trainer's method by position.
+            kwargs: further arguments of the trainer's method by name.
+
+        Returns:
+            The loss of the batch.
+
+        Raises:
+            ConfigError: the model runs in several threads (`torch.nn.DataParallel`).
+        """
         if self.activation_offloading and isinstance(model, nn.DataParallel):
             raise ConfigError(
                 "activation_offloading does not work for a model that runs in other threads (torch.nn.DataParallel)",
@@ -102,7 +120,15 @@ class ActivationOffloadingMixin(Below):
             return super().training_step(model, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the trainer does, and close the context when the training ends or fails."""
+        """Train as the trainer does, and close the context when the training ends or fails.
+
+        Args:
+            args: arguments of the trainer's method by position.
+            kwargs: arguments of the trainer's method by name.
+
+        Returns:
+            What the trainer returns.
+        """
         try:
             result = super().train(*args, **kwargs)
         finally:

@@ -379,7 +379,14 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         return schema
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write `lema_config.json` into `directory`, made if need be; on `DiskError` what was there is untouched."""
+        """Write `lema_config.json`.
+
+        Args:
+            directory: is made if need be.
+
+        Raises:
+            DiskError: the file cannot be written; what was there is untouched.
+        """
         file = Path(directory) / CONFIG_NAME
         part = file.with_name(f".{CONFIG_NAME}.{os.getpid()}.part")
         try:
@@ -397,9 +404,21 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
 
     @classmethod
     def from_pretrained(cls, directory: str | PathLike[str], **overrides: Any) -> Self:
-        """Read `lema_config.json` from `directory`; settings given here replace those of the file. Those that are gone
-        are left out, with a warning, of a file that an earlier version wrote. `ConfigError`: there is no such file, it
-        is not JSON, or a setting is wrong."""
+        """Read `lema_config.json` from a directory.
+
+        Settings that no longer exist are left out, with a warning, of a file that an earlier
+        version wrote.
+
+        Args:
+            directory: has the file.
+            overrides: settings that replace those of the file.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ConfigError: there is no such file, it is not JSON, or a setting is wrong.
+        """
         file = Path(directory) / CONFIG_NAME
         try:
             values = json.loads(file.read_text(encoding="utf-8"))

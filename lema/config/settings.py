@@ -63,7 +63,19 @@ class Settings(BaseModel):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
+        """Read a YAML file.
+
+        Args:
+            path: the file.
+            overrides: settings that replace those of the file.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is wrong; it names file, line and
+                key.
+        """
         file = read_yaml(path)
         try:
             return cls(**{**file.values, **overrides})

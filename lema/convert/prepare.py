@@ -274,9 +274,26 @@ def prepare_monolithic_safetensors(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a model as one safetensors file, `out_file`, layers contiguous in the order they are visited. It is
-    `prepare`, which describes the other arguments and errors, with a warning that names tensors on disk that the model
-    has no place for. `device` has no effect. `ConfigError`: `out_file` does not end in `.safetensors`."""
+    """Write a model as one safetensors file, layers contiguous in the order they are visited.
+
+    It is `prepare` with a warning that names tensors on disk that the model has no place for.
+
+    Args:
+        model_or_dir: a loaded model, or a directory or hub id.
+        out_file: the file to write, which ends in `.safetensors`.
+        device: has no effect.
+        dtype: floating-point weights are written in it; None: in that of `from_pretrained`.
+        trust_remote_code: run the model's own code.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: `out_file` does not end in `.safetensors`.
+        ModelError: the model cannot be streamed.
+        WeightsError: a file of weights is missing or damaged.
+        DiskError: there is no space for the file.
+    """
     file = Path(out_file)
     if file.suffix != ".safetensors" or file.is_dir():
         what = f"{file} is not the name of a .safetensors file"

@@ -76,18 +76,34 @@ __all__ = ["LemaModel"]
 class LemaModel:
     """A causal language model that reads its decoder layers from disk only when they are needed.
 
-    Opening it reads only the config, the headers of the tensors, and the weights outside the decoder layers.
+    Opening it reads only the config, the headers of the tensors, and the weights outside the
+    decoder layers.
 
     Args:
         config: the settings of the model and the run.
-        backend: the device; `files`: the opened directory of the model; None: those that the config names.
-        trust_remote_code: run the model's own code, from its directory or, for a hub id, from the commit in
-            `config.revision`. This is not a setting, because settings are read from files.
+        backend: the device; None: the one that the config names.
+        files: the opened directory of the model; None: the one that the config names.
+        trust_remote_code: run the model's own code, from its directory or, for a hub id, from the
+            commit in `config.revision`. This is not a setting, because settings are read from
+            files.
         trace: records every read, upload and computation with its time.
-        num_labels: labels of a head that scores texts, instead of the head over the vocabulary; None: no such head. If
-            the checkpoint has none, it is drawn from `config.seed`, before the adapter.
+        num_labels: labels of a head that scores texts, instead of the head over the vocabulary;
+            None: no such head. If the checkpoint has none, it is drawn from `config.seed`, before
+            the adapter.
 
-    Raises `ConfigError` if a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
+    Raises:
+        ConfigError: a setting does not fit the model.
+        BackendUnavailable: the device is not there.
+        ModelError: the model cannot be streamed.
+        WeightsError: a file of weights is missing or damaged.
+
+    Example:
+        ```python
+        config = LemaConfig(model_name_or_path="Qwen/Qwen3-8B", device_memory="8GB")
+        model = LemaModel(config)
+        model.initialize_lora()
+        trainer = model.get_trainer()
+        ```
     """
 
     def __init__(
@@ -149,13 +165,25 @@ class LemaModel:
         unread: Container[str] = (),
         **overrides: Any,
     ) -> Self:
-        """Open a saved adapter, whose PEFT files are in `directory`, with its base model.
+        """Open a saved adapter with its base model.
 
-        The settings are those of `lema_config.json`; `overrides` replace them, or supply them if there is no such file.
-        The base model's own code runs only if you trust it. Of a stranger's settings that are ignored a line tells,
-        unless they are named in `unread`. Raises `AdapterError` if there is no adapter, it does not
-        fit the model, or the model has changed since the training and no override names it; `ConfigError` if an
-        override contradicts the adapter.
+        The settings are those of `lema_config.json`. A line tells which settings of a stranger's
+        file are ignored.
+
+        Args:
+            directory: where PEFT's files of the adapter are.
+            backend: the device; None: the one that the settings name.
+            trust_remote_code: run the base model's own code.
+            unread: names of settings that need no such line.
+            overrides: settings that replace those of the file, or supply them if there is no file.
+
+        Returns:
+            The model with its adapter attached and loaded.
+
+        Raises:
+            AdapterError: there is no adapter, it does not fit the model, or the model has changed
+                since the training and no override names it.
+            ConfigError: an override contradicts the adapter.
         """
         path = Path(directory)
         config, saved = read_settings(path, unread=unread, **overrides)
@@ -184,8 +212,15 @@ class LemaModel:
         return model
 
     def initialize_lora(self) -> None:
-        """Attach a new adapter with the values that PEFT draws for `seed`, or the one in `adapter_name_or_path`.
-        Raises `ModelError` if the adapter or its targets do not fit the model."""
+        """Attach a new adapter with the values that PEFT draws for `seed`, or a saved one.
+
+        The saved one is that of `adapter_name_or_path`.
+
+        Raises:
+            AdapterError: the saved adapter does not fit the model.
+            ConfigError: the model has an adapter already.
+            ModelError: no module, or one that cannot stream, matches the targets.
+        """
         if (begun := self.config.adapter_name_or_path) is not None:
             self.begin_with_adapter(self.files.adapter or resolve_model(begun), dropout=self.config.lora_dropout)
             return
@@ -196,7 +231,16 @@ class LemaModel:
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=False)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
-        """Attach an adapter of PEFT's config, with values drawn from `seed`, or without values that will be loaded."""
+        """Attach an adapter of PEFT's config.
+
+        Args:
+            config: the adapter's kind, rank, targets and options.
+            seed: its values are drawn from it; None: it has no values until they are loaded.
+
+        Raises:
+            ConfigError: the model has an adapter already, or is divided among processes already.
+            ModelError: the adapter or its targets do not fit the model.
+        """
         if self.lora_manager is not None:
             raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
         if self._divided and self.backend.parallel.size > 1:
@@ -219,10 +263,19 @@ class LemaModel:
         self.spend_anew()  # limits must leave room for the adapter
 
     def begin_with_adapter(self, directory: str | PathLike[str], *, dropout: float | None = None) -> None:
-        """Attach a saved adapter, in PEFT's files, instead of a new one. Its rank, targets, options and values apply,
-        and its dropout unless the settings give another. Preference losses compare with it, as it is now, unless the
-        settings say `reference: base`. Raises `AdapterError` if no complete adapter fits; `ConfigError` if the model
-        already has an adapter."""
+        """Attach a saved adapter, instead of a new one, to train it further.
+
+        Its rank, targets, options and values apply. Preference losses compare with it, as it is
+        now, unless the settings say `reference: base`.
+
+        Args:
+            directory: where PEFT's files of the adapter are.
+            dropout: the dropout of the training; None: that of the saved adapter.
+
+        Raises:
+            AdapterError: there is no complete adapter, or it does not fit the model.
+            ConfigError: the model has an adapter already.
+        """
         path = Path(directory)
         saved = the_lora_config(path, self._task)
         saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
@@ -239,8 +292,21 @@ class LemaModel:
     def get_trainer(
         self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
     ) -> LemaTrainer:
-        """Return a trainer of this model. The `optimizer` has `get_trainable_parameters()`; `options` are those of
-        `LemaTrainer`. Raises `ConfigError` if the model scores texts, because it has no loss of tokens."""
+        """Return a trainer of this model.
+
+        Args:
+            optimizer: has the parameters of `get_trainable_parameters()`; None: that of the
+                settings.
+            callbacks: `transformers.TrainerCallback`s.
+            options: further arguments of `LemaTrainer`.
+
+        Returns:
+            The trainer, whose `fit` trains.
+
+        Raises:
+            ConfigError: the model scores texts, for which it has no loss of tokens; or `optimizer`
+                does not have the parameters of the adapter.
+        """
         if self._task != "CAUSAL_LM":
             what = "the model scores texts, but LemaTrainer has only losses of tokens"
             raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
@@ -257,8 +323,17 @@ class LemaModel:
         return LemaTrainer(*arguments, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
-        they are not the model's own, or raise `DiskError`. Only the first process writes."""
+        """Write PEFT's adapter files and `lema_config.json`.
+
+        The chat template and the ends of the texts are written where they are not the model's own.
+        Only the first of several processes writes.
+
+        Args:
+            directory: is made if need be; what it has of these files is replaced.
+
+        Raises:
+            DiskError: the files cannot be written.
+        """
         base = base_of(self.config, self.gbi, BaseFiles(self.gbi), self.computing.dtype)
         arguments = self.backend, self._require_adapter(), self.config, base, self.reference
         leave_adapter(Path(directory), *arguments, [self.files.write_rendering])
@@ -303,8 +378,17 @@ class LemaModel:
         return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(tuple(self._layers))
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
-        """Keep embeddings whole whose rows would be read one by one, if `chosen` accepts their weights' names, and the
-        head, or for the given reason. Raises `ConfigError` if the settings require rows or pieces."""
+        """Keep embeddings whole whose rows would be read one by one, and a head that would be in
+        pieces.
+
+        Args:
+            chosen: is called with the names of the embeddings' weights, and returns whether to keep
+                one.
+            head: why the head is kept; None: it is kept if `chosen` accepts its weights.
+
+        Raises:
+            ConfigError: the settings require rows or pieces.
+        """
         if head is None and any(map(chosen, self._head.names)):
             head = "its weight has an adapter, or trains"
         if head is not None:
@@ -404,12 +488,28 @@ class LemaModel:
     ) -> list[str]:
         """Return the continuation of each prompt. A batch streams every layer once per new token.
 
-        The `prompt` is one text or several. Each gets at most `max_new_tokens` tokens, and `batch_size` prompts run
-        at once (None: all). `keys_values` is the place of keys and values between tokens. The `options` are those of
-        `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
+        Processes that hold the model together must all call this, and all get the texts.
 
-        Processes that hold the model together must all call this, and all get the texts. Raises `MemoryLimitError`
-        if keys and values of a batch do not fit; `ConfigError` if processes divide a row's tokens.
+        Args:
+            prompt: one text or several.
+            max_new_tokens: the most tokens that each prompt gets.
+            batch_size: prompts that run at once; None: all.
+            keys_values: where keys and values wait between tokens.
+            options: those of `generate` of transformers (do_sample, temperature, top_p,
+                stop_strings).
+
+        Returns:
+            The texts, without their prompts.
+
+        Raises:
+            MemoryLimitError: keys and values of a batch do not fit.
+            ConfigError: processes divide the tokens of a row.
+
+        Example:
+            ```python
+            model = LemaModel.from_pretrained("out")
+            print(model.generate("The capital of France is", max_new_tokens=8)[0])
+            ```
         """
         from lema.train.inference.texts import texts_of
 

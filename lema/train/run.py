@@ -44,21 +44,37 @@ def train(
     trace: NoTrace = NO_TRACE,
     show: Callable[[Planner, Rows], None] | None = None,
 ) -> dict[str, Any]:
-    """Train with a config, save the adapter to `output_dir`, and return the result of `LemaTrainer.fit`.
+    """Train with a config, save the adapter to `output_dir`, and return what the run has come to.
 
     Args:
-        config: with `train_data`.
+        config: the settings of the run, with `train_data`.
         resume: continue from the newest valid checkpoint in `output_dir`.
-        weights_only: with `resume`: take adapters, generators and step from the checkpoint, and an empty optimizer.
+        weights_only: with `resume`: take adapters, generators and step from the checkpoint, and an
+            empty optimizer.
         callbacks: `transformers.TrainerCallback`s.
         console: the console to print to; None: standard output.
         trust_remote_code: run the model's own code.
         trace: records every read, upload and computation with its time.
-        show: is called with the planner and the data of the run, to show the whole plan instead of one sentence.
+        show: is called with the planner and the data of the run, to show the whole plan instead of
+            one sentence.
 
-    Raises `MemoryLimitError` if the run does not fit, before it reads data or the layers' weights; `Stopped` after
-    SIGINT, SIGTERM, SIGUSR1 or a file `stop` in `output_dir`, when the last whole step is saved; otherwise another
-    `LemaError`, whose `exit_code` is that of the command line.
+    Returns:
+        The result of `LemaTrainer.fit`: `train_loss`, `train_runtime` in seconds, and the others.
+
+    Raises:
+        MemoryLimitError: the run does not fit. It is raised before data and layers are read.
+        Stopped: after SIGINT, SIGTERM, SIGUSR1 or a file `stop` in `output_dir`, when the last
+            whole step is saved.
+        LemaError: anything else; its `exit_code` is that of the command line.
+
+    Example:
+        ```python
+        from lema import LemaConfig
+        from lema.train import train
+
+        result = train(LemaConfig.from_yaml("run.yaml"), resume=True)
+        print(result["train_loss"])
+        ```
     """
     shown = console or Console(highlight=False)
     out, saved = line_printer(shown), checkpoints(Path(config.output_dir)) if resume else []

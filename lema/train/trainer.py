@@ -65,11 +65,23 @@ __all__ = ["LemaTrainer"]
 
 
 class LemaTrainer:
-    """Trains the adapters of a streamed model, `LemaModel.adapter`, with the weights in `gbi`.
+    """Trains the adapters of a streamed model.
 
-    `lora_manager` is PEFT's model with the adapters; without it the trainer can only evaluate. `optimizer` has their
-    parameters; None: AdamW with the settings of the config. `memory_manager` is the model's stream of layers. `fit`
-    calls the `callbacks` of `transformers`. The tokenizer from `files` tokenises data that are not token ids.
+    `LemaModel.get_trainer` makes one.
+
+    Args:
+        config: the settings of the run.
+        model_adapter: the streamed model, `LemaModel.adapter`.
+        gbi: the index of the model's weights.
+        lora_manager: PEFT's model with the adapters; None: the trainer can only evaluate.
+        optimizer: has the adapters' parameters; None: AdamW with the settings of the config.
+        memory_manager: the model's stream of layers; None: that of `model_adapter`.
+        callbacks: `transformers.TrainerCallback`s, which `fit` calls.
+        files: the model's directory, whose tokenizer tokenises data that are not token ids; None:
+            all data are token ids.
+
+    Raises:
+        ConfigError: `memory_manager` is another model's, or the optimizer does not fit.
     """
 
     def __init__(
@@ -108,20 +120,26 @@ class LemaTrainer:
     def train_step(
         self, inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """Train on one batch, and step the optimizer after every `gradient_accumulation_steps` batches.
+        """Train on one batch, and step the optimizer after every `gradient_accumulation_steps`
+        batches.
 
         Args:
-            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also has the other two arguments, and the
-                values that the model's objective needs for its rows.
-            labels: `[batch, sequence]`, not shifted, -100 for tokens that are not trained on; None: all but padding.
+            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also has the other two
+                arguments, and the values that the model's objective needs for its rows.
+            labels: `[batch, sequence]`, not shifted, -100 for tokens that are not trained on; None:
+                all but padding.
             attention_mask: `[batch, sequence]`, 0 for padding.
 
-        Returns the logits `[batch, sequence, vocabulary]` and the mean cross-entropy of the trained tokens. An
-        objective of rows returns its loss and no logits.
+        Returns:
+            The logits `[batch, sequence, vocabulary]` and the mean cross-entropy of the trained
+            tokens. An objective of rows returns its loss and no logits.
 
-        Raises `NonFiniteError` if the loss or a gradient is NaN or infinite, and the step may not be dropped;
-        `DataError` if no token is trained on, or the batch is malformed; `ConfigError` if a checkpoint is due, but
-        another run writes to `output_dir` (the step is done).
+        Raises:
+            NonFiniteError: the loss or a gradient is NaN or infinite, and the step may not be
+                dropped.
+            DataError: no token is trained on, or the batch is malformed.
+            ConfigError: a checkpoint is due, but another run writes to `output_dir` (the step is
+                done).
         """
         batch = as_batch(inputs, labels, attention_mask, self.model.split.model.config.get_text_config(), self.files)
         logits, micro_batches = list[Tensor](), split_batch(batch, self.config.micro_batch_size)
@@ -142,10 +160,30 @@ class LemaTrainer:
         where: str = "",
         on_event: Callable[[str], None] = no_event,
     ) -> StepResult:
-        """Add the gradients of one layer-major pass; the last of `num_passes` of a step steps the optimizer. The device
-        is waited for once, when all of the pass is queued, for the loss and the gradients' norm. `logits` receives each
-        micro-batch's; `on_event` is called with `"on_pre_optimizer_step"` once the gradients are whole, and with
-        `"on_optimizer_step"` before they are dropped. The rest is as in `lema.train.steps.Steps.accumulate`."""
+        """Add the gradients of one layer-major pass; the last pass of a step steps the optimizer.
+
+        The device is waited for once, when all of the pass is queued, for the loss and the
+        gradients' norm. The order of calls is that of `lema.train.steps.Steps.accumulate`.
+
+        Args:
+            micro_batches: each has `input_ids` and `labels`, int64 `[batch, sequence]`, and what
+                the objective needs.
+            num_passes: passes of a step.
+            more: whether another pass follows, whose reading begins early.
+            following: the micro-batches of that pass, if they are known.
+            logits: receives the logits of each micro-batch, `[batch, sequence, vocabulary]`.
+            where: is added to the step in messages.
+            on_event: is called with `"on_pre_optimizer_step"` once the gradients are whole, and
+                with `"on_optimizer_step"` before they are dropped.
+
+        Returns:
+            The loss, the counts of tokens, and the norm of the gradients of a step that has ended.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is NaN or infinite, and the step may not be
+                dropped.
+            Stopped: the run is to stop; no gradient of this step is left.
+        """
         optimizer, replicas = self.ready(), self.backend.replicas
         location = f"step {self.global_step + 1}{where}"
         trained, tokens = count_tokens(micro_batches, self.model)
@@ -211,23 +249,35 @@ class LemaTrainer:
         say: Callable[[str], None] = print,
         stop: Stop | None = None,
     ) -> dict[str, Any]:
-        """Train for the epochs or steps of the config, and save the adapter to `output_dir` with card and tokenizer.
+        """Train for the epochs or steps of the config, and save the adapter with card and
+        tokenizer.
 
-        A trainer that has already made steps, or loaded a checkpoint, continues at its `global_step`.
+        They are in `output_dir`. A trainer that has already made steps, or loaded a checkpoint,
+        continues at its `global_step`.
 
         Args:
-            dataset: rows with `input_ids` and `labels`; rows of text, prompts or messages; or files.
-            eval_dataset: data of the same kinds to evaluate every `eval_steps`, or after each epoch.
-            resume: continue from the newest valid checkpoint in `output_dir`, and report newer damaged ones.
-            weights_only: with `resume`: take adapters, generators and step from the checkpoint, and an empty optimizer.
+            dataset: rows with `input_ids` and `labels`; rows of text, prompts or messages; or
+                files.
+            eval_dataset: data of the same kinds to evaluate every `eval_steps`, or after each
+                epoch.
+            resume: continue from the newest valid checkpoint in `output_dir`, and report newer
+                damaged ones.
+            weights_only: with `resume`: take adapters, generators and step from the checkpoint, and
+                an empty optimizer.
             say: is called with each line about the resumed checkpoint and the kept adapter.
-            stop: is called before each layer, and returns the reason to stop, or None. The current step or evaluation
-                is abandoned, and the last whole step is saved. Either all processes have it, or none.
+            stop: is called before each layer, and returns the reason to stop, or None. The current
+                step or evaluation is abandoned, and the last whole step is saved. Either all
+                processes have it, or none.
 
-        Returns the last log: `train_loss`, ..., and, if evaluated, `eval_loss`, its best value, and `best_step`.
+        Returns:
+            The last log: `train_loss`, ..., and, if evaluated, `eval_loss`, its best value, and
+            `best_step`.
 
-        Raises `Stopped` if `stop` returned a reason; `ConfigError` if another run writes to `output_dir`; `DiskFull` if
-        there is no space for two checkpoints, or for the last one at the end of the run.
+        Raises:
+            Stopped: `stop` returned a reason.
+            ConfigError: another run writes to `output_dir`.
+            DiskFull: there is no space for two checkpoints, or for the last one at the end of the
+                run.
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
             if self.files is not None and not isinstance(dataset, TokenDataset | PreferenceDataset):
@@ -275,10 +325,23 @@ class LemaTrainer:
     def save_checkpoint(
         self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
     ) -> None:
-        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read. It replaces one of that name.
-        It does not contain batches of a step that is not complete. All processes call this, and the first one writes;
-        the directory must be on a disk that all of them see. `extra` is further JSON state for the caller, and
-        `writers` add further files. Every process raises the errors of `write_checkpoint`."""
+        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
+
+        It replaces one of that name. It does not contain batches of a step that is not complete.
+        All processes call this, and the first one writes.
+
+        Args:
+            directory: must be on a disk that all processes see.
+            extra: further state of the caller, which JSON can hold.
+            writers: add further files; each is called with the directory.
+
+        Raises:
+            DiskFull: there is no space. As after all of these, the earlier one of that name is
+                still there, and every process raises the error.
+            DiskError: the checkpoint cannot be written.
+            NonFiniteError: a value that would be saved is NaN or infinite.
+            ConfigError: the optimizer's state is more than tensors and JSON types.
+        """
         about = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
@@ -310,14 +373,37 @@ class LemaTrainer:
         first_alone(self.backend.replicas, write)
 
     def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Restore adapters, optimizer, schedule, generators and step, and return the saved `extra`. With `weights_only`
-        the optimizer begins empty, and its saved state may be missing or damaged. Raises `AdapterError` for a damaged
-        checkpoint, another optimizer or another model; `ConfigError` for another adapter."""
+        """Restore adapters, optimizer, schedule, generators and step.
+
+        Args:
+            directory: the checkpoint.
+            weights_only: begin with an empty optimizer, whose saved state may be missing or
+                damaged.
+
+        Returns:
+            The saved `extra`.
+
+        Raises:
+            AdapterError: the checkpoint is damaged, or of another optimizer or model.
+            ConfigError: the checkpoint is of another adapter.
+        """
         check_sound(Path(directory), weights_only=weights_only)
         return self.restore(directory, weights_only=weights_only)
 
     def restore(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Do the same as `load_checkpoint` for a checkpoint whose files were already compared with its manifest."""
+        """Do the same as `load_checkpoint` for a checkpoint whose files have been checked.
+
+        Args:
+            directory: the checkpoint, whose files were compared with its manifest.
+            weights_only: begin with an empty optimizer.
+
+        Returns:
+            The saved `extra`.
+
+        Raises:
+            AdapterError: the state is damaged, or of another optimizer or model.
+            ConfigError: the checkpoint is of another adapter.
+        """
         path, optimizer, adapters = Path(directory), self.ready(), self._adapters()
         state = read_state(path)
         check_same_adapter(adapters, path)

@@ -38,10 +38,22 @@ __all__ = ["StreamingMixin"]
 
 
 class StreamingMixin(Below):
-    """Put it before the trainer in the bases of a class. It takes the trainer's arguments and two more keywords.
+    """Lets the layers of all batches of an optimizer step run together, in any trainer of
+    transformers.
 
-    They are for a model given by name: `peft_config`, and `streaming` for further arguments of `lema.streamed`.
-    Raises `ConfigError` if the model does not stream, and `TypeError` if the trainer is before the mixin.
+    Put it before the trainer in the bases of a class. It takes the trainer's arguments and two
+    more.
+
+    Args:
+        model: a model of `lema.streamed`, or the name of one to open.
+        args: arguments of the trainer by position.
+        peft_config: for a model given by its name: PEFT's config, or the directory of an adapter.
+        streaming: for a model given by its name: further arguments of `lema.streamed`.
+        kwargs: arguments of the trainer by name.
+
+    Raises:
+        ConfigError: the model does not stream, or `peft_config` is given with an opened model.
+        TypeError: the trainer is before the mixin in the bases.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -97,13 +109,32 @@ class StreamingMixin(Below):
         return any(base.__name__ == "RewardTrainer" for base in cls.__mro__)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of an optimizer step as the trainer does, and keep them."""
+        """Return the batches of an optimizer step as the trainer does, and keep them.
+
+        Args:
+            args: arguments of the trainer's method by position.
+            kwargs: arguments of the trainer's method by name.
+
+        Returns:
+            What the trainer returns: the batches and the number of their tokens.
+        """
         batch_samples = super().get_batch_samples(*args, **kwargs)
         self._batches, self._joint = batch_samples[0], None
         return batch_samples
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the trainer's training step, with its layers together with those of the other batches."""
+        """Run the trainer's training step, with its layers together with those of the other
+        batches.
+
+        Args:
+            model: the model that the trainer trains.
+            inputs: one batch of the step.
+            args: further arguments of the trainer's method by position.
+            kwargs: further arguments of the trainer's method by name.
+
+        Returns:
+            The loss of the batch.
+        """
         with (
             autograd_in_this_thread()
         ):  # so that Ctrl-C and a trainer's own handlers of signals wait for one layer only

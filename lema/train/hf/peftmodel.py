@@ -60,19 +60,34 @@ def streamed(
 
     Args:
         model_name_or_path: model directory or hub id.
-        peft_config: PEFT's config of a new adapter, drawn from `seed`; or the directory of a saved one. With
-            `task_type` "SEQ_CLS" the model is that of AutoModelForSequenceClassification, which scores texts.
+        peft_config: PEFT's config of a new adapter, drawn from `seed`; or the directory of a saved
+            one. With `task_type` "SEQ_CLS" the model is that of AutoModelForSequenceClassification,
+            which scores texts.
         device: the backend to run on; None: the default of `LemaConfig`.
         dtype: type of the frozen weights; None: the checkpoint's.
-        micro_batch_size: rows that are computed at once, however many a batch has; None: the whole batch.
-        device_memory: a limit, as in `LemaConfig`; the same for `host_memory`.
+        micro_batch_size: rows that are computed at once, however many a batch has; None: the whole
+            batch.
+        device_memory: limit of device memory, as in `LemaConfig`.
+        host_memory: limit of host memory, as in `LemaConfig`.
         trust_remote_code: run the model's own code.
-        num_labels: scores of a text; None: one. If the checkpoint has no such head, it is drawn from `seed`, as
-            `from_pretrained` does, and then the adapter.
-        settings: further settings of `LemaConfig`. `gradient_checkpointing` is true unless you set it.
+        num_labels: scores of a text; None: one. If the checkpoint has no such head, it is drawn
+            from `seed`, as `from_pretrained` does, and then the adapter.
+        settings: further settings of `LemaConfig`. `gradient_checkpointing` is true unless you set
+            it.
 
-    Raises `ConfigError` if a setting is wrong, the adapter cannot stream, or several processes do not agree;
-    `MemoryLimitError` if the limits are too small.
+    Returns:
+        A PEFT model for `Trainer` of transformers and for the trainers of TRL.
+
+    Raises:
+        ConfigError: a setting is wrong, the adapter cannot stream, or several processes do not
+            agree.
+        MemoryLimitError: the limits are too small.
+
+    Example:
+        ```python
+        model = lema.streamed("Qwen/Qwen3-8B", LoraConfig(r=16), device_memory="8GB", seed=1)
+        SFTTrainer(model=model, args=SFTConfig(seed=1), train_dataset=dataset).train()
+        ```
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")

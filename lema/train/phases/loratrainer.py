@@ -65,20 +65,30 @@ class LoRATrainState:
 
 
 class LoRATrainer:
-    """Trains all parameters of a model in some stages, then adapters in other stages; or runs any plan of phases.
+    """Trains all parameters of a model in some stages, then adapters in other stages.
 
-    Everything is in `output_dir`: `train(resume=True)` continues a run that was stopped anywhere, bitwise as if it had
-    not been stopped. After the last stage, `evaluated` and the file `evaluations.json` have the loss and perplexity of
-    the config's `evaluations`. Raises `ConfigError` if a data set or a setting is wrong, and `DataError` if files
-    cannot be read.
+    It also runs any plan of phases. Everything is in `output_dir`: `train(resume=True)` continues a
+    run that was stopped anywhere, bitwise as if it had not been stopped. After the last stage,
+    `evaluated` and the file `evaluations.json` have the loss and perplexity of the config's
+    `evaluations`.
 
     Args:
-        model: the model, the device, `output_dir`, and settings that the stages do not have; gradients are clipped to 1
-            unless it sets another norm.
+        config: the stages, or a plan of phases.
+        model: the model, the device, `output_dir`, and settings that the stages do not have;
+            gradients are clipped to 1 unless it sets another norm.
         datasets: by name, rows of tokens or files (a directory of packed tokens for PMD).
-        eval_data: rows or files of these for validation and for the config's `evaluations`; None: no validation.
-        eval_rows: the number of these rows; None: the config's `validation_steps`, or the rows of a step of the plan.
-        callbacks: as in `lema.train.phases.run.run_phases`; so are `on_step` and `stop`.
+        eval_data: rows or files of these for validation and for the config's `evaluations`; None:
+            no validation.
+        eval_rows: the number of these rows; None: the config's `validation_steps`, or the rows of a
+            step of the plan.
+        callbacks: `transformers.TrainerCallback`s.
+        on_step: is called with the metrics of each step.
+        stop: returns the reason to stop, or None; it is called before each layer.
+        trust_remote_code: run the model's own code.
+
+    Raises:
+        ConfigError: a data set or a setting is wrong.
+        DataError: files cannot be read.
     """
 
     def __init__(
@@ -126,10 +136,21 @@ class LoRATrainer:
         self._counted: dict[int, tuple[int, int]] = {}  # parameters that train in a phase, and those of the model
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
-        """Train through all stages, from where the run is; return the directory that the last one ends with. With
-        `until` at `lora` it ends at the boundary, before the first stage of adapters. `resume`: go on where an earlier
-        run in `output_dir` stopped, as is done in any case after `restore_from_path` and another call. Raises as
-        `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary."""
+        """Train through all stages, from where the run is.
+
+        Args:
+            until: "lora" ends at the boundary, before the first stage of adapters.
+            resume: go on where an earlier run in `output_dir` stopped, as is done in any case after
+                `restore_from_path` and another call.
+
+        Returns:
+            The directory that the last stage ends with.
+
+        Raises:
+            ConfigError: nothing is before the boundary, or `output_dir` has another run.
+            Stopped: `stop` returned a reason.
+            LemaError: as in `lema.train.phases.run.run_phases`.
+        """
         plan = self.plan
         if until == "lora":
             first = self._first_lora()
@@ -160,10 +181,19 @@ class LoRATrainer:
         return self._state(0, None) if point is None else self._state(point.index, point.checkpoint)
 
     def transition_to_lora(self) -> LoRATrainState:
-        """Go over to adapters; return where the run is then: at the first step of the first stage that trains them.
-        Nothing is trained or written: that stage opens the model that the one before has left, without an optimizer.
-        `train()` goes over by itself as well. Raises `ConfigError` where steps are left before the boundary, no stage
-        trains adapters, or they train already; `ModelError` where no module matches."""
+        """Go over to adapters.
+
+        Nothing is trained or written: the first stage of adapters opens the model that the stage
+        before has left, without an optimizer. `train()` goes over by itself as well.
+
+        Returns:
+            Where the run is then: at the first step of the first stage that trains adapters.
+
+        Raises:
+            ConfigError: steps are left before the boundary, no stage trains adapters, or they train
+                already.
+            ModelError: no module matches the targets.
+        """
         first, state = self._first_lora(), self.state
         boundary = self.plan.boundaries()[first]
         if state.stage > first or (state.stage == first and state.step > boundary.first_step):
@@ -177,10 +207,23 @@ class LoRATrainer:
         return self._here
 
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
-        """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a model's directory.
-        What it is, is recorded in it; with a model, the first stage of adapters begins on that. In this run's
-        `output_dir` it must be the run's last checkpoint. Returns where the run is then, from where `train()` goes on.
-        Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged."""
+        """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a
+        model.
+
+        What a checkpoint is, is recorded in it. With a model, the first stage of adapters begins on
+        that.
+
+        Args:
+            path: the checkpoint or the model's directory. In this run's `output_dir` it must be the
+                run's last checkpoint.
+
+        Returns:
+            Where the run is then; `train()` goes on from there.
+
+        Raises:
+            ConfigError: `path` is none of these, or of another plan.
+            AdapterError: the checkpoint is damaged.
+        """
         directory = Path(path).absolute()
         if is_delta(directory):
             what = "this is a delta, which has only the weights that trained"

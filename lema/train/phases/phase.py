@@ -243,7 +243,17 @@ class Phase(AdapterSettings):
         return self.schedule_steps or self.schedule_start + steps
 
     def spans(self, steps: int) -> Spans:
-        """Return the lengths of the schedule's parts, where the phase has `steps`; `ConfigError` if they do not fit."""
+        """Return the lengths of the schedule's parts.
+
+        Args:
+            steps: the steps of the phase.
+
+        Returns:
+            The lengths, in steps.
+
+        Raises:
+            ConfigError: the parts do not fit into the phase.
+        """
         lengths = {part: getattr(self, self.length_key(part)) for part in LENGTHS}
         try:
             return spans_of(self.lr_scheduler_type, self.schedule_total(steps), **lengths)

@@ -139,7 +139,15 @@ class PhasePlan(Settings):
         return lambda step: of_schedule(phase.schedule_start + step)
 
     def learning_rate(self, index: int, step: int) -> float:
-        """Return the learning rate of a step counted from 0 in its phase."""
+        """Return the learning rate of a step.
+
+        Args:
+            index: the phase, counted from 0.
+            step: the step, counted from 0 in its phase.
+
+        Returns:
+            The learning rate.
+        """
         return self.phases[index].learning_rate * self.factor(index)(step)
 
     def fade(self, index: int) -> Fade | None:
@@ -184,7 +192,15 @@ class PhasePlan(Settings):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, then: Mapping[str, Any], num_phases: int | None = None) -> list[str]:
-        """Return the differences from the `numbers` of another plan: a line for each key, with its earlier value."""
+        """Return the differences from the `numbers` of another plan.
+
+        Args:
+            then: what `numbers` of the other plan returned.
+            num_phases: how many phases are compared, from the first on; None: all.
+
+        Returns:
+            A line for each key that differs, with its earlier value.
+        """
         is_now, was = dict(_leaves(self.numbers(num_phases))), dict(_leaves(then))
         return [
             f"{key} is {is_now.get(key, _NOTHING)!r}, and was {was.get(key, _NOTHING)!r}"
@@ -193,7 +209,16 @@ class PhasePlan(Settings):
         ]
 
     def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
-        """Refuse to go on with another plan's `numbers`, found at `where`; the `ConfigError` names what differs."""
+        """Refuse to go on with what another plan has begun.
+
+        Args:
+            then: what `numbers` of the other plan returned.
+            where: the file or directory that has them, for the message.
+            num_phases: how many phases are compared, from the first on; None: all.
+
+        Raises:
+            ConfigError: the plans differ. The message names every key that does.
+        """
         if changed := self.differences(then, num_phases):
             how = "use the original plan, or begin again in another output_dir"
             raise ConfigError(f"this run began with another plan:{listed(changed)}", where=where, how=how)

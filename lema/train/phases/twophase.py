@@ -221,8 +221,17 @@ class LoRATrainerConfig(Settings):
         )
 
     def settings_of_run(self, model: LemaConfig) -> LemaConfig:
-        """Return the settings of a run: intervals and reports are those here, or those of `model` where it alone gives
-        them; `ConfigError` where both give one, and differ."""
+        """Return the settings of a run.
+
+        Args:
+            model: the settings of the model.
+
+        Returns:
+            These settings, with the intervals and reports of this config where it gives them.
+
+        Raises:
+            ConfigError: both give one, and they differ.
+        """
         changed: dict[str, Any] = {}
         for name, setting in _INTERVALS.items():
             value, theirs = getattr(self, name), getattr(model, setting)
