@@ -1,17 +1,20 @@
 """Every verb has its line among those that options are tried on, and what a command touches or leaves is seen."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import psutil
 import pytest
 
 from faults import options
+from faults.tinymodel import TinyModel
 from faults.touched import Touched
 
 
@@ -36,6 +39,22 @@ def place(tmp_path: Path) -> Path:
 
 def test_every_verb_has_a_line_of_its_own() -> None:
     assert set(options.LINES) == set(options.verbs())
+
+
+def test_a_disk_is_measured_where_the_case_may_write(tmp_path: Path) -> None:
+    made = TinyModel(tmp_path.resolve())
+    for name in ("model", "out"):
+        (made.place / name).mkdir()
+    options._make_kept(made)
+    drawn = {options._value("--directory", Random(seed)) for seed in range(500)} & set(options.PLACES)
+    assert len(drawn) > 10
+    with contextlib.chdir(tmp_path):
+        place = made.fresh()
+        names = options._places(made, place)
+        directories = {word for word in (options._filled(word, names) for word in drawn) if Path(word).is_dir()}
+        assert {str(place / "run"), str(place / "empty")} < directories
+        for directory in directories:
+            assert options._run(["doctor", "--quick", "--directory", directory], made, place) == ""
 
 
 @pytest.mark.parametrize(
