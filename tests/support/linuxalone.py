@@ -44,7 +44,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     # Directories are locked, and processes forked, so that one start goes on where another was killed.
     "data/test_data_parts.py": ("*",),
     # The program that renders has no signals of Unix that it could be deaf to.
-    "data/test_template_process.py": ("test_a_signal_that_goes_to_all_processes_is_the_parents",),
+    "data/test_template_process.py": (
+        "test_a_signal_that_goes_to_all_processes_is_the_parents",
+        "test_the_consoles_keys_are_the_parents_too",
+    ),
     # A file that is not open is swept: one that is keeps its name.
     "storage/test_partial.py": ("test_where_nothing_can_be_locked_nothing_is_swept",),
     # A file loses its name while it is open, and the calls that are watched, or made to fail, are those of Linux.
