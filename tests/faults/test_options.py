@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from faults import options
+from faults import touched as touched_module
 from faults.tinymodel import TinyModel
-from faults.touched import Touched
+from faults.touched import Touched, orphans
 
 
 def touched(place: Path, work: Callable[[], Any]) -> str:
@@ -103,3 +104,26 @@ def test_a_process_and_a_socket_that_stay_are_seen(place: Path) -> None:
     left[1].close()
     assert f"left process {left[0].pid}" in said and "left socket" in said
     assert not psutil.pid_exists(left[0].pid)
+
+
+# A process whose parent ends before it, with the words of one that renders templates.
+ALONE = """
+import subprocess, sys
+program = "import sys; {work}"
+subprocess.Popen([sys.executable, "-c", program, sys.argv[1]], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+"""
+
+
+def test_a_renderer_that_stays_is_seen_and_one_that_is_about_to_end_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = str(tmp_path / "renderer.py")
+    monkeypatch.setattr(touched_module, "PROGRAM", mark)
+    ends = "import time; sys.stdin.read(); time.sleep(1)"  # as on a busy machine
+    subprocess.run([sys.executable, "-c", ALONE.format(work=ends), mark], check=True)
+    assert orphans(60.0) == []
+    subprocess.run([sys.executable, "-c", ALONE.format(work="import signal; signal.pause()"), mark], check=True)
+    (words,) = orphans(0.2)
+    assert mark in words
+    (left,) = [one for one in psutil.process_iter(["cmdline"]) if mark in " ".join(one.info["cmdline"] or [])]
+    left.kill()
