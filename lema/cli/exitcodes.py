@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
+from lema.cli.misfits import misfit
 from lema.cli.streams import full, text_streams
 from lema.errors import (
     FAILING_DISK,
@@ -68,5 +69,7 @@ def _as_lema_error(error: Exception) -> LemaError:
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's error is a RuntimeError
         how = "lower micro_batch_size, host_memory or prefetch_depth"
         return MemoryLimitError("the machine is out of memory", how=how)
+    if (unfit := misfit(error)) is not None:
+        return unfit
     how = "LEMA does not know this error; run the command with --debug to see where it occurred"
     return LemaError(f"{type(error).__name__}: {error}", how=how)

@@ -186,12 +186,14 @@ def _rename(part: Path, directory: Path) -> None:
 
 def finish_directory(directory: Path) -> None:
     """Flush a directory, and give its files the permissions that any new file would have. A library's temporary files
-    are readable by their owner alone; a new directory has what the umask lets through."""
+    are readable by their owner alone; a new directory has what the umask lets through. A file that has another name,
+    too, is not new, and keeps those that it has."""
     for folder, _, files in os.walk(directory, topdown=False):
         mode = Path(folder).stat().st_mode & 0o666
         for name in files:
             path = Path(folder, name)
-            path.chmod(mode)
+            if path.stat().st_nlink == 1:
+                path.chmod(mode)
             flush(path)
         flush(Path(folder))
 

@@ -233,6 +233,20 @@ def test_a_signal_that_goes_to_all_processes_is_the_parents(number: signal.Signa
     assert current().pid == started
 
 
+def test_the_consoles_keys_are_the_parents_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows sends Ctrl-Break to all processes of a console, as it sends Ctrl-C."""
+    program = tmp_path / "renderer.py"
+    program.write_text(process.PROGRAM.read_text().replace("SIGBREAK", "SIGUSR2"))
+    monkeypatch.setattr(process, "PROGRAM", program)
+    process._end_own()
+    assert prepared()
+    started = current().pid
+    os.kill(started, signal.SIGUSR2)
+    assert prepared()
+    assert current().pid == started
+    process._end_own()
+
+
 ANSWERS = {
     "no JSON": "print('a')",
     "a list": "print('[1]')",

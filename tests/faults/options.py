@@ -128,6 +128,9 @@ AMOUNTS = {"--steps", "--tokens", "--micro-batches", "--rank", "--max-new-tokens
 WRITTEN = {"--output", "--trace", "--plot"}  # options that name a file to write
 # Directories that may be written into where a user names them: a copy, and one that no link leads to, take their place.
 NAMED = {"{adapter}": "{run}", "{linked}": "{empty}"}
+# Options that name a directory whose disk is measured, by writing to it: also where others do not write, because it is
+# not empty.
+MEASURED = {"--directory"}
 OUTPUTS = {"output_dir", "offload_dir", "data_cache"}  # settings that name a place to write to, always one of the case
 
 
@@ -268,7 +271,14 @@ def _value(name: str, draw: Random) -> str:
     # And a file that a command does not read may be what a user wants to have written anew.
     if value == ("{rows}" if name in WRITTEN else "{pipe}"):
         return "{file}"
-    return NAMED.get(value, value) if name in WRITTEN else value
+    return _of_the_case(name, value)
+
+
+def _of_the_case(option: str, value: str) -> str:
+    """Return the place of the case that is named in the place of another one, if the option says where to write."""
+    if option in MEASURED and value == "{model}":
+        return "{run}"
+    return NAMED.get(value, value) if option in WRITTEN | MEASURED else value
 
 
 def _filled(word: str, names: Mapping[str, str]) -> str:

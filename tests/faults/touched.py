@@ -118,9 +118,12 @@ def listing(directory: Path, spared: Path) -> Mapping[str, tuple[int, ...]]:
     return found
 
 
-def orphans() -> list[str]:
-    """Return the processes that render templates for one that has ended; each command's process keeps one."""
-    return [words for one in psutil.process_iter() if str(PROGRAM) in (words := _words(one)) and one.ppid() == 1]
+def orphans(seconds: float = 10.0) -> list[str]:
+    """Return the processes that render templates for one that has ended, and do not end in so many seconds: each
+    command's process keeps one, which sees that it is alone when it next gets a processor."""
+    left = {one: words for one in psutil.process_iter() if str(PROGRAM) in (words := _words(one)) and one.ppid() == 1}
+    _, alive = psutil.wait_procs(left, timeout=seconds)
+    return [left[one] for one in alive]
 
 
 def _sockets() -> set[str]:

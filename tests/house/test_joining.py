@@ -68,6 +68,7 @@ def test_a_release_is_checked_and_published_by_a_person_alone() -> None:
     assert not triggers["workflow_dispatch"]["inputs"]["publish"]["default"]
     assert [name for name, job in jobs.items() if "permissions" in job] == ["publish"]
     assert "github.event_name == 'workflow_dispatch' && inputs.publish" in jobs["publish"]["if"]
-    assert jobs["publish"]["needs"] == "check" and jobs["publish"]["environment"] == "release"
+    assert jobs["publish"]["needs"] == ["check", "image"] and jobs["image"]["needs"] == "build"
+    assert jobs["publish"]["environment"] == "release"
     (demo,) = [step["run"] for step in jobs["check"]["steps"] if "lema demo" in step.get("run", "")]
     assert jobs["check"]["needs"] == "build" and "python -m venv fresh" in demo and "constraints.txt" in demo

@@ -4,17 +4,15 @@ import json
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+from projectaddress import address_of
 from triednotebooks import NOTEBOOKS, TINY, code_cells, sources, tried, write_model
 
 # Lines for the shell become calls of this Python's lema.
 SHELL = 'import subprocess, sys\nsubprocess.run([sys.executable, "-m", *f"""{}""".split()], check=True)'
 ROOT = Path(__file__).parents[2]
-# The project has no public address yet. This stands for it, here and in the links, until pyproject.toml has one.
-PLACEHOLDER = "https://github.com/OWNER/REPOSITORY"
 SITES = {"colab": "https://colab.research.google.com/github/", "kaggle": "https://www.kaggle.com/kernels/welcome?src="}
 PROOF, *ON_SITES = (next(path for path in NOTEBOOKS if path.stem == name) for name in ("proof", *SITES))
 
@@ -51,8 +49,7 @@ def test_only_what_installs_is_left_out_of_a_test(notebook: Path) -> None:
 
 @pytest.mark.parametrize("notebook", ON_SITES, ids=lambda path: path.stem)
 def test_a_notebook_opens_at_its_site_by_one_link_to_the_projects_address(notebook: Path) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    address = project.get("urls", {}).get("Repository", PLACEHOLDER)
+    address = address_of(ROOT)
     links = re.findall(r"\[Open in \w+\]\(([^)]+)\)", notebook.read_text(encoding="utf-8"))
     shown = address.removeprefix("https://github.com/") if notebook.stem == "colab" else address
     assert links == [f"{SITES[notebook.stem]}{shown}/blob/main/notebooks/{notebook.name}"]

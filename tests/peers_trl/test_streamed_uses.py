@@ -16,6 +16,7 @@ from trlruns import (
     adapters,
     lora,
     outcome,
+    recomputing,
     save,
     streamed_model,
     text,
@@ -141,7 +142,7 @@ def test_accumulation_warns_once_and_is_right(directory: Path, model: Any, tmp_p
     [
         ("sft", {"packing": True, "max_length": 32}, {}),
         ("sft", {"loss_type": "dft"}, {}),
-        ("sft", {"activation_checkpointing": False}, {"lora_dropout": 0.1}),
+        ("sft", recomputing(False), {"lora_dropout": 0.1}),
         ("sft", {"bf16": True}, {}),
         ("sft", {"neftune_noise_alpha": 5.0}, {}),
         ("dpo", {"loss_type": ["ipo"], "padding_free": True}, {}),

@@ -27,6 +27,7 @@ from trlruns import (
     Recorded,
     lora,
     outcome,
+    recomputing,
     save,
     streamed_model,
     text,
@@ -254,7 +255,6 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
             arguments = AsyncGRPOConfig(
                 str(tmp_path / name),
                 max_steps=4,
-                activation_checkpointing=True,
                 per_device_train_batch_size=4,
                 token_budget=-1,
                 max_staleness=1,
@@ -265,6 +265,7 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
                 use_cpu=True,
                 bf16=False,
                 disable_tqdm=True,
+                **recomputing(True),
             )
             trainer = RecordedAsync(
                 str(llama),

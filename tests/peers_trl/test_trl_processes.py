@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from trlruns import save
+from trlruns import recomputing, save
 
 # What each kind of trainer is given: its arguments, and how the model is opened.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trainer": ({"gradient_accumulation_steps": 2}, {}),
     "sft": ({"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "evaluated": 6}, {}),
-    "dpo": ({"activation_checkpointing": False}, {"gradient_checkpointing": False}),
+    "dpo": (recomputing(False), {"gradient_checkpointing": False}),
     "kto": ({}, {}),
     "grpo": ({"num_generations": 4, "max_completion_length": 4, "beta": 0.1}, {}),
 }

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trlruns import recomputing
 
 from lema.activations import ActivationOffloadingMixin
 
@@ -74,8 +75,8 @@ def trainer_of(kind: str, directory: Path, mode: Any, checkpointing: bool = Fals
         use_cpu=True,
         bf16=False,
         disable_tqdm=True,
-        activation_checkpointing=checkpointing,
         activation_offloading=mode,
+        **recomputing(checkpointing),
     )
     return trainer(
         model=model,

@@ -138,6 +138,13 @@ def streamed_model(directory: Path, settings: dict[str, Any] | None = None, **op
     return lema.streamed(directory, lora(**options), device="cpu", seed=SEED, **(settings or {}))
 
 
+def recomputing(wanted: bool) -> dict[str, bool]:
+    """Return the argument by which a backward computes layers again, or not, with the name that the installed release
+    of transformers has for it."""
+    name = "activation_checkpointing"
+    return {name if name in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": wanted}
+
+
 def trainer_of(
     kind: str, model: Any, directory: Path, *, trainer: Any = None, evaluated: int = 0, **arguments: Any
 ) -> Any:
@@ -151,7 +158,7 @@ def trainer_of(
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
-        "activation_checkpointing": True,
+        **recomputing(True),
         "use_cpu": True,
         "bf16": False,
         "disable_tqdm": True,

@@ -28,6 +28,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "backend/test_locked_memory.py": ("test_what_cannot_be_locked_is_an_error_where_it_must_be",),
     "stream/test_stream_reader.py": ("test_a_failing_device_is_named",),
+    # Memory has no name, or loses it while it is open.
+    "backend/test_shared_memory.py": (
+        "test_it_has_no_file_where_the_system_has_a_call_for_it",
+        "test_without_that_call_it_is_a_file_whose_name_goes_once_both_have_it",
+    ),
+    # A directory has another name.
+    "train/phases/test_phase_links.py": ("test_the_directory_is_linked_where_it_can_be",),
     # A test has tokens open that are made anew meanwhile, and a directory keeps its name while a file in it is open.
     "data/test_data_cache.py": (
         "test_a_missing_file_is_made_anew",
@@ -37,7 +44,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     # Directories are locked, and processes forked, so that one start goes on where another was killed.
     "data/test_data_parts.py": ("*",),
     # The program that renders has no signals of Unix that it could be deaf to.
-    "data/test_template_process.py": ("test_a_signal_that_goes_to_all_processes_is_the_parents",),
+    "data/test_template_process.py": (
+        "test_a_signal_that_goes_to_all_processes_is_the_parents",
+        "test_the_consoles_keys_are_the_parents_too",
+    ),
     # A file that is not open is swept: one that is keeps its name.
     "storage/test_partial.py": ("test_where_nothing_can_be_locked_nothing_is_swept",),
     # A file loses its name while it is open, and the calls that are watched, or made to fail, are those of Linux.

@@ -291,3 +291,21 @@ print(asked.why(), "told", flush=True)
 def test_a_signal_that_comes_twice_ends_no_run_that_has_stopped_in_between() -> None:
     done = subprocess.run([sys.executable, "-c", STOPPED_BETWEEN], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "SIGTERM told\n"), done.stderr
+
+
+BREAK = """
+import os, signal
+signal.SIGBREAK = signal.SIGUSR2  # as a console of Windows has one, besides Ctrl-C
+from lema.train.stop import SIGNALS, StopOnSignal
+assert signal.SIGBREAK in SIGNALS
+with StopOnSignal() as stopping:
+    assert stopping.why() is None
+    os.kill(os.getpid(), signal.SIGBREAK)
+    print(stopping.why())
+assert signal.getsignal(signal.SIGBREAK) is signal.SIG_DFL
+"""
+
+
+def test_the_consoles_other_key_stops_a_run_where_there_is_one() -> None:
+    done = subprocess.run([sys.executable, "-c", BREAK], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "SIGUSR2\n"), done.stderr

@@ -25,7 +25,7 @@ from lema.backend.group import first_alone
 from lema.config import LemaConfig
 from lema.errors import AdapterError, ConfigError, DiskError, listed
 from lema.storage.atomic import appearing, replace_file
-from lema.storage.manifest import MANIFEST, check_manifest
+from lema.storage.manifest import MANIFEST, check_manifest, write_manifest
 from lema.storage.regular import read_regular
 from lema.train.checkpoint.format import STATE, checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
 from lema.train.checkpoint.resume import Reporter, check_sound, newest_sound, report_warning
@@ -249,7 +249,8 @@ def begin_at(start: Start, paths: PhasePaths) -> None:
 
 def _link(model: Path, link: Path) -> None:
     """Have a model's directory be found under another name, too. Windows wants a privilege for links, and some file
-    systems have none: there the directory is a new one, with the same files, or copies of them."""
+    systems have none: there the directory is a new one, with the same files, or copies of them, and a manifest, as
+    every directory of a model has that is no link."""
     with suppress(OSError):
         link.symlink_to(model, target_is_directory=True)
         return
@@ -259,10 +260,12 @@ def _link(model: Path, link: Path) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(link))
     with appearing(link) as part:
         shutil.copytree(model, part, copy_function=_same_file, dirs_exist_ok=True)
+        if not (part / MANIFEST).is_file():
+            write_manifest(part)
 
 
 def _sizes(directory: Path) -> dict[Path, int]:
-    files = (path for path in directory.rglob("*") if path.is_file())
+    files = (path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
     return {path.relative_to(directory): path.stat().st_size for path in files}
 
 
