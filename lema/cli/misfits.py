@@ -24,7 +24,8 @@ def misfit(error: BaseException) -> ConfigError | None:
         package, torch = distribution("torchvision"), version("torch")
     except PackageNotFoundError:  # of a directory that was put on the path
         return None
-    needs = next((one for one in package.requires or () if one.startswith("torch==")), "")
+    requirements = package.requires or ()
+    needs = next((entry for entry in requirements if entry.startswith("torch==")), "")
     what = f"torchvision {package.version}{f', which needs {needs},' if needs else ''} does not fit torch {torch}"
     release, _, build = torch.partition("+")
     again = f'pip install "torch=={release}" torchvision{f" --index-url {BUILDS}/{build}" if build else ""}'
@@ -34,9 +35,9 @@ def misfit(error: BaseException) -> ConfigError | None:
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and what it came of."""
-    known = set[int]()
+    seen = set[int]()
     at: BaseException | None = error
-    while at is not None and id(at) not in known:
+    while at is not None and id(at) not in seen:
         yield at
-        known.add(id(at))
+        seen.add(id(at))
         at = at.__cause__ or at.__context__
