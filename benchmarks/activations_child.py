@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-WARM_UP, MEASURED = 1, 2  # steps; the first makes the optimizer's state, and the room for what waits
+WARM_UP = 1
+MEASURED = 2  # steps; the first makes the optimizer's state, and the room for what waits
 
 
 class LiveBytes(TorchDispatchMode):
@@ -31,7 +32,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.peak, self._device, self._bound = 0, device, 0
+        self.peak = 0
+        self._device = device
+        self._bound = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,7 +82,8 @@ def _watched(device: str) -> Iterator[Any]:
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    task, arm = Task(**given["task"]), Arm(**given["arm"])
+    task = Task(**given["task"])
+    arm = Arm(**given["arm"])
     model, ids = make_model(task)
     set_checkpointing(model, arm.checkpointing)
     context = context_of(model, arm.mode, task.directory)

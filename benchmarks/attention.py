@@ -24,13 +24,15 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from lema_cpu.attention import attend
 
-HEADS, SIZE = 16, 64
+HEADS = 16
+SIZE = 64
 
 
 class Attending(nn.Module):
     """What transformers hands to an attention function as its module."""
 
-    is_causal, num_key_value_groups = True, 1
+    is_causal = True
+    num_key_value_groups = 1
 
 
 def main() -> None:
@@ -39,7 +41,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
     print_machine()
-    table, rows = Table("dtype", "tokens", "arm", "forward ms", "backward ms", "ratio"), []
+    table = Table("dtype", "tokens", "arm", "forward ms", "backward ms", "ratio")
+    rows = []
     for dtype in (torch.bfloat16, torch.float32):
         for length in arguments.lengths:
             for row in _measured(dtype, length, arguments.repeats):

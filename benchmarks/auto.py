@@ -180,7 +180,8 @@ def compared(model: str, base: dict[str, Any], asked: argparse.Namespace) -> dic
     assert again is not None, "it fitted before"
     arms = [auto, again, *finalists]
     for arm in arms:
-        arm.cpu, arm.wall = [], []  # because who is a finalist is known by the turns before
+        arm.cpu = []
+        arm.wall = []  # because who is a finalist is known by the turns before
     for number in range(asked.rounds):
         for arm in in_turn(arms, number):
             arm.turn(asked.steps)
@@ -204,7 +205,10 @@ def chosen_of_grid(
 ) -> tuple[list[Arm], dict[str, Any]]:
     """Let every arm of the grid take a turn; return the best of them, the others ended, and what there is to tell."""
     arms: list[Arm] = []
-    grid, refused, learnt, seen = list(configurations(asked.arms)), 0, auto.learnt, {auto.chosen: "auto"}
+    grid = list(configurations(asked.arms))
+    refused = 0
+    learnt = auto.learnt
+    seen = {auto.chosen: "auto"}
     for number, settings in enumerate(grid):
         name = " ".join(f"{key}={value}" for key, value in settings.items())
         if (arm := opened(name, model, base | settings, learnt)) is None:
@@ -262,11 +266,13 @@ def steps(ends: Connection, model: str, settings: dict[str, Any], learnt: Learnt
     with closing(LemaModel(config)) as open_model:
         open_model.initialize_lora()
         try:
-            allocation, planner = open_model.allocation, timed(open_model.planner)
+            allocation = open_model.allocation
+            planner = timed(open_model.planner)
         except MemoryLimitError:
             ends.send(None)
             return
-        rows, chunk = planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens or CHUNK_TOKENS
+        rows = planner.shape.micro_batch.rows
+        chunk = planner.config.loss_chunk_tokens or CHUNK_TOKENS
         chunk = min(chunk, rows * planner.shape.micro_batch.length)
         chosen = f"{rows} rows, {chunk} tokens a chunk, {allocation.slots} slots, {allocation.summary()}"
         found = Learnt(planner.workload_cache, planner.timings, rows, planner.machine_state.machine.speeds)

@@ -40,7 +40,8 @@ class Shape:
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The linears of one layer by name, each `(rows, columns)`."""
-        hidden, inner = self.hidden, self.intermediate
+        hidden = self.hidden
+        inner = self.intermediate
         narrow = hidden // self.heads * (self.kv_heads or self.heads)
         attention = {"q": hidden, "k": narrow, "v": narrow}
         return {
@@ -92,7 +93,8 @@ def write_index(directory: Path, shape: Shape, weight_map: dict[str, str]) -> No
 def write_model(directory: Path, shape: Shape) -> None:
     """Write random weights of `shape` in the hub's sharded format, one layer in memory at a time."""
     write_config(directory, shape)
-    dtype, generator = getattr(torch, shape.dtype), torch.Generator().manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+    generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
 
     def draw(*size: int) -> torch.Tensor:
@@ -127,9 +129,11 @@ def write_zeros(directory: Path, shape: Shape) -> None:
     outside = {"model.embed_tokens": table, "lm_head": table, "model.norm": (shape.hidden,)}
     parts = [{f"model.layers.{number}.{name}": size for name, size in layer.items()} for number in range(shape.layers)]
     for number, part in enumerate([*parts, outside]):
-        header, end = dict[str, Any](), 0
+        header = dict[str, Any]()
+        end = 0
         for name, size in part.items():
-            begin, end = end, end + math.prod(size) * 2
+            begin = end
+            end = end + math.prod(size) * 2
             header[f"{name}.weight"] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
         written = json.dumps(header).encode()
         file = directory / f"model-{number + 1:05d}-of-{len(parts) + 1:05d}.safetensors"
@@ -166,7 +170,8 @@ class PeakAnonymous:
     """Samples anonymous memory in a thread for the length of a `with` block; `peak` is the most seen, in bytes."""
 
     def __init__(self, interval: float = 0.005) -> None:
-        self._stop, self._interval = threading.Event(), interval
+        self._stop = threading.Event()
+        self._interval = interval
         self.peak = 0
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -193,7 +198,9 @@ class Meter:
     seconds = cpu_seconds = others = 0.0
 
     def __enter__(self) -> Meter:
-        self._machine, self._cpu, self._began = _busy_seconds(), cpu_seconds(), time.perf_counter()
+        self._machine = _busy_seconds()
+        self._cpu = cpu_seconds()
+        self._began = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:

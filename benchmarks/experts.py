@@ -68,7 +68,8 @@ def measure(directory: Path, tokens: int, groups: list[int], rounds: int, layers
     losses = dict[int, float]()
     for number in range(rounds + 1):
         for count, model in arms.items():
-            began, trainer = time.process_time(), model.adapter
+            began = time.process_time()
+            trainer = model.adapter
             loss = trainer.loss(micro_batches)
             loss.backward()
             losses[count] = float(loss)
@@ -80,10 +81,8 @@ def measure(directory: Path, tokens: int, groups: list[int], rounds: int, layers
     print("| groups | two slots MB | of whole layers | CPU seconds | speed | loss |")
     whole = 2 * arms[groups[0]].memory.slot_bytes
     for count, model in arms.items():
-        slots, speed = (
-            2 * model.memory.slot_bytes,
-            [a / b for a, b in zip(seconds[groups[0]], seconds[count], strict=True)],
-        )
+        slots = 2 * model.memory.slot_bytes
+        speed = [a / b for a, b in zip(seconds[groups[0]], seconds[count], strict=True)]
         row = f"{slots / 1e6:.1f} | {slots / whole:.2f} | {statistics.median(seconds[count]):.2f}"
         print(f"| {count} | {row} | {statistics.median(speed):.2f} | {losses[count]:.6f} |")
         model.close()

@@ -40,7 +40,8 @@ def main() -> None:
         rounds = []
         for number in range(arguments.rounds + 1):
             order = [("streamed", streamed), ("in memory", whole)]
-            times, losses = {}, {}
+            times = {}
+            losses = {}
             for arm, step in order if number % 2 else reversed(order):
                 began = time.perf_counter()
                 losses[arm] = step()

@@ -85,7 +85,8 @@ def _made(model: LemaModel, count: int, number: int, prompt: int, new: int) -> R
         )
     after = model.memory.counters
     tokens = sum(len(one.tokens) for one in made)
-    leases, read = after.leases - before.leases, after.bytes_read - before.bytes_read
+    leases = after.leases - before.leases
+    read = after.bytes_read - before.bytes_read
     return Run(count, number, meter.seconds, tokens, leases, read, meter.others)
 
 

@@ -54,7 +54,8 @@ def main() -> None:
 
 def _products(device: Device, lines: Lines, place: int, rows: int, inputs: int, outputs: int) -> None:
     """Measure a linear layer, and the gradient of its inputs."""
-    states, gradient = _at(device, 0, rows, inputs), _at(device, 0, rows, outputs)
+    states = _at(device, 0, rows, inputs)
+    gradient = _at(device, 0, rows, outputs)
     weight = _at(device, place, outputs, inputs)
     calls = {"linear": lambda: linear(states, weight), "its gradient": lambda: gradient @ weight}
     for name, call in calls.items():

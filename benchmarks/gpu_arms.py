@@ -247,7 +247,8 @@ def _deepspeed(job: Job) -> Prepare:
     on_device = job.device != "cpu"
     world_of_one(job.scratch, "nccl" if on_device else "gloo")
     model = peft_model(job.model, rank=job.rank)
-    layer, width = job.shape.layer_parameters, getattr(torch, job.shape.dtype).itemsize
+    layer = job.shape.layer_parameters
+    width = getattr(torch, job.shape.dtype).itemsize
     adapters = sum(one.numel() for one in model.parameters() if one.requires_grad)
     live = int(job.cap / width / 2) if job.cap else 10 * layer  # half of the cap
     settings = deepspeed_settings(

@@ -203,7 +203,8 @@ class Call:
             child.close()
             raise
         if run.arm == "lema":
-            self._arm, self._arm_about = child, about
+            self._arm = child
+            self._arm_about = about
         return child, about
 
     def _measure_with(self, child: Child, reference: Child | None, run: Run, count: int, about: dict[str, Any]) -> None:
@@ -239,7 +240,8 @@ class Call:
         except OSError as error:
             raise Failed(f"the weights cannot be written: {error}") from error
         options = self.arguments
-        needed, free = host_bytes(run, written.shape), self._host_memory
+        needed = host_bytes(run, written.shape)
+        free = self._host_memory
         if needed > free and not self._holds(run):
             why = f"about {needed / 1e9:.0f} GB of host memory are needed, {free / 1e9:.0f} are free"
             raise Failed(f"{why}; where memory grows on demand, say with --host-memory how many GB there may be")
@@ -259,7 +261,8 @@ class Call:
         """Return a model on its files, written now if need be; another's go where both find no room."""
         key = f"{name}-disk" if on_disk else name
         if key not in self._written:
-            began, shape = time.monotonic(), self._shapes[name]
+            began = time.monotonic()
+            shape = self._shapes[name]
             places = places_for(shape, self._scratch, self._host_memory, disk_only=on_disk)
             if sum(place.room for place in places) < shape.weight_bytes:
                 for other in list(self._written):

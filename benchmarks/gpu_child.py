@@ -67,7 +67,8 @@ class Arm:
     """
 
     def __init__(self, job: Job, device: Device) -> None:
-        self._job, self._device = job, device
+        self._job = job
+        self._device = device
         self.capped = device.cap(job.cap)
         if device.torch.type == "cuda":
             switch_off(device.torch)  # for every arm as for LEMA's, so that all choose among the same attentions
@@ -82,7 +83,8 @@ class Arm:
             self.capped = self._device.cap(cap)
             self._prepare = ARMS[self._job.arm](self._job)
         self._device.forget_peak()
-        shape, tokens = self._job.shape, self._job.tokens
+        shape = self._job.shape
+        tokens = self._job.tokens
         ids = torch.randint(0, shape.vocabulary, (micro_batches, tokens), generator=torch.Generator().manual_seed(0))
         began = time.perf_counter()
         try:

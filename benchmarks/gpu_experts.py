@@ -129,7 +129,8 @@ def _row(name: str, count: int, options: argparse.Namespace, scratch: Path, unti
     seconds = statistics.median(step["seconds"] for step in steps)
     tokens = count * options.tokens
     planned = about.pop("planned")
-    allocated, predicted = max(step["allocated"] for step in steps), about["predicted_seconds"]
+    allocated = max(step["allocated"] for step in steps)
+    predicted = about["predicted_seconds"]
     last = steps[-1]
     return {
         "status": "measured",

@@ -16,7 +16,8 @@ from lema.errors import LemaError
 
 __all__ = ["link", "matmul"]
 
-REPEATS, ROUND = 5, 30
+REPEATS = 5
+ROUND = 30
 
 
 def link(device: str, nbytes: int) -> dict[str, Any]:
@@ -81,7 +82,8 @@ def matmul(device: str, shape: dict[str, Any], tokens: int) -> dict[str, Any]:
     That is the arithmetic of a layer's forward without attention, norms, adapters and casts: the rate that a step is
     measured against. The best of five rounds, each of thirty times all matrices.
     """
-    layer, dtype = Shape(**shape), getattr(torch, shape["dtype"])
+    layer = Shape(**shape)
+    dtype = getattr(torch, shape["dtype"])
     where = load(device).device
     pairs = [
         (torch.randn(tokens, columns, device=where).to(dtype), torch.randn(rows, columns, device=where).to(dtype))

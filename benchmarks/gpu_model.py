@@ -162,7 +162,8 @@ def write_random(directory: Path, shape: Shape, places: Sequence[Place], *, thre
 
 def _disk_speed(directory: Path, shape: Shape) -> float:
     """Return the bytes per second that a disk takes, all the way."""
-    nbytes, file = min(PROBE, shape.weight_bytes), directory / "probe"
+    nbytes = min(PROBE, shape.weight_bytes)
+    file = directory / "probe"
     began = time.perf_counter()
     with file.open("wb") as out:
         out.write(bytes(nbytes))
@@ -198,7 +199,10 @@ def _block(dtype: str) -> memoryview:
 
 def _write(file: Path, sizes: dict[str, tuple[int, int]], block: memoryview, start: int, dtype: str) -> None:
     """Write one file; vectors are norms, and hold ones."""
-    width, end, header, parts = getattr(torch, dtype).itemsize, 0, {}, []
+    width = getattr(torch, dtype).itemsize
+    end = 0
+    header = {}
+    parts = []
     for name, (rows, columns) in sizes.items():
         nbytes = rows * columns * width
         shape = [columns] if rows == 1 else [rows, columns]

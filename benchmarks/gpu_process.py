@@ -46,7 +46,9 @@ class Child:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.host_peak, self.ended = job, 0, False
+        self.job = job
+        self.host_peak = 0
+        self.ended = False
         self.micro_batches: int | None = None
         self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the child
         self._process = subprocess.Popen(
@@ -86,7 +88,8 @@ class Child:
             Refused: that does not fit; it may be asked for fewer.
             Failed: it could not, or took more than `seconds`.
         """
-        self.host_peak, self.micro_batches = 0, None
+        self.host_peak = 0
+        self.micro_batches = None
         answer = self.ask("prepare", seconds, micro_batches=micro_batches, cap=self.job.cap)
         if refused := answer.get("refused"):
             raise Refused(refused)
@@ -104,7 +107,8 @@ class Child:
                 pipe.close()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        answers, until = self._process.stdout, time.monotonic() + seconds
+        answers = self._process.stdout
+        until = time.monotonic() + seconds
         assert answers is not None
         while not select.select([answers], [], [], INTERVAL)[0]:
             self._look()

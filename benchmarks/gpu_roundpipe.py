@@ -30,7 +30,8 @@ class First(nn.Module):
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
-        self.embeddings, self.rotary = decoder.embed_tokens, decoder.rotary_emb
+        self.embeddings = decoder.embed_tokens
+        self.rotary = decoder.rotary_emb
 
     def forward(self, input_ids: Tensor) -> State:
         hidden = self.embeddings(input_ids)
@@ -58,7 +59,8 @@ class Last(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.norm, self.head = model.model.norm, model.lm_head
+        self.norm = model.model.norm
+        self.head = model.lm_head
 
     def forward(self, state: State) -> Tensor:
         return self.head(self.norm(state[0]))

@@ -36,7 +36,8 @@ class Measured:
             rate: of operations per second; None: it was not measured.
             link: bytes per second to the device, likewise.
         """
-        last, seconds = self.steps[-1], statistics.median(self.seconds)
+        last = self.steps[-1]
+        seconds = statistics.median(self.seconds)
         row: dict[str, Any] = {
             "seconds": seconds,
             "all_seconds": self.seconds,
@@ -91,7 +92,8 @@ def measure(
     found = Measured(child.prepare(micro_batches, patience()))
     if reference is not None and _in_turn(reference, found, micro_batches, rounds, seconds, child, patience):
         return found
-    found.steps, found.reference = [], None
+    found.steps = []
+    found.reference = None
     began = time.monotonic()
     for number in range(rounds):
         found.steps.append(child.ask("step", patience()))

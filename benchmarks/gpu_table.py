@@ -19,7 +19,9 @@ OFF_AT_MOST = 0.05  # of the plan
 LOSS_AND_GRADIENTS = 1e-5  # relative, fp32
 SAME_LOSS = 1e-3  # relative, bf16
 SPREAD = 1.1  # times PEFT's own, bf16
-MET, MISSED, UNKNOWN = "met", "MISSED", "not measured"
+MET = "met"
+MISSED = "MISSED"
+UNKNOWN = "not measured"
 COLUMNS = ("model", "arm", "cap GiB", "micro-b.", "tok/s", "x PEFT", "of limit", "alloc. GB", "reserved", "planned",
            "off", "host GB", "up GB", "read GB", "")  # fmt: skip
 
@@ -44,7 +46,8 @@ def show(results: Mapping[str, Any], console: Console) -> None:
 
 def proof_row(certificate: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """Return a line of a table of proofs: device, verdict, what was compared, memory, versions, date and command."""
-    gradients, memory = certificate["gradients_of_first_step"], certificate["memory"]
+    gradients = certificate["gradients_of_first_step"]
+    memory = certificate["memory"]
     device = (results.get("link") or {}).get("device") or certificate["machine"]["device"]
     within = "bitwise" if certificate["bitwise"] else f"within {certificate['tolerance']:g}"
     found = f"{gradients['count']} gradients, apart by {gradients['relative']:.1e} of their norm"

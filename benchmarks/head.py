@@ -99,7 +99,8 @@ def _plan(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
     config = _settings(arguments, model)
     planner = planner_of(config, machine_state=machine_state_of(config))
-    needs, process = planner.needs(), process_bytes()
+    needs = planner.needs()
+    process = process_bytes()
     parts = {**{f"host: {name}": size for name, size in needs.host.items() if name != "ring"}, **needs.device}
     return {
         "planned_peak": process + sum(parts.values()),
@@ -150,7 +151,8 @@ def _train(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         trainer = opened.get_trainer()
         ids = torch.randint(0, _shape(arguments).vocabulary, (arguments.rows, arguments.tokens))
         micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
-        losses, seconds = [], []
+        losses = []
+        seconds = []
         for _ in range(arguments.steps):
             began = time.perf_counter()
             losses.append(trainer.accumulate(micro_batches).loss)

@@ -70,7 +70,8 @@ def main() -> None:
 @contextmanager
 def _two_copies(directory: Path | None, shape: Shape) -> Iterator[tuple[Path, Path]]:
     with tempfile.TemporaryDirectory(dir=directory) as name:
-        one, other = Path(name) / "one", Path(name) / "other"
+        one = Path(name) / "one"
+        other = Path(name) / "other"
         write_model(one, shape)
         shutil.copytree(one, other)
         yield one, other
@@ -128,11 +129,13 @@ def bisect(passes: Callable[[int], bool], high: int, precision: float) -> int:
     while high / low > precision:
         limit = round((high * low) ** 0.5)
         if passes(limit):
-            high, passed = limit, True
+            high = limit
+            passed = True
             if not failed:
                 low = high // 2  # nothing is known to fail yet
         else:
-            low, failed = limit, True
+            low = limit
+            failed = True
     while not passed:
         if not (passed := passes(high)):
             high = round(high * precision)
@@ -173,7 +176,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     def cell(number: float | None, scale: float = 1, digits: int = 2) -> str:
         return "-" if number is None else f"{number / scale:,.{digits}f}"
 
-    limited, free = row["limited"], row["free"]
+    limited = row["limited"]
+    free = row["free"]
     return [
         row["arm"],
         cell(row["limit"], 1e6, 0),

@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def _measured(step: Callable[[], float]) -> dict[str, Any]:
-    began, cpu, read, faults = time.perf_counter(), _cpu_seconds(), _bytes_read(), _faults()
+    began = time.perf_counter()
+    cpu = _cpu_seconds()
+    read = _bytes_read()
+    faults = _faults()
     loss = step()
     return {
         "seconds": time.perf_counter() - began,

@@ -15,7 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+V1 = Path("/sys/fs/cgroup/memory")
+V2 = Path("/sys/fs/cgroup")
 _numbers = count()
 
 
@@ -31,7 +32,8 @@ class Group:
     """A memory cgroup without swap; `limit` None: it only counts."""
 
     def __init__(self, directory: Path, version: int, limit: int | None) -> None:
-        self.directory, self._version = directory, version
+        self.directory = directory
+        self._version = version
         if version == 1:
             if limit is not None:
                 self._write("memory.limit_in_bytes", limit)

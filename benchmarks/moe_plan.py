@@ -35,7 +35,8 @@ from lema_tools.models.published import write_hollow
 GB = 10**9
 MODELS = ("DeepSeek-V3:16", "DeepSeek-V3:24", "Kimi-K2-Thinking:24", "GLM-5.2:24", "Qwen3-235B-A22B:24")
 FORMS = {"GLM-5.2": "fp8 in blocks"}  # of its second repository
-DISK, HOST = 7e9, 64  # bytes per second, and GB of host memory beside it
+DISK = 7e9
+HOST = 64  # bytes per second, and GB of host memory beside it
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "lora_rank": 16,
@@ -80,7 +81,8 @@ def planned(name: str, memory: int, settings: dict[str, Any], machine: Machine) 
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = replace(checkpoint, form=FORMS.get(name, checkpoint.form))
         model = write_hollow(checkpoint, Path(scratch))
-        blueprint, known = draw_up(LemaConfig(str(model), **settings)), dict[Any, Any]()
+        blueprint = draw_up(LemaConfig(str(model), **settings))
+        known = dict[Any, Any]()
         enough = blueprint.stored_bytes + HOST * GB
         for place, host in (("host memory", enough), ("a disk", HOST * GB)):
             of_place = {"host_memory": host, "strategy": "resident" if place == "host memory" else "streaming"}

@@ -73,7 +73,8 @@ def main() -> None:
 
 def _batch(arguments: argparse.Namespace, objective: str) -> Any:
     """Pairs side by side, or rows of which every other is desirable: the same tokens for every objective."""
-    draw, columns = torch.Generator().manual_seed(0), Columns()
+    draw = torch.Generator().manual_seed(0)
+    columns = Columns()
     for number in range(arguments.rows):
         ids = torch.randint(3, arguments.vocabulary, (arguments.length,), generator=draw).tolist()
         columns.append(Row({}, "made", number), ids, list(ids), cut=[])

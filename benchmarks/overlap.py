@@ -40,7 +40,9 @@ from lema.stream import LayerStream
 from lema.stream.schedule import fetched_per_step, training_order
 from lema_cpu import CpuBackend
 
-STEP, COMPUTE, READING = "step", "compute", "reading"
+STEP = "step"
+COMPUTE = "compute"
+READING = "reading"
 MORE = "step with the memory of {} more"
 
 
@@ -77,7 +79,8 @@ def main() -> None:
         write_model(directory, shape)
         batches = {tokens: _batch(tokens, arguments.longest, shape.vocabulary) for tokens in arguments.tokens}
         step, model = _training(directory, MemoryStrategy.STREAMING, arguments.prefetch_depth, stack)
-        stream, trace = model.memory, Trace()
+        stream = model.memory
+        trace = Trace()
         compute, _ = _training(directory, MemoryStrategy.RESIDENT, arguments.prefetch_depth, stack, trace)
         reading = stack.enter_context(
             closing(LayerStream(stream.layers, CpuBackend(), prefetch_depth=arguments.prefetch_depth))
@@ -234,7 +237,8 @@ def _schedule(arms: dict[str, Measured], sizes: Sequence[int], slots: int) -> fl
         LayerCost(size, size, size, forward=usual("forward", name), backward=usual("backward", name))
         for name, size in ((f"layer {index}", size) for index, size in enumerate(sizes))
     )
-    seconds, head = statistics.median(arms[COMPUTE].seconds), usual("forward", "head and loss")
+    seconds = statistics.median(arms[COMPUTE].seconds)
+    head = usual("forward", "head and loss")
     rest = seconds - head - sum(layer.forward + layer.backward for layer in layers)
     num_bytes = len(fetched_per_step(len(sizes), slots)) * statistics.mean(sizes)
     speeds = Speeds(num_bytes / statistics.median(arms[READING].seconds), float("inf"))
@@ -279,7 +283,8 @@ def _show(rows: list[dict[str, Any]], rounds: int) -> None:
             " / ".join(f"{arms[arm]['cpu_seconds']:.2f}" for arm in (STEP, COMPUTE, READING)),
             f"{statistics.mean(arm['cores_others_kept_busy'] for arm in arms.values()):.1f}",
         )
-    console, crossover = Console(width=130), _crossover(rows)
+    console = Console(width=130)
+    crossover = _crossover(rows)
     console.print(table)
     met = "outside what was measured" if crossover is None else f"{crossover:.0f} tokens per step"
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())

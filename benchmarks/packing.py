@@ -73,11 +73,15 @@ def epoch(model: Path, arm: str, rows: Sequence[Any], **settings: Any) -> dict[s
     data = packed(rows, opened.adapter, config)
     batches = Batches(data, config.batch_size, config.seed, micro_batch_size=config.micro_batch_size)
     trainer.accumulate(batches.micro_batches([0])[-1:])
-    trained, positions, losses, before = 0, 0, [], resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    trained = 0
+    positions = 0
+    losses = []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     for step in range(batches.steps_per_epoch):
         parts = batches.micro_batches([step])
         if arm == "padded":
-            places, size = batches.rows(step), config.micro_batch_size or config.batch_size
+            places = batches.rows(step)
+            size = config.micro_batch_size or config.batch_size
             tensors: dict[str, Any] = {**collate([data[place] for place in places])}
             starts = range(0, len(places), size)
             parts = [{name: one[at : at + size] for name, one in tensors.items()} for at in starts]

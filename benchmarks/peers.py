@@ -67,7 +67,8 @@ MEASURED = ("seconds", "cpu_seconds", "peak_anonymous", "bytes_read")
 
 
 def main() -> None:
-    arguments, began = _arguments(), time.monotonic()
+    arguments = _arguments()
+    began = time.monotonic()
     shape = Shape(
         arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary, dtype=arguments.dtype
     )
@@ -75,7 +76,8 @@ def main() -> None:
     unable: dict[str, str] = {}
     weights = [count + STARTING for count in arguments.micro_batches]
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        shared, scratch = Path(name, "shared"), Path(name, "scratch")
+        shared = Path(name, "shared")
+        scratch = Path(name, "scratch")
         scratch.mkdir()
         write_family(shared, shape, arguments.family)
         for arm in OWN_COPY & set(arguments.arms):
@@ -145,8 +147,10 @@ class Arm:
     """A process that waits for the word to take a step; its own log tells what went wrong."""
 
     def __init__(self, name: str, task: Task, log: Path) -> None:
-        self.name, self._log = name, log
-        self._directory, self._scratch = Path(task.directory), Path(task.scratch)
+        self.name = name
+        self._log = log
+        self._directory = Path(task.directory)
+        self._scratch = Path(task.scratch)
         self.about: dict[str, Any] = {}
         script = Path(__file__).with_name("peers_arms.py")
         with log.open("w") as written:

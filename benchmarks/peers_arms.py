@@ -287,7 +287,8 @@ def main() -> None:
     """Talk to `peers.py`: lines in on stdin, JSON out on stdout; whatever libraries print goes to stderr."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    name, task = sys.argv[1], Task(**json.loads(sys.argv[2]))
+    name = sys.argv[1]
+    task = Task(**json.loads(sys.argv[2]))
     for answer in _serve(name, task, sys.stdin):
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -39,7 +39,8 @@ def soup_model(directory: str, scratch: str, dtype: str, source: str) -> Any:
     names = ("layer_stream", "layer_shard", "layer_stream_runtime")
     stream, shards, runtime = (import_module(f"soup_cli.utils.{name}") for name in names)
     whole = peft_model(directory)
-    settings, drawn = whole.peft_config["default"], _adapters(whole)
+    settings = whole.peft_config["default"]
+    drawn = _adapters(whole)
     architecture = stream.stream_arch_of(whole.get_base_model().config)
     del whole
     copy = str(Path(scratch) / f"soup-{source}")

@@ -14,7 +14,10 @@ from torch import Tensor
 
 __all__ = ["ALPHA", "RANK", "RATE", "SEED", "adamw", "peft_model", "plain_step"]
 
-SEED, RANK, ALPHA, RATE = 42, 16, 32, 1e-4
+SEED = 42
+RANK = 16
+ALPHA = 32
+RATE = 1e-4
 
 
 def peft_model(

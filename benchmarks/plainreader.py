@@ -53,13 +53,15 @@ class PlainReader:
     """Reads the same spans of files again and again; use it in a `with` block."""
 
     def __init__(self, layers: Sequence[LayerBytes], way: Way) -> None:
-        self._spans, self._way = spans_of(layers, way.segment), way
+        self._spans = spans_of(layers, way.segment)
+        self._way = way
         self._files = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in {span[0] for span in self._spans}}
         self._buffers = [_buffer(way) for _ in range(way.threads)]
 
     def read(self) -> None:
         """Read everything once."""
-        lock, ahead = threading.Lock(), iter(self._spans)
+        lock = threading.Lock()
+        ahead = iter(self._spans)
 
         def work(buffer: memoryview) -> None:
             while True:

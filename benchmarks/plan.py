@@ -34,7 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 STEPS = 2  # the first makes the optimizer's state
-MEMORY, UNDER, TIME = 0.1, 0.03, 0.2  # what is asked of a plan
+MEMORY = 0.1
+UNDER = 0.03
+TIME = 0.2  # what is asked of a plan
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ class Case:
             prepare(plain, directory, quantize=self.quantize)
 
 
-SMALL, MIDDLE, LARGE = Shape(512, 1408, 8, 4096, 8), Shape(1024, 2816, 12, 8192), Shape(1536, 4096, 8, 8192)
+SMALL = Shape(512, 1408, 8, 4096, 8)
+MIDDLE = Shape(1024, 2816, 12, 8192)
+LARGE = Shape(1536, 4096, 8, 8192)
 FULL = Shape(768, 2048, 8, 8192, 12, "float32")
 DEEP = Shape(512, 1408, 40, 4096, 8)
 WIDE = Shape(1024, 2816, 6, 65536)
@@ -102,7 +106,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "CONFIG"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        what, config = arguments.child[0], Path(arguments.child[1])
+        what = arguments.child[0]
+        config = Path(arguments.child[1])
         print(json.dumps(_plan_and_train(config, arguments.rounds) if what == "time" else _train(config)))
         return
     rows = []
@@ -122,7 +127,8 @@ def _numbers(said: str) -> list[int]:
 def _run(number: int, directory: Path | None) -> dict[str, Any]:
     case = CASES[number]
     with tempfile.TemporaryDirectory(dir=directory) as name:
-        model, config = Path(name) / "model", Path(name) / "run.yaml"
+        model = Path(name) / "model"
+        config = Path(name) / "run.yaml"
         case.write(model)
         given = {"model_name_or_path": str(model), "device": "cpu", "save_steps": 0, **case.settings}
         config.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()))

@@ -66,7 +66,8 @@ def main() -> None:
 
 def _write(case: str, directory: Path, arguments: argparse.Namespace) -> None:
     """Write a checkpoint of about the same size in bytes for every case."""
-    hidden, inner = arguments.hidden * 3 // 2, arguments.intermediate * 2
+    hidden = arguments.hidden * 3 // 2
+    inner = arguments.intermediate * 2
     if case == "copied":
         write_model(directory, Shape(hidden, inner, arguments.layers * 12 // 7, arguments.vocabulary))
     elif case == "cast":
@@ -76,7 +77,9 @@ def _write(case: str, directory: Path, arguments: argparse.Namespace) -> None:
 
 
 def _write_experts(directory: Path, arguments: argparse.Namespace, turned_over: bool) -> None:
-    hidden, inner, experts = arguments.hidden, arguments.intermediate, arguments.experts
+    hidden = arguments.hidden
+    inner = arguments.intermediate
+    experts = arguments.experts
     config = MixtralConfig(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -90,7 +93,8 @@ def _write_experts(directory: Path, arguments: argparse.Namespace, turned_over: 
         architectures=["MixtralForCausalLM"],
     )
     config.save_pretrained(directory)
-    generator, weight_map = torch.Generator().manual_seed(0), dict[str, str]()
+    generator = torch.Generator().manual_seed(0)
+    weight_map = dict[str, str]()
 
     def draw(*size: int) -> torch.Tensor:
         return (torch.randn(size, generator=generator) * 0.02).bfloat16()
@@ -124,7 +128,8 @@ def _write_experts(directory: Path, arguments: argparse.Namespace, turned_over: 
 
 def _measure(case: str, source: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the arms in turn, each repeat beginning with another."""
-    files, out = sorted(source.iterdir()), source.parent / "out"
+    files = sorted(source.iterdir())
+    out = source.parent / "out"
     arms: dict[str, Callable[[], dict[str, Any]]] = {
         "prepare": lambda: _child(case, source, out),
         "cp": lambda: _timed(lambda: subprocess.run(["cp", *files, out], check=True), out),

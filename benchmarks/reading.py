@@ -162,7 +162,8 @@ def _read_layers(reader: LayerReader, layers: Sequence[LayerBytes], buffers: Seq
 
 def _lease_layers(stream: LayerStream) -> None:
     """Lease every layer. What is in the buffers is wanted last, so it is read again before its turn."""
-    order, before = forward_order(len(stream.layers)), stream.counters.bytes_read
+    order = forward_order(len(stream.layers))
+    before = stream.counters.bytes_read
     stream.announce(order)
     for layer in order:
         with stream.lease(layer):
@@ -172,7 +173,9 @@ def _lease_layers(stream: LayerStream) -> None:
 
 def _share_of_huge_pages(buffers: Sequence[torch.Tensor]) -> float:
     """Return how much of the buffers the system has put into huge pages: it may have had none left in one piece."""
-    starts, found, within = {buffer.data_ptr() for buffer in buffers}, 0, False
+    starts = {buffer.data_ptr() for buffer in buffers}
+    found = 0
+    within = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
         if not name.endswith(":"):

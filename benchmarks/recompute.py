@@ -73,8 +73,10 @@ def measure(directory: Path, config: PreTrainedConfig, rounds: int) -> None:
     ids = torch.randint(0, config.vocab_size, (4, 256))
     model = LemaModel(LemaConfig(str(directory), device="cpu", gradient_checkpointing=True, save_steps=0))
     model.initialize_lora()
-    trainer, micro_batches = model.get_trainer(), split_batch({"input_ids": ids, "labels": ids}, 1)
-    flops, seconds = dict[str, int](), dict[str, list[float]]()
+    trainer = model.get_trainer()
+    micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
+    flops = dict[str, int]()
+    seconds = dict[str, list[float]]()
     for number in range(rounds + 1):
         for name, arm in arms().items():
             with arm:
@@ -91,7 +93,9 @@ def measure(directory: Path, config: PreTrainedConfig, rounds: int) -> None:
     (first, base), *_ = flops.items()
     for name, count in flops.items():
         ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds[first], strict=True)]
-        low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+        low = min(ratios)
+        middle = statistics.median(ratios)
+        high = max(ratios)
         print(
             f"{name:28} {count / 1e9:8.2f} GFLOP {count / base:7.4f}    seconds x {middle:.3f} ({low:.3f}-{high:.3f})"
         )
@@ -105,7 +109,8 @@ def compare_experts(directory: Path, number: int, rounds: int) -> None:
     config = Qwen3MoeConfig(**sizes, **experts, num_hidden_layers=4)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     ids = torch.randint(0, config.vocab_size, (2, 512))
-    models, seconds = dict[str, LemaModel](), dict[str, list[float]]()
+    models = dict[str, LemaModel]()
+    seconds = dict[str, list[float]]()
     for name in ("experts not adapted", "multiplied apart", "PEFT's sum"):
         excluded = {"lora_exclude_modules": ["experts"]} if name == "experts not adapted" else {}
         settings: dict[str, Any] = {"gradient_checkpointing": True, "save_steps": 0, "device_memory": None, **excluded}
@@ -126,13 +131,16 @@ def compare_experts(directory: Path, number: int, rounds: int) -> None:
             start = time.process_time()
             trainer.accumulate(batches)
             seconds.setdefault(name, []).append(time.process_time() - start)
-    base, first = counted["experts not adapted"], seconds["experts not adapted"]
-    demand, slots = model.opened.demand(), model.allocation.slots
+    base = counted["experts not adapted"]
+    first = seconds["experts not adapted"]
+    demand = model.opened.demand()
+    slots = model.allocation.slots
     weights = slots * max(layer.slot_bytes for layer in demand.layers) + demand.outside_bytes
     print(f"{slots} slots, embeddings and head: {weights / 1e6:.1f} MB")
     for name, model in models.items():
         ratio = statistics.median(mine / theirs for mine, theirs in zip(seconds[name], first, strict=True))
-        own, adapters = counted[name], 4 * model.num_adapter_parameters
+        own = counted[name]
+        adapters = 4 * model.num_adapter_parameters
         print(
             f"{name:20} adapters {adapters / 1e6:6.1f} MB   made at most {own.peak / 1e6:7.1f} MB, x "
             f"{own.peak / base.peak:.2f}, with those weights x {(weights + own.peak) / (weights + base.peak):.2f}   "

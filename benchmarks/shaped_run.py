@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--device-memory", help="of the run")
     arguments = parser.parse_args()
     shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary)
-    model, rows = arguments.directory / "model", arguments.directory / "rows.jsonl"
+    model = arguments.directory / "model"
+    rows = arguments.directory / "rows.jsonl"
     if arguments.large:
         shape = Shape(4096, 14336, 32, 128256, heads=32, kv_heads=8)
         write_zeros(model, shape)

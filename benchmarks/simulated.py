@@ -44,10 +44,14 @@ from lema.plan.workload import MicroBatch, Workload, measure
 
 MODELS = ["8B", "70B", "405B"]
 TIMES = [0.5, 1.0, 1.5, 3.0]
-LONG, SHORT = 1024, 64  # tokens of a micro-batch; short where T* is less than a long one
-HIDDEN_FROM, AT_MOST = 1.5, 1.05
-LAYERS, LAYER_BYTES = 16, 10**6  # of the model at the crossover; a byte is read in a microsecond
-RATIOS, HELD = [0.5, 0.8, 1.0, 1.25], [3, 4, 5, 6, 8, 10]  # computing by reading; layers that memory holds
+LONG = 1024
+SHORT = 64  # tokens of a micro-batch; short where T* is less than a long one
+HIDDEN_FROM = 1.5
+AT_MOST = 1.05
+LAYERS = 16
+LAYER_BYTES = 10**6  # of the model at the crossover; a byte is read in a microsecond
+RATIOS = [0.5, 0.8, 1.0, 1.25]
+HELD = [3, 4, 5, 6, 8, 10]  # computing by reading; layers that memory holds
 
 
 def main() -> None:
@@ -79,12 +83,14 @@ def _crossover() -> None:
         seconds = ratio * 2 * (LAYERS - 3) / (3 * LAYERS)  # of each of forward, recomputation, backward of a layer
         size = LAYER_BYTES
         layer = LayerCost(size, size, size, saved_bytes=10**9, forward=seconds, recompute=seconds, backward=seconds)
-        demand, speeds = Demand((layer,) * LAYERS, shared=True), Speeds(LAYER_BYTES)
+        demand = Demand((layer,) * LAYERS, shared=True)
+        speeds = Speeds(LAYER_BYTES)
         cells = []
         for held in HELD:
             chosen = solve(demand, speeds, DEPTHS[0] + 1, device_limit=held * LAYER_BYTES)
             ways = [Allocation(slots, frozenset(spread(held - slots, LAYERS))) for slots in range(1, held + 1)]
-            found, best = simulate(demand, chosen, speeds), min(simulate(demand, one, speeds).seconds for one in ways)
+            found = simulate(demand, chosen, speeds)
+            best = min(simulate(demand, one, speeds).seconds for one in ways)
             spent = chosen.slots, len(chosen.residents)
             rows.append(
                 {"ratio": ratio, "held": held, "spent": spent, "step": _by_limit(found), "best": best / found.seconds}

@@ -41,7 +41,9 @@ from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
 from lema.stream.schedule import fetched_per_step
 
-STREAMED, ROOMY, PEFT = "lema exact", "lema fast, PEFT's memory", "peft"  # arms
+STREAMED = "lema exact"
+ROOMY = "lema fast, PEFT's memory"
+PEFT = "peft"  # arms
 
 
 def main() -> None:
@@ -172,7 +174,8 @@ def _alternate(
     for round_number in range(steps + 1):
         for name in list(arms) if round_number % 2 else list(reversed(arms)):
             forget_pages(directory)
-            began, began_cpu = time.perf_counter(), cpu_seconds()
+            began = time.perf_counter()
+            began_cpu = cpu_seconds()
             losses[name].append(arms[name]())
             if round_number:
                 seconds[name].append(time.perf_counter() - began)
@@ -184,7 +187,8 @@ def _limits(stream: LayerStream, directory: Path, shape: Shape, arguments: argpa
     """Return the least seconds a step can take by arithmetic alone and by reading alone."""
     rows = arguments.tokens // arguments.micro_batches
     dtype = getattr(torch, shape.dtype)
-    x, w = torch.randn(rows, shape.hidden).to(dtype), torch.randn(shape.intermediate, shape.hidden).to(dtype)
+    x = torch.randn(rows, shape.hidden).to(dtype)
+    w = torch.randn(shape.intermediate, shape.hidden).to(dtype)
     flops = 2 * rows * shape.hidden * shape.intermediate
     rate = max(flops / _timed(lambda: x @ w.t(), 20) for _ in range(5))
     head = 4 * shape.vocabulary * shape.hidden

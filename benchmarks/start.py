@@ -34,7 +34,9 @@ def _began() -> float:
 
 def main() -> None:
     """Run the command with a clock around its parts, and print a row for each as it ends."""
-    given, then, began = parser.parse_args(), (0.0, 0.0), _began()
+    given = parser.parse_args()
+    then = (0.0, 0.0)
+    began = _began()
 
     def tell(part: str) -> None:
         nonlocal then

@@ -119,14 +119,18 @@ def _tenths(directory: Path, size: str) -> list[dict[str, Any]]:
     from lema.config.units import parse_memory
     from lema.data import cache, prepare_data
 
-    file, found = directory / f"{size}.txt", list[dict[str, Any]]()
+    file = directory / f"{size}.txt"
+    found = list[dict[str, Any]]()
     write_rows(file, rows=parse_memory(size, 0) // BYTES_A_ROW, text=True)
     print(f"{file}: {file.stat().st_size / 1e6:.0f} MB")
     print("| tenth | user seconds | MB a user second | process MB | workers MB |\n|---|---|---|---|---|", flush=True)
 
     @contextlib.contextmanager
     def line() -> Iterator[Callable[[int, int, float, int], None]]:
-        own, before, behind, looked = psutil.Process(), _user(), 0, 0
+        own = psutil.Process()
+        before = _user()
+        behind = 0
+        looked = 0
         most = {"process": 0, "workers": 0}
 
         def tell(done: int, total: int, *_: float) -> None:
@@ -142,7 +146,8 @@ def _tenths(directory: Path, size: str) -> list[dict[str, Any]]:
             row |= {"rate": round((done - behind) / 1e6 / (now - before), 3)}
             found.append(row | {name: one // 10**6 for name, one in most.items()})
             most.update(process=0, workers=0)
-            before, behind = now, done
+            before = now
+            behind = done
             print("| " + " | ".join(str(value) for value in found[-1].values()) + " |", flush=True)
 
         yield tell

@@ -59,9 +59,11 @@ def draw(events: list[dict[str, Any]], png: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="milliseconds")
     for span in spans:
-        layer, place = _layer(span["name"]), rows.index(span["tid"])
+        layer = _layer(span["name"])
+        place = rows.index(span["tid"])
         colour = WITHOUT_LAYER if layer is None else colours(layer)
-        left, width = (span["ts"] - start) / 1e3, span["dur"] / 1e3
+        left = (span["ts"] - start) / 1e3
+        width = span["dur"] / 1e3
         gap = min(0.3, span["dur"] / whole * 100)  # thin bars have no room for an edge
         axes.broken_barh([(left, width)], (place - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=gap)
     axes.set_yticks(range(len(rows)), [names[row] for row in rows])

@@ -36,8 +36,11 @@ class ByTurns(TrainerCallback):
     """Takes a step of LemaTrainer before each of the trainer's, and times both."""
 
     def __init__(self, trainer: Any, batch: dict[str, torch.Tensor]) -> None:
-        self.trainer, self.batch = trainer, batch
-        self.ours, self.theirs, self.losses = list[float](), list[float](), list[float]()
+        self.trainer = trainer
+        self.batch = batch
+        self.ours = list[float]()
+        self.theirs = list[float]()
+        self.losses = list[float]()
         self.began = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -103,7 +106,8 @@ class Seconds(TrainerCallback):
     """Times each optimizer step on the clock."""
 
     def __init__(self) -> None:
-        self.began, self.steps = 0.0, list[float]()
+        self.began = 0.0
+        self.steps = list[float]()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.began = perf_counter()
@@ -119,7 +123,8 @@ def _accumulate(arguments: argparse.Namespace, directory: Path, ids: torch.Tenso
         for wide in (True, False) if number % 2 else (False, True):
             forget_pages(directory)
             model = lema.streamed(directory, adapter, device="cpu", micro_batch_size=arguments.micro_batch_size)
-            watch, rows = Seconds(), arguments.rows if wide else 1
+            watch = Seconds()
+            rows = arguments.rows if wide else 1
             data = Dataset.from_dict({"input_ids": ids.tolist()})
             settings = _settings(arguments, f"{directory}/trl", rows, 3)
             SFTTrainer(

@@ -124,9 +124,11 @@ def _alone(arguments: argparse.Namespace) -> None:
     micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
     print(json.dumps({"imported": str(Path(lema.__file__).parent)}), flush=True)
     for _ in sys.stdin:
-        began, began_cpu = time.perf_counter(), cpu_seconds()
+        began = time.perf_counter()
+        began_cpu = cpu_seconds()
         loss = trainer.accumulate(micro_batches).loss
-        seconds, cpu = time.perf_counter() - began, cpu_seconds() - began_cpu
+        seconds = time.perf_counter() - began
+        cpu = cpu_seconds() - began_cpu
         print(json.dumps({"seconds": seconds, "cpu": cpu, "loss": loss}), flush=True)
 
 

@@ -175,7 +175,8 @@ def _weight_conversions(self: Any) -> list[Any]:
     """Return what loads the parameters of modules: see `HfQuantizer.get_weight_conversions`."""
     from transformers.core_model_loading import WeightConverter
 
-    operation, stored = self.get_load_operations()["dequantize"], self.serialized_names
+    operation = self.get_load_operations()["dequantize"]
+    stored = self.serialized_names
     return [WeightConverter(_longest_first(names), param, [operation(self)]) for param, names in stored.items()]
 
 
@@ -189,12 +190,14 @@ def _updated_conversions(self: Any, conversions: Sequence[Any], _model: Any = No
     it first, and those of other weights: see `HfQuantizer.update_weight_conversions`."""
     from transformers.core_model_loading import WeightConverter
 
-    operation, updated = self.get_load_operations()["dequantize"], list[Any]()
+    operation = self.get_load_operations()["dequantize"]
+    updated = list[Any]()
     for conversion in conversions:
         updated.append(conversion)
         if not isinstance(conversion, WeightConverter):
             continue
-        sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+        sources = conversion._original_source_patterns
+        targets = conversion._original_target_patterns
         param = sources[0].rpartition(".")[2]
         names = self.serialized_names.get(param)
         if names and all(source.endswith(f".{param}") for source in sources):

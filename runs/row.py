@@ -44,10 +44,12 @@ def main(name: str, size: int, arguments: Sequence[str] | None = None) -> None:
 
 def _row(name: str, size: int, config: LemaConfig, steps: int) -> str:
     """Train, and return the row: model, memory, tokens/s, how it went, how and where."""
-    losses, seconds = list[float](), list[float]()
+    losses = list[float]()
+    seconds = list[float]()
     with closing(LemaModel(config)) as model:
         model.initialize_lora()
-        trainer, words = model.get_trainer(), model.skeleton.config.get_text_config().vocab_size
+        trainer = model.get_trainer()
+        words = model.skeleton.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         for _ in range(steps):
             ids = torch.randint(0, words, (config.batch_size, config.max_length or 1024), generator=generator)
@@ -55,7 +57,8 @@ def _row(name: str, size: int, config: LemaConfig, steps: int) -> str:
             batches = split_batch({"input_ids": ids, "labels": ids}, config.micro_batch_size)
             losses.append(trainer.accumulate(batches).loss)
             seconds.append(time.perf_counter() - began)
-        peak, device = model.backend.memory().peak, model.backend.device
+        peak = model.backend.memory().peak
+        device = model.backend.device
     speed = config.batch_size * (config.max_length or 1024) / median(seconds[1:] or seconds)
     went = f"{human_bytes(peak)} at the peak, loss {losses[0]:.3f} to {losses[-1]:.3f}"
     where = f"`runs/{Path(sys.argv[0]).name}`, {device}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}"

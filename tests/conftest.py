@@ -149,7 +149,8 @@ def pairs(every: list[pytest.Item]) -> set[int]:
     """Choose cases that have every pair of values of two parameters: each the one that has most still to do."""
     values = [sorted((name, repr(value)) for name, value in item.callspec.params.items()) for item in every]
     of_each = [frozenset(combinations(one, 2)) for one in values]
-    wanted, kept = frozenset().union(*of_each), set()
+    wanted = frozenset().union(*of_each)
+    kept = set()
     while wanted:
         best = max(range(len(every)), key=lambda number: len(of_each[number] & wanted))
         wanted -= of_each[best]

@@ -61,7 +61,8 @@ class AcceleratorBackend:
         if self._unified and (driver is None or driver.reaches_all()):
             self._host = HostMemory(AllMemory(self._device))
         if self._unified and not self._maps():
-            self._unified, self._host = False, HostMemory(driver, locked)
+            self._unified = False
+            self._host = HostMemory(driver, locked)
         self._parallel = SingleProcess()
         replicas, self._leave = join(carriers(self._device.type), partial(identity, self._device))
         self._replicas = QueuedReplicas(replicas, self._carrier.copies.queues)

@@ -82,7 +82,8 @@ def starting_error(module: Any) -> str:
 
 
 def _number(device: str, number: str | None, count: int) -> int:
-    processes, local_rank = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "")
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    local_rank = os.environ.get("LOCAL_RANK", "")
     if number is not None:
         if processes != "1":
             raise BackendUnavailable(

@@ -48,7 +48,8 @@ class RuntimeDriver:
 
     def reaches_all(self) -> bool:
         """Return whether the device computes in memory that was not registered."""
-        library, value = _library(), ctypes.c_int(0)
+        library = _library()
+        value = ctypes.c_int(0)
         asked = getattr(library, "cudaDeviceGetAttribute", None)
         return asked is not None and not asked(ctypes.byref(value), PAGEABLE, self._device.index) and value.value == 1
 

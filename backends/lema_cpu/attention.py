@@ -40,7 +40,8 @@ def attend(
     heads, tokens, size]`; `key` and `value` may have fewer heads."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     flags = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.dim() == 4
-    length, has_known_mask = query.shape[2], flags or (causal and attention_mask is None)
+    length = query.shape[2]
+    has_known_mask = flags or (causal and attention_mask is None)
     covered = 1 < length <= LONGEST and key.shape[2] == length and query.dtype in (torch.bfloat16, torch.float32)
     same = query.dtype == key.dtype == value.dtype
     if not (has_known_mask and covered and same) or dropout or any(options.get(name) is not None for name in OTHERS):
@@ -62,10 +63,14 @@ class _Blocks(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
         """Attend; `allowed` is True where a query sees a key, `[batch, 1 or heads, tokens, tokens]`; None: causal."""
         batch, heads, length, _ = query.shape
-        q, k, v = (query * scale).flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
-        lowest, size = torch.finfo(q.dtype).min, min(BLOCK, length)
+        q = (query * scale).flatten(0, 1)
+        k = key.flatten(0, 1)
+        v = value.flatten(0, 1)
+        lowest = torch.finfo(q.dtype).min
+        size = min(BLOCK, length)
         later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-        out, saved = q.new_empty(*v.shape), []
+        out = q.new_empty(*v.shape)
+        saved = []
         for begin, end, seen in _blocks(length, causal=allowed is None):
             scores = torch.bmm(q[:, begin:end], k[:, :seen].transpose(1, 2))
             if allowed is None:
@@ -75,7 +80,8 @@ class _Blocks(torch.autograd.Function):
             saved.append(torch.softmax(scores, dim=-1))
             out[:, begin:end] = torch.bmm(saved[-1], v[:, :seen])
         ctx.save_for_backward(q, k, v, *saved)
-        ctx.scale, ctx.causal = scale, allowed is None
+        ctx.scale = scale
+        ctx.causal = allowed is None
         return out.view(batch, heads, length, -1)
 
     @staticmethod
@@ -83,8 +89,11 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, keys and values."""
         q, k, v, *saved = ctx.saved_tensors
-        grad_out, sizes = gradients[0].flatten(0, 1), gradients[0].shape[:3]
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad_out = gradients[0].flatten(0, 1)
+        sizes = gradients[0].shape[:3]
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k)
+        dv = torch.zeros_like(v)
         for (begin, end, seen), probabilities in zip(_blocks(q.shape[1], causal=ctx.causal), saved, strict=True):
             of_out = grad_out[:, begin:end]
             dv[:, :seen] += torch.bmm(probabilities.transpose(1, 2), of_out)

@@ -68,7 +68,10 @@ class _PoisonedUpload:
     """A copy of the bytes for each lease. It is NaN once it is released, even if the slot is leased again."""
 
     def __init__(self, slots: _PoisonedSlots, clean: Tensor, nbytes: int) -> None:
-        self._slots, self._clean, self._nbytes, self._number = slots, clean, nbytes, slots.uploads
+        self._slots = slots
+        self._clean = clean
+        self._nbytes = nbytes
+        self._number = slots.uploads
         self._leased: Tensor | None = None
         self._released = False
 
@@ -97,7 +100,8 @@ class _PoisonedSlots:
     """Private slots whose memory is never used twice: after its lease it stays NaN."""
 
     def __init__(self, nbytes: int, count: int) -> None:
-        self._nbytes, self.free = nbytes, count
+        self._nbytes = nbytes
+        self.free = count
         self.uploads = 0
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
@@ -141,7 +145,8 @@ class CpuBackend:
                 "the cpu backend has one device", where=f"device: {device}", how="write device: cpu"
             )
         (options or BackendOptions()).refuse_parts(self.name)
-        self._poison, self._heap = poison, Heap()
+        self._poison = poison
+        self._heap = Heap()
         limit_threads()
         self._parallel = SingleProcess()
         self._replicas, self._leave = joined or join("gloo")

@@ -24,8 +24,11 @@ HALF = (torch.bfloat16, torch.float16)
 # How many times faster fp32 has to be. With instructions for half precision it took 0.6 of the time or more; with those
 # of AVX-512 alone a quarter; with AVX2 alone a thirtieth.
 MARGIN = 3.0
-ROWS, WIDTH = 32, 512  # of a linear layer
-HEADS, TOKENS, HEAD_SIZE = 2, 64, 64  # of attention
+ROWS = 32
+WIDTH = 512  # of a linear layer
+HEADS = 2
+TOKENS = 64
+HEAD_SIZE = 64  # of attention
 ENOUGH = 0.01  # seconds that one product is repeated for
 MOST = 5  # repetitions
 
@@ -59,7 +62,8 @@ def slowness(dtype: torch.dtype) -> float:
 
 
 def _products(dtype: torch.dtype) -> list[Callable[[], Tensor]]:
-    weight, states = _numbers(WIDTH, WIDTH, dtype=dtype), _numbers(ROWS, WIDTH, dtype=dtype)
+    weight = _numbers(WIDTH, WIDTH, dtype=dtype)
+    states = _numbers(ROWS, WIDTH, dtype=dtype)
     heads = _numbers(1, HEADS, TOKENS, HEAD_SIZE, dtype=dtype)
     return [
         lambda: linear(states, weight),
@@ -78,7 +82,8 @@ def _seconds(runs: Sequence[Callable[[], Tensor]]) -> list[float]:
     slower, and it slows all of them alike."""
     for run in runs:
         run()  # the first time, libraries make their kernels
-    least, began = [float("inf")] * len(runs), time.perf_counter()
+    least = [float("inf")] * len(runs)
+    began = time.perf_counter()
     for _ in range(MOST):
         for index, run in enumerate(runs):
             before = time.perf_counter()

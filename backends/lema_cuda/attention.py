@@ -13,7 +13,8 @@ from packaging.version import Version
 __all__ = ["SOURCE", "gives_nan", "switch_off"]
 
 SOURCE = "https://github.com/pytorch/pytorch/issues/196678"
-FIRST, CAPABILITY = Version("2.11"), (9, 0)
+FIRST = Version("2.11")
+CAPABILITY = (9, 0)
 
 
 def gives_nan(torch_version: str, capability: tuple[int, int]) -> bool:

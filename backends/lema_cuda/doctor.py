@@ -152,7 +152,8 @@ def _runs(built_for: str, capability: tuple[int, int]) -> bool:
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", built_for)
     if not match:
         return False
-    major, minor = int(match[2]), int(match[3])
+    major = int(match[2])
+    minor = int(match[3])
     if match[4]:  # such kernels run on this device alone
         return (major, minor) == capability
     if match[1] == "compute":
@@ -210,14 +211,13 @@ def _flash_attention() -> Iterator[Finding]:
 
 def fused_kernels(installed: str | None) -> Finding:
     """Tell whether `arithmetic: fast` has kernels for norms, rotary embeddings and gated MLPs (`lema_cuda.liger`)."""
-    what, facts = "norms, rotary embeddings and gated MLPs", dict[str, Fact](installed=installed)
+    what = "norms, rotary embeddings and gated MLPs"
+    facts = dict[str, Fact](installed=installed)
     if installed is not None:
         what = f"liger-kernel {installed} fuses {what} under arithmetic: fast."
         return Finding(SECTION, "liger-kernel", Level.OK, what, facts=facts)
-    what, how = (
-        f"liger-kernel, which fuses {what}, is not installed.",
-        f"for arithmetic: fast, {installing('kernels')}",
-    )
+    what = f"liger-kernel, which fuses {what}, is not installed."
+    how = f"for arithmetic: fast, {installing('kernels')}"
     return Finding(SECTION, "liger-kernel", Level.NOTE, what, how, facts=facts)
 
 

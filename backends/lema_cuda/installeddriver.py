@@ -39,7 +39,8 @@ def driver_version(root: Path = ROOT) -> str | None:
 
 def driver(root: Path = ROOT) -> Finding:
     """Tell which driver is loaded; without one, tell whether there is a device that needs it."""
-    version, present = driver_version(root), len(list(_on_the_bus(root)))
+    version = driver_version(root)
+    present = len(list(_on_the_bus(root)))
     facts: dict[str, Fact] = {"driver": version, "devices_on_the_bus": present}
     if version is not None:
         facts["open_module"] = "Open Kernel" in _first_line(root / "proc/driver/nvidia/version")
@@ -98,7 +99,8 @@ def _managed(number: int, cells: Sequence[str]) -> Finding:
     for name in ("total", "used"):
         mebibytes = str(facts.pop(f"{name}_mebibytes", ""))
         facts[f"{name}_bytes"] = int(mebibytes) << 20 if mebibytes.isdigit() else None
-    width, widest = str(facts.get("link_width", "")), str(facts.get("link_width_max", ""))
+    width = str(facts.get("link_width", ""))
+    widest = str(facts.get("link_width_max", ""))
     what = f"Device {number} is {facts.get('name', 'unknown')}"
     if width.isdigit() and widest.isdigit() and int(width) < int(widest):
         return Finding(

@@ -70,7 +70,8 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
         unfit = _apply(model)
     except UNFIT as error:
         unfit = f"it does not fit this transformers: {type(error).__name__}: {error}"
-    counts, new = Counter[str](), dict[int, dict[str, Any]]()
+    counts = Counter[str]()
+    new = dict[int, dict[str, Any]]()
     for names, were in zip(code, originals, strict=True):
         new[id(names)] = {name: names[name] for name, original in were.items() if names[name] is not original}
         names.update(were)
@@ -78,7 +79,8 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
             del names[name]
     inside = set() if unfit else set(layers.modules())
     for module, forward in before.items():
-        attributes, kernel = vars(module), vars(module).pop("forward", None)
+        attributes = vars(module)
+        kernel = vars(module).pop("forward", None)
         if forward is not None:
             attributes["forward"] = forward
         # Not where matrices are: LEMA leases and adapts those of experts in ways that a kernel does not know.
@@ -101,7 +103,8 @@ def _apply(model: PreTrainedModel) -> str | None:
     """Let Liger replace what it knows of a model; return why that is nothing, if it does not know the model."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 
-    text, kind = model.config.get_text_config(), model.config.model_type
+    text = model.config.get_text_config()
+    kind = model.config.model_type
     if kind not in KNOWN:
         return f"it does not know the type {kind!r}"
     takes = set(signature(KNOWN[kind]).parameters)
@@ -118,7 +121,8 @@ def _import_patched(model: PreTrainedModel) -> None:
     and cannot be put back. A multimodal type's function imports the code of every text model that it may have."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 
-    waiting, seen = [KNOWN.get(model.config.model_type)], set[Any]()
+    waiting = [KNOWN.get(model.config.model_type)]
+    seen = set[Any]()
     while waiting:
         if not isinstance(function := waiting.pop(), FunctionType) or function in seen:
             continue

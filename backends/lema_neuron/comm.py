@@ -105,7 +105,8 @@ class C10dComm:
 
     def __init__(self, group: Any = None) -> None:
         dist: Any = torch.distributed
-        self._dist, self.group = dist, group
+        self._dist = dist
+        self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self._scatters = dist.get_backend(group) != "gloo"  # gloo does not have it in every version
@@ -186,11 +187,13 @@ class XlaComm:
 
     def __init__(self, groups: Sequence[Sequence[int]], xm: Any, ordinal: int) -> None:
         self._groups = [list(group) for group in groups]
-        self._xm, self._ordinal = xm, ordinal
+        self._xm = xm
+        self._ordinal = ordinal
         mine = next((group for group in self._groups if ordinal in group), None)
         if mine is None:
             raise ConfigError(f"rank {ordinal} is in none of the groups {self._groups}", how="name every rank once")
-        self.rank, self.size = mine.index(ordinal), len(mine)
+        self.rank = mine.index(ordinal)
+        self.size = len(mine)
         self._parts: dict[Groups, Comm] = {}
 
     def __deepcopy__(self, memo: Any) -> XlaComm:
@@ -251,7 +254,9 @@ class Counted:
     """
 
     def __init__(self, comm: Comm, root: Counted | None = None) -> None:
-        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
         self._root = root or self
         self._parts: dict[Groups, Comm] = {}
         self.exchanged = Exchange()

@@ -31,7 +31,8 @@ class Compiles:
     """
 
     def __init__(self, total: Callable[[], int], warm_up: int = WARM_UP) -> None:
-        self._total, self._warm_up = total, warm_up
+        self._total = total
+        self._warm_up = warm_up
         self._num_compiled = 0
         self.of_steps: list[int] = []
 
@@ -44,7 +45,8 @@ class Compiles:
 
     def step_ended(self) -> None:
         """End the count of a step; warn if a step after the first ones compiled graphs."""
-        num_compiled, self._num_compiled = self._num_compiled, 0
+        num_compiled = self._num_compiled
+        self._num_compiled = 0
         self.of_steps.append(num_compiled)
         if num_compiled and len(self.of_steps) > self._warm_up:
             warnings.warn(

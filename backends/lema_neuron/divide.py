@@ -48,7 +48,8 @@ class Division:
     """
 
     def __init__(self, comm: Comm, *, sequence_parallel: bool = False, kv_layout: KvLayout = "tile") -> None:
-        self._comm, self._kv_layout = Counted(comm), kv_layout
+        self._comm = Counted(comm)
+        self._kv_layout = kv_layout
         self._sequence_parallel = sequence_parallel and comm.size > 1
         self._words: Words | None = None  # of the head; None: it is whole
 

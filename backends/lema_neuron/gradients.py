@@ -67,7 +67,8 @@ def mark(model: nn.Module, comm: Comm) -> None:
 def carry(parameter: nn.Parameter, part: Part) -> None:
     """Store its part on a parameter: the layout in the attribute that the core reads, the rest in another."""
     untyped: Any = parameter
-    untyped.parallel_layout, untyped.gradient_rule = part.layout, (part.sum_over, part.counted)
+    untyped.parallel_layout = part.layout
+    untyped.gradient_rule = (part.sum_over, part.counted)
 
 
 def is_marked(parameter: nn.Parameter) -> bool:

@@ -42,7 +42,8 @@ class Words:
     """
 
     def __init__(self, comm: Comm, size: int) -> None:
-        self.comm, self.size = comm, size
+        self.comm = comm
+        self.size = size
         self.layout = embedding(comm.size, size)
         self.words_per_rank = -(-size // comm.size)
         self.first = comm.rank * self.words_per_rank
@@ -76,7 +77,8 @@ class Words:
             label_smoothing: the part of each target that is spread over all words.
         """
         assert reduction in ("sum", "none"), f"a loss is not reduced by {reduction!r} over ranks"
-        flat, asked = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        flat = logits.reshape(-1, logits.shape[-1])
+        asked = targets.reshape(-1)
         losses: Tensor = _CrossEntropy.apply(flat, asked, self, label_smoothing)  # type: ignore[no-untyped-call]
         losses = torch.where(asked == ignore_index, 0.0, losses)
         return losses.sum() if reduction == "sum" else losses
@@ -177,7 +179,8 @@ class _CrossEntropy(torch.autograd.Function):
             mean = every[3].sum(0) / words.size
             losses = losses * (1 - smoothing) + (total - (mean - most)) * smoothing
         ctx.save_for_backward(logits, at, inside, most + total)
-        ctx.smoothing, ctx.size = smoothing, words.size
+        ctx.smoothing = smoothing
+        ctx.size = words.size
         return losses
 
     @staticmethod

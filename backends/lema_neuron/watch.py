@@ -49,7 +49,9 @@ class Watch:
         later: timedelta = PATIENCE_LATER,
         over: Callable[[str], None] | None = None,
     ) -> None:
-        self._patience, self._later, self._over = at_start, later, over or _end
+        self._patience = at_start
+        self._later = later
+        self._over = over or _end
         self._waits: dict[object, tuple[float, str]] = {}  # until when, and for what
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -88,7 +90,8 @@ class Watch:
     def close(self) -> None:
         """Stop the thread that watches."""
         with self._changed:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
             self._changed.notify()
         if thread is not None:
             thread.join()
@@ -116,7 +119,8 @@ class WatchedComm:
     """
 
     def __init__(self, comm: Comm, watch: Watch) -> None:
-        self._comm, self._watch = comm, watch
+        self._comm = comm
+        self._watch = watch
         self._alone = StandIn(comm.rank, comm.size)
 
     def __deepcopy__(self, memo: Any) -> WatchedComm:

@@ -61,11 +61,13 @@ class _Pool:
     def take(self, nbytes: int, to_come: int) -> Tensor:
         """Return the next `nbytes`; if the room is used up, allocate more for all boundaries `to_come`."""
         while self._chunk < len(self._chunks):
-            chunk, start = self._chunks[self._chunk], self._used
+            chunk = self._chunks[self._chunk]
+            start = self._used
             if start + nbytes <= len(chunk):
                 self._used += _aligned(nbytes)
                 return chunk[start : start + nbytes]
-            self._chunk, self._used = self._chunk + 1, 0
+            self._chunk = self._chunk + 1
+            self._used = 0
         self._chunks.append(self._allocate(_aligned(nbytes) * (to_come + 1)))
         return self.take(nbytes, to_come)
 
@@ -149,7 +151,8 @@ class _Away:
     Copies are queued behind the compute that makes the state, and those back behind them, a few ahead; nobody waits."""
 
     def __init__(self, backend: Carrier, pool: _Pool | _DiskPool) -> None:
-        self._backend, self._pool = backend, pool
+        self._backend = backend
+        self._pool = pool
         self._waiting: list[_Fetch] = []  # until the backward begins
         self._leaving: deque[Download] = deque()  # the last few, which keep their boundaries on the device
         self._to_fetch: deque[_Fetch] = deque()
@@ -179,7 +182,8 @@ class _Away:
     def end_forward(self) -> None:
         """Begin to fetch in the order of use: the top layer's first, each layer's in the order of micro-batches."""
         self._let_go()
-        order, self._waiting = sorted(self._waiting, key=lambda fetch: (-fetch.key[0], fetch.key[1])), []
+        order = sorted(self._waiting, key=lambda fetch: (-fetch.key[0], fetch.key[1]))
+        self._waiting = []
         largest = max((fetch.like.nbytes for fetch in order), default=0)
         if largest > self._slot_bytes:
             self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))

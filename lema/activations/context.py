@@ -105,7 +105,8 @@ class OffloadActivations:
         _check(mode, max_fwd_stash_size, model, by_value=by_value)
         self.mode = mode
         carrier = partial(carrier_for, use_streams=use_streams and mode != "legacy", pin_memory=use_pin_memory)
-        self._scope, self._weights = Scope(), WeightStorages(model)
+        self._scope = Scope()
+        self._weights = WeightStorages(model)
         self._model_hooks = (
             None if model is None else ModelHooks(model, exclude=exclude_modules, warn_if_no_head=warn_if_no_head)
         )

@@ -38,7 +38,9 @@ class DiskPiece:
     from one thread at a time, `drop` excepted, which any thread may call at any time, also a garbage collector."""
 
     def __init__(self, store: "DiskStore", start: int, nbytes: int, buffer: Tensor) -> None:
-        self._store, self.start, self.nbytes = store, start, nbytes
+        self._store = store
+        self.start = start
+        self.nbytes = nbytes
         self.buffer: Tensor | None = buffer  # uint8 `[size]` with the bytes, if it has one
         self.lent = True  # the buffer is the caller's
         self.expected = False  # the bytes will be wanted soon
@@ -61,7 +63,8 @@ class DiskPiece:
     def filled(self, landed: Callable[[], None]) -> None:
         """Take what `fill` returned: a copy to it is on its way; `landed` blocks, in any thread, until it is there."""
         assert self.buffer is not None, "a piece was filled that has no buffer"
-        memory, store = as_bytes(self.buffer), self._store
+        memory = as_bytes(self.buffer)
+        store = self._store
 
         def before() -> None:
             landed()
@@ -102,7 +105,8 @@ class DiskPiece:
             if self.buffer is None:
                 store._start_read(self, store._buffer(self.size), [])
             store._idle.pop(self, None)
-            self.lent, self.expected = True, False
+            self.lent = True
+            self.expected = False
             reading = self.transfer_in_flight("read")
         if reading is not None:
             wait([reading.future])  # without the lock, because others may keep and drop pieces meanwhile
@@ -145,7 +149,9 @@ class DiskStore:
     def __init__(self, file: OffloadFile, staging: HostPool, limit: int | None = None) -> None:
         assert staging.limit is not None, "without a limit, staging would hold everything that was ever written to disk"
         self.staging = staging
-        self._file, self._limit, self._closed = file, limit, False
+        self._file = file
+        self._limit = limit
+        self._closed = False
         self._lock = threading.Lock()
         # Threads of its own: a copy that has ended shall not keep device memory until some writes have, too.
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="lema-drain")
@@ -199,7 +205,8 @@ class DiskStore:
             what = "the file of activations was closed, so the activations in it are lost"
             how = "close it after the backward"
             raise DiskError(what, where=self._file.where, how=how)
-        failed, self._failed = self._failed, None
+        failed = self._failed
+        self._failed = None
         if failed is not None and not failed[0].dropped:  # a dropped piece needs no error
             self._num_raised += 1
             raise failed[1]
@@ -217,7 +224,9 @@ class DiskStore:
 
     def _ended(self, transfer: _Transfer) -> bool:
         """Say whether a transfer has ended, and if so take its outcome down."""
-        piece, kind, future = transfer.piece, transfer.kind, transfer.future
+        piece = transfer.piece
+        kind = transfer.kind
+        future = transfer.future
         if not future.done():
             return False
         piece.transfers.remove(transfer)
@@ -336,7 +345,8 @@ class DiskStore:
         for piece in [transfer.piece for transfer in self._in_flight if transfer.kind == "drain"]:
             only = piece.transfer_in_flight("read", "write") is None and not piece.lent and not piece.expected
             if only and piece.buffer is not None and len(piece.buffer) == size:
-                buffer, piece.buffer = piece.buffer, None
+                buffer = piece.buffer
+                piece.buffer = None
                 return buffer, [transfer.future for transfer in piece.transfers]
         return None
 

@@ -115,7 +115,8 @@ class Scope:
 
     def reset(self) -> None:
         """Be at the beginning again, whatever ended the last forward."""
-        self.excluded, self.past_head = 0, False
+        self.excluded = 0
+        self.past_head = False
         self.layer_inputs.clear()
         self.modules.clear()
 

@@ -24,7 +24,9 @@ class HostState:
     """One hidden state in host memory, or on its way there or back."""
 
     def __init__(self, carrier: Carrier, memory: Tensor, like: Tensor) -> None:
-        self._carrier, self._memory, self._like = carrier, memory, like
+        self._carrier = carrier
+        self._memory = memory
+        self._like = like
         self._upload: Upload | None = None
 
     def expect(self) -> None:
@@ -36,7 +38,8 @@ class HostState:
         """Return it on the device; the memory there is the caller's."""
         self.expect()
         assert self._upload is not None
-        upload, self._upload = self._upload, None
+        upload = self._upload
+        self._upload = None
         return view_like(upload.wait(), self._like)
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HostPiece", "HostPool", "HostStore"]
 
-FLOOR_PART, FLOOR_BYTES = 20, 256 << 20  # of the machine's memory, what is left alone: a twentieth, at least so much
+FLOOR_PART = 20
+FLOOR_BYTES = 256 << 20  # of the machine's memory, what is left alone: a twentieth, at least so much
 
 
 def floor_bytes() -> int:
@@ -44,7 +45,9 @@ class HostPool:
         *,
         num_buffers: int | None = None,
     ) -> None:
-        self._allocate, self._num_buffers, self._smallest = allocate, num_buffers, 0
+        self._allocate = allocate
+        self._num_buffers = num_buffers
+        self._smallest = 0
         self.limit = limit if num_buffers is None else 0
         self._available = available or memory_available
         self._floor = floor_bytes()
@@ -166,7 +169,8 @@ class HostStore:
     made compute wait for that copy, which the next copy to the buffer comes after."""
 
     def __init__(self, pool: HostPool, beyond: "DiskStore | None" = None) -> None:
-        self.pool, self.beyond = pool, beyond
+        self.pool = pool
+        self.beyond = beyond
 
     def allocate(self, nbytes: int) -> "HostPiece | DiskPiece | None":
         """Return room for `nbytes`; None: there is none. What `beyond` raises, this does."""
@@ -186,7 +190,8 @@ class HostPiece:
     takes the buffer back; a garbage collector may call it."""
 
     def __init__(self, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
-        self._buffer, self._give = [buffer], give
+        self._buffer = [buffer]
+        self._give = give
 
     def fill(self) -> Tensor:
         return self.memory()

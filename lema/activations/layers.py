@@ -29,7 +29,8 @@ class LayerInputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
-        self._hooked, self._layers = Hooked(), WeakSet[nn.Module]()
+        self._hooked = Hooked()
+        self._layers = WeakSet[nn.Module]()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -138,11 +139,14 @@ def _marking(checkpoint: Callable[..., Any], run: Callable[..., Any], *args: Any
     if torch.compiler.is_compiling():
         return checkpoint(run, *args, **kwargs)
     if isinstance(kwargs.get(INPUT), Tensor):
-        run, args = partial(_with_input, run), (kwargs.pop(INPUT), *args)
+        run = partial(_with_input, run)
+        args = (kwargs.pop(INPUT), *args)
     elif isinstance(run, partial) and isinstance(run.keywords.get(INPUT), Tensor):
         keywords = {name: value for name, value in run.keywords.items() if name != INPUT}
-        run, args = partial(_with_input, partial(run.func, *run.args, **keywords)), (run.keywords[INPUT], *args)
-    scope, state = current(), _input_of(args, {})
+        args = (run.keywords[INPUT], *args)
+        run = partial(_with_input, partial(run.func, *run.args, **keywords))
+    scope = current()
+    state = _input_of(args, {})
     if scope is None:
         return checkpoint(run, *args, **kwargs)
     scope.mark(state)

@@ -19,7 +19,8 @@ __all__ = ["ByValue"]
 
 class _Value:
     def __init__(self, source: Tensor) -> None:
-        self.device, self.nbytes = source.device, source.numel() * source.element_size()
+        self.device = source.device
+        self.nbytes = source.numel() * source.element_size()
         self.host = source.to("cpu")
         self.waiting: WeakSet[_Away] = WeakSet()  # references of graphs that have not fetched it yet
         self.back: Tensor | None = None  # the returned value; it stays until all of them have fetched it
@@ -32,7 +33,8 @@ class ByValue:
     backward, where it is wanted, so the device holds no more than is computed in between. One is brought back ahead."""
 
     def __init__(self, choice: Choice, *, sync: Callable[[], None]) -> None:
-        self._choice, self._sync = choice, sync
+        self._choice = choice
+        self._sync = sync
         self.counters = Counters()
         self._values: WeakSet[_Value] = WeakSet()
         self._value_by_tensor: Any = (
@@ -66,7 +68,8 @@ class ByValue:
     def let_go(self) -> None:
         """Hold nothing on the device any more: a forward is over, or a backward was given up."""
         for value in list(self._values):
-            value.back, value.reached = None, False
+            value.back = None
+            value.reached = False
 
     close = let_go
 
@@ -108,13 +111,16 @@ class _Away:
     """The object that a graph keeps instead of a tensor that was moved."""
 
     def __init__(self, offload: ByValue, value: _Value, order: Order[_Value]) -> None:
-        self._offload, self._value, self._order = offload, value, order
+        self._offload = offload
+        self._value = value
+        self._order = order
         self._position = order.add(value)
         value.waiting.add(self)
 
     def unpack(self) -> Tensor:
         """Return the tensor. Tensors that share a value share one copy; a second use by a graph fetches it again."""
-        offload, value = self._offload, self._value
+        offload = self._offload
+        value = self._value
         offload.counters.restored += 1
         tensor = offload.bring(value)
         value.waiting.discard(self)

@@ -60,7 +60,8 @@ class ActivationOffloadingMixin(Below):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         index = cls.__mro__.index(ActivationOffloadingMixin)
-        before, after = cls.__mro__[:index], cls.__mro__[index + 1 :]
+        before = cls.__mro__[:index]
+        after = cls.__mro__[index + 1 :]
         bases = [base for base in before if not issubclass(base, ActivationOffloadingMixin)]
         stepping = [base.__name__ for base in bases if "training_step" in vars(base)]
         if stepping and not any("training_step" in vars(base) for base in after):

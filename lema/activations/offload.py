@@ -49,7 +49,8 @@ class UnmovedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         # Not the tensor itself: an operation that keeps its output would hold itself, and would never be freed.
-        self._tensor, self._version = tensor.detach(), tensor._version
+        self._tensor = tensor.detach()
+        self._version = tensor._version
 
     def unpack(self) -> Tensor:
         """Return it."""
@@ -78,9 +79,14 @@ class OffloadedTensor:
     __slots__ = ("_dtype", "_first", "_offload", "_order", "_piece", "_position", "_round", "_shape", "_stride")
 
     def __init__(self, offload: "Offload", piece: Piece, order: Order[Piece], tensor: Tensor) -> None:
-        self._offload, self._piece, self._order = offload, piece, order
-        self._position, self._round = order.add(piece), piece.round
-        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+        self._offload = offload
+        self._piece = piece
+        self._order = order
+        self._position = order.add(piece)
+        self._round = piece.round
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
         self._first = int(tensor.storage_offset()) * tensor.element_size()
         piece.alive += 1
 
@@ -90,7 +96,8 @@ class OffloadedTensor:
             return self._unpacked()
 
     def _unpacked(self) -> Tensor:
-        offload, piece = self._offload, self._piece
+        offload = self._offload
+        piece = self._piece
         offload.counters.restored += 1
         check_version(piece.version_copied, piece.version, self._shape, self._dtype)
         if (source := piece.source) is not None:
@@ -136,10 +143,14 @@ class Offload:
         counters: Counters | None = None,
     ) -> None:
         assert stash >= 1, f"{stash} pieces cannot leave at once"
-        self._choice, self._store, self._carrier = choice, store, carrier
+        self._choice = choice
+        self._store = store
+        self._carrier = carrier
         # Not before the last packed tensor goes, because each of them holds this object.
         self._close_store = weakref.finalize(self, store.close)
-        self._stash_size, self._fetch, self._certify = stash, fetch, certify
+        self._stash_size = stash
+        self._fetch = fetch
+        self._certify = certify
         self.counters = counters or Counters()
         self._lock = threading.Lock()  # because a graph may be differentiated in one thread, and dropped in another
         self._lost: deque[tuple[Piece, int]] = deque()
@@ -209,7 +220,8 @@ class Offload:
 
     def fetch_ahead(self, order: Order[Piece], position: int) -> None:
         """Begin to bring back what left before what stands at `position`: it is wanted next."""
-        backward, to_fetch = torch._C._current_graph_task_id(), self._stash_size
+        backward = torch._C._current_graph_task_id()
+        to_fetch = self._stash_size
         while position > 0 and to_fetch > 0:
             position -= 1
             piece = order.pieces[position]() if position < len(order.pieces) else None

@@ -30,7 +30,10 @@ class Piece:
         self, tensor: Tensor, start: int, nbytes: int, waiting_piece: WaitingPiece, carrier: Carrier, counters: Counters
     ) -> None:
         storage = tensor.untyped_storage()
-        self.start, self.nbytes, self.version, self.device = start, nbytes, tensor._version, tensor.device
+        self.start = start
+        self.nbytes = nbytes
+        self.version = tensor._version
+        self.device = tensor.device
         self.key = (storage._cdata, self.version)
         self.alive = 0  # packed tensors in it
         self.num_pending = 0  # of these, those that were not requested since it came back
@@ -38,7 +41,9 @@ class Piece:
         self.spent: int | None = None  # the backward in which all of them were requested; None: there was none
         self._left_at = self.version
         self._guard = StorageWeakRef(storage)
-        self._waiting_piece, self._carrier, self._counters = waiting_piece, carrier, counters
+        self._waiting_piece = waiting_piece
+        self._carrier = carrier
+        self._counters = counters
         self._upload: Upload | None = None
         self._waited = False
         self.source: Tensor | None = tensor.detach()
@@ -81,7 +86,8 @@ class Piece:
         if self.here:
             return
         upload = self._carrier.device_slots(self.nbytes, 1).upload(self._waiting_piece.memory())
-        self._upload, self._waited = upload, False
+        self._upload = upload
+        self._waited = False
         self._waiting_piece.used(upload.drained)
         self.round += 1
         self.num_pending = self.alive
@@ -127,7 +133,8 @@ class Piece:
 def span_of(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of the storage that goes with `tensor`, and how many. That is the whole storage where the
     tensor lies in at least half of it, else as much as it lies in."""
-    total, width = tensor.untyped_storage().nbytes(), tensor.element_size()
+    total = tensor.untyped_storage().nbytes()
+    width = tensor.element_size()
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * width
     end = first + (last + 1) * width

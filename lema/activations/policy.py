@@ -28,8 +28,13 @@ class WeightView:
     __slots__ = ("_cast", "_first", "_laid", "_parameter", "_shape", "_stride", "_version")
 
     def __init__(self, parameter: Tensor, view: Tensor, first: int, cast: torch.dtype | None = None) -> None:
-        self._parameter, self._version, self._laid = parameter, parameter._version, _laid(parameter)
-        self._shape, self._stride, self._first, self._cast = view.shape, view.stride(), first, cast
+        self._parameter = parameter
+        self._version = parameter._version
+        self._laid = _laid(parameter)
+        self._shape = view.shape
+        self._stride = view.stride()
+        self._first = first
+        self._cast = cast
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self | None:

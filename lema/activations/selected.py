@@ -78,7 +78,9 @@ class _Keeping(TorchDispatchMode):
 
     def __init__(self, ops: frozenset[Any], offload: Offload) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._ops, self._offload, self.calls = ops, offload, list[_Call]()
+        self._ops = ops
+        self._offload = offload
+        self.calls = list[_Call]()
         self._outputs: dict[int, tuple[StorageWeakRef, Any]] = {}  # storages of outputs, and whose they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,7 +128,9 @@ class _BringingBack(TorchDispatchMode):
 
     def __init__(self, ops: frozenset[Any], calls: Sequence[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._ops, self._calls, self._next = ops, calls, 0
+        self._ops = ops
+        self._calls = calls
+        self._next = 0
 
     def __enter__(self) -> Any:
         self._next = 0

@@ -48,7 +48,9 @@ class SavedGraphs:
     ) -> None:
         assert tier in ("host", "disk"), f"graphs do not go away to the {tier}"
         self.tier = tier
-        self._weights, self._carrier, self._trace = WeightStorages(model), carrier, trace
+        self._weights = WeightStorages(model)
+        self._carrier = carrier
+        self._trace = trace
         self._directory = directory or Path(tempfile.gettempdir())
         self._at_once = at_once
         self._excluded_storages: set[int] = set()  # storages that the graph now built may hold as they are
@@ -99,7 +101,8 @@ class StepGraphs:
     """The graphs of one step; see `SavedGraphs.step`."""
 
     def __init__(self, offload: Offload, excluded_storages: set[int]) -> None:
-        self._offload, self._excluded_storages = offload, excluded_storages
+        self._offload = offload
+        self._excluded_storages = excluded_storages
         self._orders: dict[Key, Order[Piece]] = {}
 
     def keep(self, layer: int, index: int, excluded: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
@@ -140,7 +143,9 @@ class BoundaryArena:
     def __init__(
         self, backend: Carrier, tier: TierName = "device", directory: Path | None = None, trace: NoTrace = NO_TRACE
     ) -> None:
-        self._backend, self.tier, self._trace = backend, tier, trace
+        self._backend = backend
+        self.tier = tier
+        self._trace = trace
         self._directory = directory or Path(tempfile.gettempdir())
         self._storage_tier: Tier | None = None
         self._away = Counters()
@@ -181,7 +186,9 @@ class StepBoundaries:
     def __init__(
         self, tier: Tier, hidden: Sequence[Tensor], layers: Collection[int], trace: NoTrace, counters: Counters
     ) -> None:
-        self._tier, self._trace, self._counters = tier, trace, counters
+        self._tier = tier
+        self._trace = trace
+        self._counters = counters
         self._total = self._to_come = self._to_fetch = len(layers) * len(hidden)
         tier.begin([_like(state) for state in hidden] * len(layers))
 

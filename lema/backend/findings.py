@@ -125,10 +125,12 @@ def program_versions(*names: str) -> dict[str, str]:
 def known_bad(pairs: Iterable[Pair], section: str) -> Iterator[Finding]:
     """Find the pairs that are installed."""
     for pair in pairs:
-        first, second = _met(pair.first), _met(pair.second)
+        first = _met(pair.first)
+        second = _met(pair.second)
         if first is not None and second is not None:
             name = f"{Requirement(pair.first).name} and {Requirement(pair.second).name}"
-            what, facts = f"{first} with {second}: {pair.what}.", {"one": first, "other": second}
+            what = f"{first} with {second}: {pair.what}."
+            facts = {"one": first, "other": second}
             yield Finding(section, name, pair.level, what, pair.how, pair.source, facts)
 
 
@@ -137,7 +139,8 @@ def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
     for stub in table:
         installed = installed_version(stub.name)
         if installed is not None and (installed == stub.version or stub.mark in _source(stub.module)):
-            what, facts = f"{stub.name} {installed} {stub.what}.", dict[str, Fact](installed=installed, stub=True)
+            what = f"{stub.name} {installed} {stub.what}."
+            facts = dict[str, Fact](installed=installed, stub=True)
             yield Finding(section, stub.name, Level.WARNING, what, stub.how, stub.source, facts)
 
 

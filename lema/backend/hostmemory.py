@@ -89,7 +89,8 @@ def relabelled(memory: Tensor, device: torch.device) -> Tensor:
     from torch.utils import dlpack
 
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    pointer.restype = ctypes.c_void_p
+    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     here = dlpack.to_dlpack(memory)  # type: ignore[attr-defined]
     there = dlpack.to_dlpack(torch.empty(1, dtype=memory.dtype, device=device))  # type: ignore[attr-defined]
     kind_and_index = ctypes.c_int32 * 2
@@ -116,7 +117,8 @@ def memory_left(root: Path = ROOT) -> int | None:
 
 def memory_available() -> int:
     """Return the bytes that the machine can still give this process, and its control groups, if they are limited."""
-    available, left = int(psutil.virtual_memory().available), memory_left()
+    available = int(psutil.virtual_memory().available)
+    left = memory_left()
     return available if left is None else min(available, left)
 
 

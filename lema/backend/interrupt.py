@@ -43,7 +43,8 @@ class Interrupt:
     `stop` is None the run is never stopped."""
 
     def __init__(self, stop: Stop | None, replicas: Replicas | None = None, leaving: Leaving = "alone") -> None:
-        self._stop, self._leaving = stop, leaving
+        self._stop = stop
+        self._leaving = leaving
         self._replicas = replicas or Alone()
         self._open = self._polls = False
 
@@ -70,7 +71,8 @@ class Interrupt:
             yield
             return
         why: str | None = None
-        self._open, self._polls = True, self._leaving == "alone"
+        self._open = True
+        self._polls = self._leaving == "alone"
         try:
             yield
         except StopRequested as request:

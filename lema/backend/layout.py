@@ -132,13 +132,17 @@ def _fits(part: Layout, tp: int, dim: int) -> bool:
 
 
 def _check_heads(layout: Layout) -> None:
-    tp, heads, kv_heads, copies = layout.tp, layout.heads, layout.kv_heads, layout.kv_multiplier
+    tp = layout.tp
+    heads = layout.heads
+    kv_heads = layout.kv_heads
+    copies = layout.kv_multiplier
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"{heads} query heads do not share {kv_heads} heads of keys and values", where="heads")
     if copies < 1 or tp % copies or (kv_heads * copies) % tp or (heads // kv_heads) % copies:
         times = f" replicated {copies} times" if copies > 1 else ""
         what = f"{heads} query heads and {kv_heads} of keys and values{times} cannot be divided among {tp} ranks"
-        group, degrees = heads // kv_heads, range(1, min(heads, SHOWN) + 1)
+        group = heads // kv_heads
+        degrees = range(1, min(heads, SHOWN) + 1)
         how = f"use {usable(degree for degree in degrees if group % fewest_replicas(degree, kv_heads) == 0)}"
         raise ConfigError(what, where="tp", how=how)
 
@@ -182,7 +186,8 @@ def shard(full: Tensor, layout: Layout, rank: int) -> Tensor:
     import torch
 
     assert 0 <= rank < layout.tp, f"there is no rank {rank} of {layout.tp}"
-    size, pieces = full.shape[layout.dim], []
+    size = full.shape[layout.dim]
+    pieces = []
     for start, length in axis_spans(layout, size, rank):
         real = max(0, min(length, size - start))
         pieces.append(full.narrow(layout.dim, min(start, size), real))
@@ -209,11 +214,9 @@ def differences(shards: Sequence[Tensor], layout: Layout) -> list[Difference]:
     the shards are not those of one tensor with this layout."""
     import torch
 
-    size, owners, differing = (
-        _full_size(shards, layout),
-        dict[AxisSpan, tuple[int, Any]](),
-        dict[tuple[int, int], float](),
-    )
+    size = _full_size(shards, layout)
+    owners = dict[AxisSpan, tuple[int, Any]]()
+    differing = dict[tuple[int, int], float]()
     for rank, span, piece in _pieces(shards, layout, size):
         first, theirs = owners.setdefault(span, (rank, piece))
         if first != rank and not torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (theirs, piece))):
@@ -229,7 +232,8 @@ def consolidate(shards: Sequence[Tensor], layout: Layout, *, check: bool = True)
     if check and (differing := differences(shards, layout)):
         how = "keys and values may lie in the other order (--kv-layout); or take the first rank's (--take-first)"
         raise DataError(f"replicas of the same values differ: {'; '.join(map(str, differing))}", how=how)
-    size, first = _full_size(shards, layout), shards[0]
+    size = _full_size(shards, layout)
+    first = shards[0]
     shape = list(first.shape)
     shape[layout.dim] = size
     full = first.new_empty(shape)
@@ -259,7 +263,8 @@ def _full_size(shards: Sequence[Tensor], layout: Layout) -> int:
         raise DataError(f"the ranks hold tensors of different shapes or types: {shapes}", how="save the shards again")
     if layout.dim >= shards[0].dim():
         raise DataError(f"a tensor of shape {list(shards[0].shape)} has no axis {layout.dim}")
-    local_size, size = shards[0].shape[layout.dim], _size_of(layout, shards[0].shape[layout.dim])
+    local_size = shards[0].shape[layout.dim]
+    size = _size_of(layout, shards[0].shape[layout.dim])
     try:
         expected = sum(length for _, length in axis_spans(layout, size, 0))
     except ConfigError as error:
@@ -285,7 +290,9 @@ def _head_spans(layout: Layout, size: int, rank: int) -> Iterator[AxisSpan]:
     if not size or size % count:
         what = f"an axis of {size} does not consist of {count} heads"
         raise ConfigError(what, how="give the base model of the adapter")
-    unit, copies, chunks = size // count, layout.kv_multiplier, layout.tp // layout.kv_multiplier
+    unit = size // count
+    copies = layout.kv_multiplier
+    chunks = layout.tp // layout.kv_multiplier
     per_rank = layout.kv_heads // chunks
     replica, chunk = divmod(rank, chunks) if layout.kv_layout == "tile" else divmod(rank, copies)[::-1]
     if layout.kind == "kv":

@@ -49,7 +49,8 @@ class HostMemory:
     """
 
     def __init__(self, driver: Driver | None, page_locked: bool | None = None) -> None:
-        self._driver, self._page_locked = driver, page_locked
+        self._driver = driver
+        self._page_locked = page_locked
         self._warned = False
         self._locked = set[int]()  # addresses of what the driver has locked
 

@@ -78,7 +78,8 @@ class Copies:
 
     def __init__(self, queues: Queues) -> None:
         self.queues = queues
-        self._uploads, self._returns = _Lane(queues.uploads), _Lane(queues.returns)
+        self._uploads = _Lane(queues.uploads)
+        self._returns = _Lane(queues.returns)
         self._downloads = _Lane(queues.downloads)
         self._landings: dict[int, Event] = {}  # by the address of the host memory: the last download to it
 
@@ -148,7 +149,8 @@ class Slots:
     the device, one per slot, just allocated on the queue that computes."""
 
     def __init__(self, copies: Copies, memory: Sequence[Tensor]) -> None:
-        self._copies, self.queues = copies, copies.queues
+        self._copies = copies
+        self.queues = copies.queues
         compute = self.queues.compute
         # The memory's former owner may have let it go while work that uses it was still queued.
         free = compute.record()
@@ -178,8 +180,12 @@ class SlotUpload:
     """`lema.backend.Upload` into one of `Slots`."""
 
     def __init__(self, slots: Slots, slot: _Slot, filled: Event, nbytes: int) -> None:
-        self._slots, self._slot, self._filled, self._nbytes = slots, slot, filled, nbytes
-        self._number, self._released = slot.uploads, False
+        self._slots = slots
+        self._slot = slot
+        self._filled = filled
+        self._nbytes = nbytes
+        self._number = slot.uploads
+        self._released = False
 
     def wait(self) -> Tensor:
         """Return the slot, uint8 `[nbytes]`; compute queued after this call sees the bytes. The caller goes on."""
@@ -210,7 +216,9 @@ class MappedSlots:
     def __init__(
         self, copies: Copies, seen: Callable[[Tensor], Tensor | None], ring: Callable[[], DeviceSlots]
     ) -> None:
-        self._copies, self._seen, self._ring = copies, seen, cache(ring)
+        self._copies = copies
+        self._seen = seen
+        self._ring = cache(ring)
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
         """Have the device compute in `source`, uint8 `[n]`."""
@@ -223,7 +231,8 @@ class _MappedUpload:
     """`lema.backend.Upload` of memory that is its own slot."""
 
     def __init__(self, copies: Copies, source: Tensor, memory: Tensor) -> None:
-        self._queues, self._memory = copies.queues, memory
+        self._queues = copies.queues
+        self._memory = memory
         self._landing = copies.landing(source)
         self._released: Event | None = None
 

@@ -127,7 +127,8 @@ def available() -> list[BackendInfo]:
     """Open every installed backend once and say which can run here."""
     backends = []
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        reason, proven = None, ""
+        reason = None
+        proven = ""
         try:
             proven = getattr(_factory(point), "proven", {}).get(point.name, "")
             _open(point, point.name).close()
@@ -147,7 +148,8 @@ def load(device: str, options: BackendOptions = DEFAULTS) -> Backend:
 
 def _first(options: BackendOptions) -> tuple[str, Backend]:
     """Open the first backend that can run here; return its name as the settings have it, too."""
-    ranked, why = [], []
+    ranked = []
+    why = []
     for point in entry_points(group=GROUP):
         with suppress(BackendUnavailable):
             ranked.append((bool(getattr(_factory(point), "last_resort", False)), point.name, point))

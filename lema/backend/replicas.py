@@ -25,7 +25,8 @@ class QueuedReplicas:
     """
 
     def __init__(self, replicas: Replicas, queues: Queues) -> None:
-        self._replicas, self._queues = replicas, queues
+        self._replicas = replicas
+        self._queues = queues
 
     @property
     def rank(self) -> int:
@@ -63,7 +64,8 @@ class QueuedReplicas:
 
     def gather(self, upload: Upload, target: Tensor) -> Gathering:
         """Start to put the parts together in `target`, after the compute queued so far; the caller goes on."""
-        compute, gathers = self._queues.compute, self._queues.gathers
+        compute = self._queues.compute
+        gathers = self._queues.gathers
         gathers.wait(compute.record())  # which may still use the last content of `target`
         with gathers.current():
             self._replicas.gather(upload, target).wait()  # waits in that queue, and releases the part there
@@ -90,7 +92,8 @@ class _Gathering:
     """A layer that is being gathered; its memory is held until compute waits for it."""
 
     def __init__(self, queues: Queues, done: Event, compute: Queue, target: Tensor) -> None:
-        self._queues, self._done = queues, done
+        self._queues = queues
+        self._done = done
         self._forgotten = weakref.finalize(self, _let_go, compute, done, target)
         self._forgotten.atexit = False
 

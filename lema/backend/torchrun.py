@@ -183,9 +183,14 @@ class ProcessGroup:
         copy_hosts: Any = None,
         first: bool | None = None,
     ) -> None:
-        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.local_size = local_size
         self.first = rank == 0 if first is None else first
-        self._hosts, self._devices, self._all_hosts = hosts, device_group, all_hosts or hosts
+        self._hosts = hosts
+        self._devices = device_group
+        self._all_hosts = all_hosts or hosts
         self._copy_hosts = copy_hosts
         self.num_processes: int = torch.distributed.get_world_size()
 
@@ -263,7 +268,8 @@ def others_there() -> Iterator[None]:
 
 class _Work:
     def __init__(self, work: Any, upload: Upload) -> None:
-        self._work, self._upload = work, upload
+        self._work = work
+        self._upload = upload
 
     def wait(self) -> None:
         self._work.wait()

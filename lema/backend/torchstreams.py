@@ -101,7 +101,9 @@ class TorchCarrier:
         if not at_once:
             index = torch.accelerator.current_device_index() if device.index is None else device.index
             device = torch.device(device.type, index)
-        self.device, self.at_once, self._pin_memory = device, at_once, pin_memory
+        self.device = device
+        self.at_once = at_once
+        self._pin_memory = pin_memory
         self.copies = Copies(_Done() if at_once else _Queues(device))
 
     def host_buffer(self, nbytes: int) -> Tensor:
@@ -120,7 +122,8 @@ class _Event:
     """A torch event behind what a stream has to do so far."""
 
     def __init__(self, stream: torch.Stream, event: torch.Event) -> None:
-        self._index, self.event = stream.device_index, event
+        self._index = stream.device_index
+        self.event = event
         event.record(stream)
 
     def wait(self) -> None:
@@ -136,7 +139,8 @@ class _Queue:
     """A torch stream, and what makes its events."""
 
     def __init__(self, stream: torch.Stream, new_event: Callable[[], torch.Event]) -> None:
-        self._stream, self._new_event = stream, new_event
+        self._stream = stream
+        self._new_event = new_event
 
     def record(self) -> Event:
         return _Event(self._stream, self._new_event())

@@ -57,7 +57,8 @@ class Trace(NoTrace):
     weeks does not fill the memory. The clock returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, most: int = 1_000_000) -> None:
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock = clock
+        self._lock = threading.Lock()
         self._began = clock()
         self._rows: dict[tuple[str, int], int] = {}
         self._names: list[tuple[str, str]] = []  # of each row: the track, and the row's own
@@ -67,7 +68,8 @@ class Trace(NoTrace):
     def events(self) -> list[dict[str, Any]]:
         """What was recorded, as Chrome's trace events; times in microseconds since the trace began."""
         with self._lock:
-            recorded, names = list(self._events), list(self._names)
+            recorded = list(self._events)
+            names = list(self._names)
         chrome_events = []
         for row, name, began, length, details in recorded:
             common = {"cat": names[row][0], "ts": (began - self._began) * 1e6, "pid": 0, "tid": row}

@@ -47,8 +47,12 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._moves, self._awaited, self._directory = moves, awaited, directory
-        self._end_after, self._clock, self._end = end_after, clock, end
+        self._moves = moves
+        self._awaited = awaited
+        self._directory = directory
+        self._end_after = end_after
+        self._clock = clock
+        self._end = end
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)  # that layers took
         self._slow: list[str] = []  # what is under way that no layer is a measure of
         self._reported = False
@@ -76,15 +80,19 @@ class Watchdog:
 
     def poll(self) -> None:
         """See whether anything has moved since the last look; if nothing has for too long, say so."""
-        now, seen = self._clock(), self._moves()
+        now = self._clock()
+        seen = self._moves()
         if (gone := now - self._polled) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
-            self._moved, self._layer = self._moved + gone, self._layer + gone
+            self._moved = self._moved + gone
+            self._layer = self._layer + gone
         self._polled = now
         if seen != self._seen:
             if count := seen[0] - self._seen[0]:
                 self._seconds.append((now - self._layer) / count)
                 self._layer = now
-            self._seen, self._moved, self._reported = seen, now, False
+            self._seen = seen
+            self._moved = now
+            self._reported = False
             return
         idle = now - self._moved
         over = self._end_after is not None and idle >= self._end_after

@@ -194,13 +194,17 @@ def plan(
         from lema.train.phases.report import phase_report, show_report
 
         report = phase_report(file.config, file.plan, measure=True, **shared)
-        contents, show, fits = report.to_dict(), partial(show_report, report), True
+        contents = report.to_dict()
+        show = partial(show_report, report)
+        fits = True
     else:
         from lema.cli.tables import draw, show_plan
         from lema.plan import make_plan
 
         run_plan, planner = make_plan(checked, **shared)
-        contents, show, fits = run_plan.to_dict(), partial(show_plan, run_plan, verbose=verbose), run_plan.fits
+        contents = run_plan.to_dict()
+        show = partial(show_plan, run_plan, verbose=verbose)
+        fits = run_plan.fits
     if as_json:
         typer.echo(json.dumps(contents, indent=2))
     else:

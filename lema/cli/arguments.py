@@ -89,7 +89,9 @@ class Verb(TyperCommand):
             return args
         from lema.config import LemaConfig
 
-        defaults, rewritten, remaining = LemaConfig.defaults(), list[str](), iter(args)
+        defaults = LemaConfig.defaults()
+        rewritten = list[str]()
+        remaining = iter(args)
         for argument in remaining:
             name, equals, value = argument.partition("=")
             key = name.removeprefix("--").replace("-", "_")

@@ -30,7 +30,8 @@ def ending_on_interrupt() -> Iterator[None]:
     end = threading.Timer(GRACE, _end)
     end.daemon = True
     came = threading.Event()
-    before, raised = signal.getsignal(signal.SIGINT), list[int]()
+    before = signal.getsignal(signal.SIGINT)
+    raised = list[int]()
 
     def raise_once(number: int, _: FrameType | None) -> None:
         raised.append(number)

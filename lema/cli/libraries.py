@@ -65,7 +65,8 @@ def _import_transformers() -> None:
     import transformers
     from transformers.utils import import_utils
 
-    define_structure, prefix = vars(import_utils)["define_import_structure"], "models."
+    define_structure = vars(import_utils)["define_import_structure"]
+    prefix = "models."
     structure = define_structure(
         Path(transformers.__file__).parent / "models", prefix="models"
     ).items()  # which it has kept

@@ -21,7 +21,8 @@ def misfit(error: BaseException) -> ConfigError | None:
     if not any(sign in str(cause) for cause in _causes(error) for sign in NO_OPERATORS):
         return None
     try:
-        package, torch = distribution("torchvision"), version("torch")
+        package = distribution("torchvision")
+        torch = version("torch")
     except PackageNotFoundError:  # of a directory that was put on the path
         return None
     requirements = package.requires or ()

@@ -42,12 +42,15 @@ class _Bar(Progress):
     """A bar with words before and after it and a line below it; nothing is drawn but on a terminal."""
 
     def __init__(self, console: Console, clock: Clock, *, below: str | None = None, transient: bool = False) -> None:
-        self.below, self._clock, self._began = below, clock, clock()
+        self.below = below
+        self._clock = clock
+        self._began = clock()
         alone = Column(no_wrap=True)
         before, after = (
             TextColumn(f"{{task.fields[{key}]}}", markup=False, table_column=alone) for key in ("done", "left")
         )
-        columns, hidden = (before, BarColumn(bar_width=None), after), not draws(console)
+        columns = (before, BarColumn(bar_width=None), after)
+        hidden = not draws(console)
         super().__init__(
             *columns, console=console, refresh_per_second=4, transient=transient, expand=True, disable=hidden
         )
@@ -72,14 +75,16 @@ class ProgressDisplay:
     """Shows steps and measurements, on a terminal with a bar, elsewhere as lines; lives from `start` to `close`."""
 
     def __init__(self, console: Console | None = None, clock: Clock = time.monotonic) -> None:
-        self._console, self._clock = console or Console(), clock
+        self._console = console or Console()
+        self._clock = clock
         self._bar: _Bar | None = None
         self._total = self._first = self._step = 0
 
     def start(self, total: int, done: int = 0) -> None:
         """Begin at step `done` of `total`; a run that resumes does not begin at 0."""
         self.close()
-        self._total, self._first = total, done
+        self._total = total
+        self._first = done
         self._bar = _Bar(self._console, self._clock, below="")
         self.advance(done)
         self._bar.start()
@@ -124,12 +129,14 @@ class ByteProgress:
     """Shows how many bytes of a whole are done, on a terminal only; call it with both numbers, and `close` it."""
 
     def __init__(self, console: Console | None = None, clock: Clock = time.monotonic) -> None:
-        self._bar, self._bytes = _Bar(console or Console(stderr=True), clock, transient=True), 0
+        self._bar = _Bar(console or Console(stderr=True), clock, transient=True)
+        self._bytes = 0
         self.close = self._bar.stop  # leaves the terminal as it was; twice is harmless
 
     def __call__(self, done: int, total: int) -> None:
         """`done` bytes of `total` are done."""
-        self._bytes, rate = done, done / self._bar.seconds()
+        self._bytes = done
+        rate = done / self._bar.seconds()
         left = f"{human_bytes(rate)}/s" + (f"  {human_duration((total - done) / rate)} left" if rate else "")
         self._bar.update_task(
             completed=done, total=total, done=f"{human_bytes(done)} of {human_bytes(total)}", left=left
@@ -148,13 +155,17 @@ class TokenProgress:
     def __init__(self, total: int, done: int = 0) -> None:
         self._bar = _Bar(Console(stderr=True), time.monotonic, transient=True)
         self.close = self._bar.stop  # leaves the terminal as it was; twice is harmless
-        self._total, self._done, self._tokens = total, done, 0
+        self._total = total
+        self._done = done
+        self._tokens = 0
         self._bar.start()
 
     def __call__(self, tokens: int, texts: int = 0) -> None:
         """So many tokens have been made, one of each text that goes on; so many more texts are done."""
-        self._tokens, self._done = self._tokens + tokens, self._done + texts
-        done, left = f"{self._done}/{self._total} texts", f"{human_count(self._tokens / self._bar.seconds())} tok/s"
+        self._tokens = self._tokens + tokens
+        self._done = self._done + texts
+        done = f"{self._done}/{self._total} texts"
+        left = f"{human_count(self._tokens / self._bar.seconds())} tok/s"
         self._bar.update_task(completed=self._done, total=max(1, self._total), done=done, left=left)
 
 

@@ -100,7 +100,9 @@ _formatted = warnings.formatwarning
 def text_streams() -> Iterator[list[TextStream]]:
     """Let the process write text alone to its standard streams, log and warn in such, for the length of a `with` block;
     give the two. A stream that is closed is left out."""
-    before, factory, form = (sys.stdout, sys.stderr), logging.getLogRecordFactory(), warnings.formatwarning
+    before = (sys.stdout, sys.stderr)
+    factory = logging.getLogRecordFactory()
+    form = warnings.formatwarning
     wrapped = [TextStream(stream) if stream is not None else None for stream in before]
     sys.stdout, sys.stderr = wrapped
     logging.setLogRecordFactory(_Record)

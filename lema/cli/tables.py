@@ -92,7 +92,8 @@ def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> It
 
 
 def _step(plan: Plan) -> Iterator[Row]:
-    step, allocation = plan.step, plan.allocation
+    step = plan.step
+    allocation = plan.allocation
     waiting = ("layers' inputs wait", allocation.boundaries)
     if allocation.saved_on != "device":
         waiting = ("activations wait", allocation.saved_on)

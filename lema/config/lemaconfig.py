@@ -257,10 +257,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         by_position = dict(zip(names, positional, strict=False))
         if twice := sorted(by_position.keys() & settings.keys()):
             raise SettingsError([Problem(key, f"{key} is given by position and by name") for key in twice])
-        backend_values, backend_names = (
-            settings.get("backend_settings") or {},
-            settings.keys() & backend_settings().keys(),
-        )
+        backend_values = settings.get("backend_settings") or {}
+        backend_names = settings.keys() & backend_settings().keys()
         if (named_values := {key: settings.pop(key) for key in backend_names}) and isinstance(backend_values, Mapping):
             settings["backend_settings"] = {**backend_values, **named_values}
         settings = by_position | settings
@@ -276,7 +274,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:
             raise SettingsError([unknown_setting(name, type(self).model_fields)])
-        before, fields_set = dict(self.__dict__), set(self.model_fields_set)
+        before = dict(self.__dict__)
+        fields_set = set(self.model_fields_set)
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
@@ -335,7 +334,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
             yield Problem("pad_to_multiple_of", what)
 
     def _about_offloading(self) -> Iterator[Problem]:
-        mode, tier = self.activation_offloading, self.boundary_activations
+        mode = self.activation_offloading
+        tier = self.boundary_activations
         if tier in ("host", "disk") and not self.gradient_checkpointing:
             what = "without gradient_checkpointing layers do not keep inputs; set gradient_checkpointing: true"
             yield Problem("boundary_activations", what)

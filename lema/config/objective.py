@@ -55,7 +55,8 @@ def reference_of(config: "LemaConfig", *, begun: bool = False) -> Reference | No
 
 def disagreements_of_objective(config: "LemaConfig") -> Iterator[Problem]:
     """Yield what does not go with the objective."""
-    objective, kind = config.objective, config.loss_type
+    objective = config.objective
+    kind = config.loss_type
     for name, objectives in OBJECTIVES_BY_SETTING.items():
         if getattr(config, name) is not None and objective not in objectives:
             how = f"leave it out, or set objective to {' or '.join(objectives)}"

@@ -93,7 +93,9 @@ def refusals(config: Mapping[str, Any], task: str = "CAUSAL_LM") -> Iterator[str
 
 def contradictions(settings: Any) -> Iterator[tuple[str, str]]:
     """Yield what PEFT does not allow together, of the settings of an adapter: a setting, and what is wrong with it."""
-    targets, initial, parameters = settings.lora_target_modules, settings.lora_init, settings.lora_target_parameters
+    targets = settings.lora_target_modules
+    initial = settings.lora_init
+    parameters = settings.lora_target_parameters
     if targets == [] and not parameters:
         what = "is empty; name modules, or leave it out for every linear of the decoder layers"
         yield "lora_target_modules", f"lora_target_modules {what}"

@@ -51,7 +51,8 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 
 # Likeness below which a name is not offered, and how far below the best still counts as about as close.
-_LIKE, _TIE = 0.5, 0.1
+_LIKE = 0.5
+_TIE = 0.1
 
 # Names that a message may list.
 _FEW = 12
@@ -112,7 +113,8 @@ class SettingsError(ConfigError):
     def located(self, locations: Mapping[str, str], outside: Iterable[str] = ()) -> "SettingsError":
         """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.
         `locations` are `file:line` by path (`phases[1].tokens`), that of "" the file; those `outside` are not in it."""
-        problems, elsewhere = [], set(outside)
+        problems = []
+        elsewhere = set(outside)
         for problem in self.problems:
             key = problem.key
             if key and key.partition(".")[0].partition("[")[0] in elsewhere:
@@ -184,7 +186,8 @@ def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Pro
     by_path: dict[str, list[Problem]] = {}
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        cause, loc = detail.get("ctx", {}).get("error"), detail["loc"]
+        cause = detail.get("ctx", {}).get("error")
+        loc = detail["loc"]
         if isinstance(cause, Several):
             path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
             by_path.setdefault(path, []).extend(prefixed(problem, path) for problem in cause.problems)
@@ -225,7 +228,8 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
 
 
 def _demand(detail: ErrorDetails) -> str:
-    kind, context = detail["type"], detail.get("ctx", {})
+    kind = detail["type"]
+    context = detail.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]
         return f"{words} {context[name]}"

@@ -80,7 +80,8 @@ def _split(value: Any) -> Any:
 
 
 # That data may call by other names; the last two are of a message.
-_OF_TOKENS, _OF_CHATS = ("input_ids", "labels", "attention_mask"), ("messages", "conversations", "tools", "system")
+_OF_TOKENS = ("input_ids", "labels", "attention_mask")
+_OF_CHATS = ("messages", "conversations", "tools", "system")
 _OF_TEXT = ("prompt", "completion", "instruction", "input", "output", "text", "chosen", "rejected", "label")
 COLUMNS = (*_OF_TOKENS, *_OF_CHATS, *_OF_TEXT, "train", "weight", "role", "content")
 

@@ -101,9 +101,11 @@ def human_duration(seconds: float) -> str:
 
 
 def _scaled(count: float, space: str, units: tuple[str, ...]) -> str:
-    size, power = float(count), 0
+    size = float(count)
+    power = 0
     # 999.5 would print as 1000; it is 1.0 of the next unit.
     while abs(size) >= 999.5 and power < len(units) - 1:
-        size, power = size / 1000, power + 1
+        size = size / 1000
+        power = power + 1
     digits = 0 if power == 0 or abs(size) >= 99.95 else 1
     return f"{size:.{digits}f}{space}{units[power]}".rstrip()

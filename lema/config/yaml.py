@@ -58,7 +58,8 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
         how = "check the path; it is relative to the current directory" if not file.exists() else ""
         raise unreadable(file, error, ConfigError, f"cannot read the config file: {error.strerror}", how) from error
     except UnicodeDecodeError as error:
-        what, at = "the config file is not UTF-8 text", data.count(b"\n", 0, error.start) + 1
+        what = "the config file is not UTF-8 text"
+        at = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(what, where=f"{file}:{at}", how="save it as UTF-8") from error
     if len(data) > MAX_BYTES:
         what = f"the config file has more than {MAX_BYTES:,} bytes"
@@ -137,7 +138,8 @@ def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = Tru
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         location = f"{where}:{line}" if lines else where
-        what, how = "not YAML: a control character is in the text", "delete it"
+        what = "not YAML: a control character is in the text"
+        how = "delete it"
         if any("\udc80" <= character <= "\udcff" for character in text):  # as Python has such a byte of an argument
             what = "the text has a byte that is not UTF-8, as names of files in another encoding have"
             how = "rename the file or directory, or go to it and give its name from there; or set LC_ALL=C.UTF-8"

@@ -79,7 +79,8 @@ def apply_delta(
     `delta_dir`: a directory that `save_delta` wrote. `base`: where the base is now; None: where it was.
     `max_shard_size`: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
     `trust_remote_code`: run code that comes with the base model, and copy it."""
-    out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
+    out = free_directory(out_dir, max_shard_size)
+    delta = Path(delta_dir)
     about = DeltaFile.read(delta)
     if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
         raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
@@ -112,7 +113,8 @@ def apply_delta(
         if (record.dtype, record.shape) != expected:
             what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the base model"
             raise WeightsError(what, where=str(record.file), how="the delta is of another model")
-    form, trained = stored.form(), stored.by_own_names(new)
+    form = stored.form()
+    trained = stored.by_own_names(new)
 
     def value(name: str) -> Tensor:
         return read_tensor(trained[name], stored.dtypes[name])

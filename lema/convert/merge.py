@@ -39,7 +39,9 @@ class MergedTensors:
     The skeleton of `base` has an adapter whose values are loaded."""
 
     def __init__(self, base: StoredModel, rounding: Rounding, seed: int) -> None:
-        self._records, self._dtypes, model = base.records, base.dtypes, base.skeleton
+        self._records = base.records
+        self._dtypes = base.dtypes
+        model = base.skeleton
         self._how = (rounding, seed)
         self._adapted = dict(wrapped(model))
         # Frozen ones that are in memory are of the adapter's file, too.
@@ -145,7 +147,8 @@ def merge_adapter(
     if rounding not in get_args(Rounding):
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
-    out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
+    out = free_directory(out_dir, max_shard_size)
+    adapter = Path(adapter_dir)
     overrides = {} if base_dir is None else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
     settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **overrides)
     with named_in(settings_file(adapter) if base_dir is None else None):

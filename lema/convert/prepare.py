@@ -105,7 +105,8 @@ def _open(source: Source, dtype: torch.dtype | None, trust: bool) -> _Opened:
     if isinstance(source, PreTrainedModel):
         return _Opened(source, _dtypes_in_memory(source, dtype), str, [(source, str)])
     directory = resolve_model(source)
-    index, config = GlobalBinaryIndex(own_weights(source, directory)), read_config(directory, trust_remote_code=trust)
+    index = GlobalBinaryIndex(own_weights(source, directory))
+    config = read_config(directory, trust_remote_code=trust)
     chosen = checkpoint_dtype(config, index, dtype)
     model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust)
     trains = meta_model(deepcopy(config), chosen, trust_remote_code=trust)
@@ -153,10 +154,12 @@ def write_weights(
                 write_cast(out, name, record, tensor.dtype)
             else:
                 out.write(name, form.pieces(name))
-    changes, names = dict(opened.changes), opened.names
+    changes = dict(opened.changes)
+    names = opened.names
     if quantizer is not None:
         changes |= {"quantization_config": quantizer.settings(opened.rename), "dtype": quantizer.dtype}
-        refused, in_pieces = tuple(quantizer.refused), tuple(quantizer.in_pieces)
+        refused = tuple(quantizer.refused)
+        in_pieces = tuple(quantizer.in_pieces)
         return Prepared(file, file, names, quantizer.precision, refused, in_pieces, changes)
     # What was quantised is written expanded.
     if names is not None and names.quantized:
@@ -231,7 +234,8 @@ def prepare(
     `dtype` is what they expand to. None: nothing is quantised. `progress`: called with the bytes given to the disk, and
     how many there are in all."""
     check_kind(quantize)
-    target, target_dtype = Path(out), _parse_dtype(dtype)
+    target = Path(out)
+    target_dtype = _parse_dtype(dtype)
     if not isinstance(model_or_dir, PreTrainedModel):
         # A new file of weights belongs beside a `config.json`, and beside one that is read there may be anything.
         alone = ".safetensors" in (target.suffix, expanded(model_or_dir).suffix)

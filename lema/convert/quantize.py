@@ -102,7 +102,8 @@ class Quantizer:
         name, _, _ = spec
         if name not in self.chosen:
             return [spec]
-        library, parts = LIBRARIES[KINDS[self.kind]], self.chosen[name].specs.items()
+        library = LIBRARIES[KINDS[self.kind]]
+        parts = self.chosen[name].specs.items()
         return [(library.part_name(name, part), stored_name(name, dtype), shape) for part, (dtype, shape) in parts]
 
     def metadata(self, names: Sequence[str]) -> dict[str, str]:
@@ -143,7 +144,8 @@ class Quantizer:
         expand(KINDS[self.kind], parts, about, expanded)
         inputs = torch.randn(weight.shape[-1], INPUTS, generator=torch.Generator().manual_seed(0))
         sums = torch.zeros(4, dtype=torch.float64)
-        flat, expanded = weight.flatten(0, -2), expanded.flatten(0, -2)
+        flat = weight.flatten(0, -2)
+        expanded = expanded.flatten(0, -2)
         for rows in pieces(flat):
             exact = flat[rows].float()
             off = expanded[rows].float() - exact

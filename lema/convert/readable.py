@@ -18,7 +18,8 @@ def read_as_they_are(
     them; what a class does not have it need not read."""
     readable = dict(model.state_dict())
     for reader, rename in readers:
-        rules, state = NameRules(reader, get_model_conversion_mapping(reader)), reader.state_dict()
+        rules = NameRules(reader, get_model_conversion_mapping(reader))
+        state = reader.state_dict()
         for name, tensor in list(readable.items()):
             reader_name = rename(name)
             if reader_name in state and not rules.keeps(name, reader_name, tuple(tensor.shape)):

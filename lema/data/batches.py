@@ -59,7 +59,8 @@ def _within(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[l
     groups: list[list[int]] = []
     computed = real_tokens = 0
     for index in order:
-        computed, real_tokens = computed + (lengths[groups[-1][0]] if groups else 0), real_tokens + lengths[index]
+        computed = computed + (lengths[groups[-1][0]] if groups else 0)
+        real_tokens = real_tokens + lengths[index]
         if not groups or computed > tokens or 4 * real_tokens < 3 * computed:
             groups.append([])
             computed = real_tokens = lengths[index]
@@ -79,7 +80,8 @@ def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, to
             continue
         labels = part.get(f"{prefix}labels")
         used = mask != 0 if labels is None else (mask != 0) | (labels != IGNORED)
-        columns, width = np.flatnonzero(used.any(dim=0).cpu().numpy()), mask.shape[1]
+        columns = np.flatnonzero(used.any(dim=0).cpu().numpy())
+        width = mask.shape[1]
         end = int(columns[-1]) + 1 if columns.size else width
         # By their names as well as their widths, because two kinds of rows may be equally wide.
         for name in [name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)]:
@@ -156,16 +158,23 @@ class Batches:
             raise DataError("the data set is empty", how="give at least one row")
         if batch_size < 1:
             raise DataError(f"a batch cannot have {batch_size} rows", where="batch_size", how="use 1 or more")
-        self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
         self.pad_token_id = pad_token_id
-        self.rank, self.size, self.micro_batch_size = rank, size, micro_batch_size
+        self.rank = rank
+        self.size = size
+        self.micro_batch_size = micro_batch_size
         self._example_rows = getattr(dataset, "rows_each", 1)
         self._lengths = np.zeros(len(dataset), dtype=np.int64)  # of rows that were read; 0: not yet
         self._cached_rows: dict[int, TokenRow] = {}  # rows that were read for their length, and not collated yet
         self._separate_batches = separate_batches or hasattr(
             dataset, "batch_of"
         )  # what is trained on of examples is a mean over their batch
-        self._tokens, self._micro_batch_tokens, self._multiple = tokens, micro_batch_tokens, multiple
+        self._tokens = tokens
+        self._micro_batch_tokens = micro_batch_tokens
+        self._multiple = multiple
         if tokens is not None or per_step:
             self._lengths = -(-lengths_of(dataset) // multiple) * multiple
         rows = batch_size if tokens is None else tokens // max(1.0, float(self._lengths.mean()))

@@ -127,7 +127,8 @@ class Entry:
     process, where those of a mapped file would stay until memory is short. The entry is locked while this lives."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.file = directory, directory / "tokens" / TOKENS
+        self.directory = directory
+        self.file = directory / "tokens" / TOKENS
         self._descriptor = os.open(self.file, os.O_RDONLY | BINARY)
         weakref.finalize(self, os.close, self._descriptor)
         lock(self._descriptor, shared=True, wait=False)
@@ -153,7 +154,8 @@ class Entry:
                         "tokens": int(record["tokens"]),
                     }
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            what, how = "the list of rows that were cut or left out is damaged", "delete its folder: it is made anew"
+            what = "the list of rows that were cut or left out is damaged"
+            how = "delete its folder: it is made anew"
             raise DataError(f"{what}: {error}", where=str(file), how=how) from error
 
     def get(self, name: str) -> str | None:
@@ -262,7 +264,9 @@ def _gathered_pieces(todo: Pieces, gather: Gather, processes: int) -> Iterator[t
     if processes == 1:
         yield from ((piece.where, gather(piece.rows(), first)) for first, piece in todo)
         return
-    waiting, failed, more = deque[tuple[Where, Future[Columns]]](), None, True
+    waiting = deque[tuple[Where, Future[Columns]]]()
+    failed = None
+    more = True
     with _pool(gather, processes) as pool:
         while more or waiting:
             while more and len(waiting) < 3 * processes:
@@ -271,7 +275,8 @@ def _gathered_pieces(todo: Pieces, gather: Gather, processes: int) -> Iterator[t
                 except StopIteration:
                     more = False
                 except DataError as error:
-                    failed, more = error, False
+                    failed = error
+                    more = False
                 else:
                     waiting.append((piece.where, pool.submit(_gathered, piece, first)))
             if waiting:
@@ -294,7 +299,8 @@ def _gathered(piece: Piece, first: Row) -> Columns:
 def _pool(gather: Gather, processes: int) -> Iterator[ProcessPoolExecutor]:
     """Give workers that end with the `with` block, and with this process, however it ends."""
     global _gather
-    _gather, (alive, write_end) = gather, os.pipe()
+    _gather = gather
+    alive, write_end = os.pipe()
     pool = ProcessPoolExecutor(processes, get_context("fork"), _begin, (alive, write_end))
     try:
         with warnings.catch_warnings():  # threads are there that hold nothing a worker needs

@@ -168,13 +168,15 @@ def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
 
 def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
     """Two strings, or two lists of messages; the second begins with the assistant's answer."""
-    prompt, completion = row.values["prompt"], row.values["completion"]
+    prompt = row.values["prompt"]
+    completion = row.values["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Text(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))
     if isinstance(prompt, str) or isinstance(completion, str):
         how = "write both as text, or both as lists of messages"
         raise row.broken("only one of 'prompt' and 'completion' is text", how=how)
-    before, after = read_messages(row, "prompt", fields), read_messages(row, "completion", fields)
+    before = read_messages(row, "prompt", fields)
+    after = read_messages(row, "completion", fields)
     if after.messages[0]["role"] != "assistant":
         raise row.broken("'completion' should begin with an assistant message", at="completion, message 1")
     length = len(before.messages)
@@ -183,7 +185,8 @@ def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
 
 
 def _instruction(row: Row, chat_template: bool) -> Example:
-    instruction, output = _text(row, "instruction"), _text(row, "output")
+    instruction = _text(row, "instruction")
+    output = _text(row, "output")
     raw_input = row.values.get("input")
     extra = text_of(row, raw_input, "'input'") if raw_input is not None else ""
     if chat_template:

@@ -107,9 +107,11 @@ class Columns:
 
     def append(self, row: Row, ids: Any, labels: Any, cut: Any, mark: int = 0) -> None:
         """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were cut off its end."""
-        stored, label_ids = np.array(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32)
+        stored = np.array(ids, dtype=np.int32)
+        label_ids = np.asarray(labels, dtype=np.int32)
         learnt = label_ids != IGNORED
-        start, lost = len(self.tokens), int(np.count_nonzero(np.asarray(cut) != IGNORED))
+        start = len(self.tokens)
+        lost = int(np.count_nonzero(np.asarray(cut) != IGNORED))
         if labelled := not np.array_equal(stored[learnt], label_ids[learnt]):
             stored = np.concatenate([stored, label_ids])
         else:
@@ -150,8 +152,10 @@ class TokenDataset(Sequence[TokenRow]):
     shares: Mapping[str, float] | None = None
 
     def __init__(self, table: Table, rows: npt.NDArray[np.int64] | None = None, *, part: bool = False) -> None:
-        self._table, self._rows = table, np.arange(len(table.rows)) if rows is None else rows
-        self._part, self.notes = part, () if part else table.notes
+        self._table = table
+        self._rows = np.arange(len(table.rows)) if rows is None else rows
+        self._part = part
+        self.notes = () if part else table.notes
 
         def total(name: str) -> int:
             return int((table.rows[name] if rows is None else table.rows[name][rows]).sum(dtype=np.int64))
@@ -187,7 +191,8 @@ class TokenDataset(Sequence[TokenRow]):
     def _row(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """The ids and labels of a row, int32 `[length]` each."""
         about = self._table.rows[self._rows[index]]
-        start, length = int(about["start"]), int(about["length"])
+        start = int(about["start"])
+        length = int(about["length"])
         labelled = bool(about["mark"] & LABELLED)
         stored = self._table.tokens[start : start + length * (1 + labelled)]
         if labelled:
@@ -245,10 +250,12 @@ class TokenDataset(Sequence[TokenRow]):
         names = np.array([sets[source] for source in self._table.sources])[self._table.rows["source"][self._rows]]
         rows_by_name = {name: self._rows[names == name] for name in sorted(rates)}
         if empty := [name for name, rows in rows_by_name.items() if not len(rows)]:
-            what, how = f"the data set {empty[0]!r} has no rows", "give it some, or leave it out"
+            what = f"the data set {empty[0]!r} has no rows"
+            how = "give it some, or leave it out"
             raise DataError(what, where="mixture", how=how)
         total = max(math.ceil(len(rows) / rates[name] - 1e-9) for name, rows in rows_by_name.items())
-        parts, descriptions = [], []
+        parts = []
+        descriptions = []
         for number, (name, rows) in enumerate(rows_by_name.items()):
             num_rows = max(len(rows), round(total * rates[name]))
             repeats, more = divmod(num_rows, len(rows))
@@ -256,7 +263,8 @@ class TokenDataset(Sequence[TokenRow]):
             descriptions.append(f"{name} {num_rows:,} rows, each {num_rows / len(rows):.3g} times")
         order = np.concatenate(parts)
         mixture = TokenDataset(self._table, order[shuffled(len(order), seed, stream=2**33 - 1)], part=self._part)
-        mixture.notes, mixture.shares = (*self.notes, f"an epoch has of {'; of '.join(descriptions)}"), dict(rates)
+        mixture.notes = (*self.notes, f"an epoch has of {'; of '.join(descriptions)}")
+        mixture.shares = dict(rates)
         return mixture
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
@@ -329,7 +337,8 @@ def first_rows(rows: Any, count: int | None) -> Any:
         return rows
     if not hasattr(rows, "select"):
         return [rows[index] for index in range(count)]
-    selection, notes = rows.select(range(count)), getattr(rows, "notes", None)
+    selection = rows.select(range(count))
+    notes = getattr(rows, "notes", None)
     if notes:
         selection.notes = notes
     return selection

@@ -74,7 +74,8 @@ def _kind(path: Path) -> str:
     """The suffix for a file's contents, without the suffix for its compression."""
     if is_stream(path):
         return HUB
-    kind, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
+    kind = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
     return inner if kind in _COMPRESSED and inner in _OF_LINES else kind
 
 
@@ -122,11 +123,15 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
 
 
 MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
-TOO_LONG, SHORTER = "a row of more than 16 MiB", "divide it into rows of at most max_length tokens"
-MAX_UNPACKED, ROW_BYTES = 1 << 22, 100  # allowed for any packed file; for a row, besides its values
-UNPACKS, DISTRUST = "the file unpacks to hundreds of times its size", "write its rows to a new file if you trust it"
+TOO_LONG = "a row of more than 16 MiB"
+SHORTER = "divide it into rows of at most max_length tokens"
+MAX_UNPACKED = 1 << 22
+ROW_BYTES = 100  # allowed for any packed file; for a row, besides its values
+UNPACKS = "the file unpacks to hundreds of times its size"
+DISTRUST = "write its rows to a new file if you trust it"
 MAX_RATIO = 150  # of what is in a packed file to its size: rows with one prompt of 10 KB reach 130, others 20
-PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
+PIECE_BYTES = 1 << 19
+PIECE_ROWS = 512
 
 Where: TypeAlias = tuple[str, int, int]
 """A file, the first line of a piece of it, and how many bytes of the file have been read behind the piece."""
@@ -188,7 +193,8 @@ def _pieces(path: Path) -> Iterator[Piece]:
                     yield Piece(path, line, content, raw.tell())
                     line += num_lines
             return
-        size, read = 0 if is_stream(path) else path.stat().st_size, _OF_FILES[_kind(path)](path)
+        size = 0 if is_stream(path) else path.stat().st_size
+        read = _OF_FILES[_kind(path)](path)
         rows: list[Row] = []
         try:
             for line, values in read:
@@ -220,7 +226,8 @@ def _arrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        what, how = f"a {path.suffix} file needs the library `pyarrow`", installing("parquet")
+        what = f"a {path.suffix} file needs the library `pyarrow`"
+        how = installing("parquet")
         raise DataError(what, where=str(path), how=how) from error
     return pyarrow
 
@@ -310,12 +317,15 @@ def _jsonl(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, 
 def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """An array of objects, or objects one after another; decoded one by one so that each knows its line."""
     text = "".join(line for _, line in _lines(path))
-    position, line, counted = _skip_blank(text, 0), 1, 0
+    position = _skip_blank(text, 0)
+    line = 1
+    counted = 0
     array = text.startswith("[", position)
     if array:
         position = _skip_blank(text, position + 1)
     while position < len(text) and not (array and text.startswith("]", position)):
-        line, counted = line + text.count("\n", counted, position), position
+        line = line + text.count("\n", counted, position)
+        counted = position
         value, position = _decode(text, position, path, line)
         yield line, value
         position = _skip_blank(text, position)
@@ -393,7 +403,8 @@ def _within_memory(path: Path, number: int, function: Callable[[], Any]) -> Any:
 
 def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     pyarrow = _arrow(path)
-    number, left = 0, MAX_UNPACKED + MAX_RATIO * path.stat().st_size
+    number = 0
+    left = MAX_UNPACKED + MAX_RATIO * path.stat().st_size
     try:
         every = iter(partial(_within_memory, path, number, partial(next, _batches(path), None)), None)
         _check_unpacked(path, (batch.nbytes + ROW_BYTES * len(batch) for batch in every))

@@ -70,7 +70,8 @@ class Forms:
     def with_template(self, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
         """Return the tokenizer with the chat template of the settings; a copy, since the tokenizer is the caller's.
         `DataError`: the setting is neither a Jinja text, nor a template of the tokenizer's, nor a file."""
-        template, named_templates = self.chat_template, tokenizer.chat_template
+        template = self.chat_template
+        named_templates = tokenizer.chat_template
         if template is None:
             return tokenizer
         changed = copy.copy(tokenizer)

@@ -120,8 +120,11 @@ class Interleaving:
     fade at most; windows of 1024 begin where it ends."""
 
     def __init__(self, rates: Mapping[str, float], *key: int | str, fade: Fade | None = None) -> None:
-        self._tree, self._names, self._key = _tree(rates), list(rates), key
-        self._fade_samples, self._fade_window = 0, 1
+        self._tree = _tree(rates)
+        self._names = list(rates)
+        self._key = key
+        self._fade_samples = 0
+        self._fade_window = 1
         if fade is not None:
             before = rates_of(fade.before)
             self._tree = _Node(_tree(before), self._tree, fade)
@@ -144,7 +147,8 @@ class Interleaving:
     def counts(self, count: int) -> dict[str, int]:
         """Return how many of the first `count` samples each data set gives."""
         first, order = self._window(count)
-        num_slots, part = _slots(self._tree, first), order[: count - first]
+        num_slots = _slots(self._tree, first)
+        part = order[: count - first]
         return {name: num_slots[name] + part.count(which) for which, name in enumerate(self._names)}
 
     def _window(self, index: int) -> tuple[int, "array[int]"]:
@@ -152,17 +156,21 @@ class Interleaving:
         if index < self._fade_samples:
             window = index // self._fade_window
             first = window * self._fade_window
-            count, key = min(self._fade_window, self._fade_samples - first), (*self._key, "fade", window)
+            count = min(self._fade_window, self._fade_samples - first)
+            key = (*self._key, "fade", window)
         else:
             window = (index - self._fade_samples) // WINDOW
-            first, count, key = self._fade_samples + window * WINDOW, WINDOW, (*self._key, window)
+            first = self._fade_samples + window * WINDOW
+            count = WINDOW
+            key = (*self._key, window)
         return first, _order(self._tree, tuple(self._names), first, count, key)
 
 
 @lru_cache(maxsize=16)
 def _order(tree: _Tree, names: tuple[str, ...], first: int, count: int, key: tuple[int | str, ...]) -> "array[int]":
     """Return the data sets of a window's samples, by place in `names`; the latest are kept for the next calls."""
-    shuffled, numbers = Permutation(count, *key), {name: number for number, name in enumerate(names)}
+    shuffled = Permutation(count, *key)
+    numbers = {name: number for number, name in enumerate(names)}
     return array("L", (numbers[_owner(tree, first + shuffled(index))] for index in range(count)))
 
 

@@ -63,8 +63,13 @@ class Mixture:
         starts: Mapping[str, Start] | None = None,
     ) -> None:
         check_rates(samplings)
-        self.samplings, self.seed, self.block, self.stage = tuple(samplings), seed, block, stage
-        self.pad_token_id, self.fade, self.starts = pad_token_id, fade, dict(starts or {})
+        self.samplings = tuple(samplings)
+        self.seed = seed
+        self.block = block
+        self.stage = stage
+        self.pad_token_id = pad_token_id
+        self.fade = fade
+        self.starts = dict(starts or {})
         self._sources = _checked_sources(samplings, sources, block)
         if fade is not None:
             self._sources |= _checked_sources(fade.before, sources, block)
@@ -111,7 +116,8 @@ class Mixture:
 
     def counts(self, count: int, start: int = 0) -> dict[str, int]:
         """How many of `count` samples from `start` each data set gives, as in `samplings`; then those of a fade."""
-        before, after = self._interleaving.counts(start), self._interleaving.counts(start + count)
+        before = self._interleaving.counts(start)
+        after = self._interleaving.counts(start + count)
         return {name: after[name] - before[name] for name in after}
 
     def fingerprint(self) -> str:

@@ -27,7 +27,8 @@ from lema.storage.regular import expanded, read_regular
 
 __all__ = ["PackedHeader", "PackedTokens", "write_packed"]
 
-FORMAT, VERSION = "lema packed tokens", 1
+FORMAT = "lema packed tokens"
+VERSION = 1
 LIMITS = {"uint16": 2**16, "uint32": 2**32}
 SPLITS = ("train", "val")
 CHUNK = 1 << 16  # tokens that are given one by one are written so many at a time
@@ -71,7 +72,8 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
             what = f"{self.path.name} cannot be opened: {error.strerror or error}"
             raise unreadable(self.path, error, DataError, what, "check its permissions") from error
         weakref.finalize(self, os.close, self._descriptor)
-        self._dtype, self._vocab_size = np.dtype(self.header.dtype).newbyteorder("<"), vocab_size
+        self._dtype = np.dtype(self.header.dtype).newbyteorder("<")
+        self._vocab_size = vocab_size
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedTokens, (self.path, self.block_size, self._vocab_size)
@@ -162,7 +164,9 @@ def write_packed(
 
 def _write_tokens(tokens: Iterable[Item], out: BinaryIO, dtype: str, vocab_size: int | None) -> tuple[int, str]:
     """Write ids as they come; return how many, and the digest of the file."""
-    count, digest, limit = 0, hashlib.sha256(), vocab_size or LIMITS[dtype]
+    count = 0
+    digest = hashlib.sha256()
+    limit = vocab_size or LIMITS[dtype]
     for origin, ids in _pieces(tokens):
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             if ids.size == 0 and ids.ndim == 1:
@@ -235,7 +239,8 @@ def _read_header(file: Path) -> PackedHeader:
         detail = error.errors()[0]
         expected = detail["msg"].removeprefix("Input should be ").replace("'", "")
         raise _damaged(header_path, f"{detail['loc'][0]} is {detail['input']!r}, not {expected}") from error
-    size, needed_bytes = file.stat().st_size, header.num_tokens * np.dtype(header.dtype).itemsize
+    size = file.stat().st_size
+    needed_bytes = header.num_tokens * np.dtype(header.dtype).itemsize
     if size != needed_bytes:
         what = f"it has {size:,} bytes, and its header says {header.num_tokens:,} tokens of {header.dtype}"
         raise _damaged(file, f"{what}, which are {needed_bytes:,}")

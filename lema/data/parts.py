@@ -22,7 +22,11 @@ from lema.data.forms import Remarks
 
 __all__ = ["ABOUT", "PARTS", "ROWS", "SKIPPED", "TOKENS", "Parts", "Pieces"]
 
-ABOUT, ROWS, TOKENS, SKIPPED, PARTS = "about.json", "rows.bin", "tokens.bin", "skipped.jsonl", "parts.jsonl"
+ABOUT = "about.json"
+ROWS = "rows.bin"
+TOKENS = "tokens.bin"
+SKIPPED = "skipped.jsonl"
+PARTS = "parts.jsonl"
 FILES = (TOKENS, ROWS, SKIPPED)
 
 Pieces: TypeAlias = Iterator[tuple[Row, Piece]]
@@ -34,9 +38,15 @@ class Parts:
     `total`: bytes of the data. `report`: is given the bytes that are done, all of them, the seconds left, the tokens."""
 
     def __init__(self, folder: Path, total: int, report: Callable[[int, int, float, int], None]) -> None:
-        self._folder, self._total, self._report = folder, total, report
-        self._remarks, self._sources, self._counts = Remarks(), dict[str, int](), {"dropped": 0, "left_out": 0}
-        self._digest, self._behind, self._num_tokens = hashlib.sha256(), dict[str, int](), 0
+        self._folder = folder
+        self._total = total
+        self._report = report
+        self._remarks = Remarks()
+        self._sources = dict[str, int]()
+        self._counts = {"dropped": 0, "left_out": 0}
+        self._digest = hashlib.sha256()
+        self._behind = dict[str, int]()
+        self._num_tokens = 0
 
     def write(self, pieces: Pieces, gather: Callable[[Pieces], Iterator[tuple[Where, Columns]]]) -> int:
         """Write the files, and return how many parts were there. `gather`: yields what pieces become, in their order."""
@@ -44,7 +54,8 @@ class Parts:
             # Whatever is written goes to the end of a file that is opened so.
             *files, lines = (stack.enter_context((self._folder / name).open("a+b")) for name in (*FILES, PARTS))
             num_parts, left = self._recover(pieces, files, lines)
-            began, taken = time.monotonic(), sum(self._behind.values())
+            began = time.monotonic()
+            taken = sum(self._behind.values())
             for where, columns in gather(left):
                 about, contents = self._part(where, columns)
                 for file, content in zip(files, contents, strict=True):
@@ -69,7 +80,9 @@ class Parts:
         are left."""
         for file in (*files, lines):
             file.seek(0)
-        lengths, num_parts, next_one = [0] * (len(files) + 1), 0, list[tuple[Row, Piece]]()
+        lengths = [0] * (len(files) + 1)
+        num_parts = 0
+        next_one = list[tuple[Row, Piece]]()
         for line in lines:
             next_one = list(islice(pieces, 1))
             about, contents = _read(line, files)
@@ -77,7 +90,8 @@ class Parts:
                 break
             self._count(about, contents[1])
             lengths = [end + len(part) for end, part in zip(lengths, (*contents, line), strict=True)]
-            num_parts, next_one = num_parts + 1, []
+            num_parts = num_parts + 1
+            next_one = []
         for file, end in zip((*files, lines), lengths, strict=True):
             file.seek(end)
             file.truncate()

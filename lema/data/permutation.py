@@ -26,7 +26,8 @@ class Permutation:
         self.count = count
         bits = max(2, (count - 1).bit_length())
         self._low = bits // 2
-        self._low_mask, self._high_mask = (1 << self._low) - 1, (1 << (bits - self._low)) - 1
+        self._low_mask = (1 << self._low) - 1
+        self._high_mask = (1 << (bits - self._low)) - 1
         text = json.dumps(key).encode()
         rounds = range(ROUNDS_OF_FEW if bits < 6 else ROUNDS)
         digests = [blake2b(text, digest_size=8, salt=bytes([number])).digest() for number in rounds]
@@ -42,7 +43,8 @@ class Permutation:
         return index
 
     def _network(self, index: int) -> int:
-        high, low = index >> self._low, index & self._low_mask
+        high = index >> self._low
+        low = index & self._low_mask
         keys = iter(self._keys)
         for first, second in zip(keys, keys, strict=True):
             high ^= _mixed(low + first) & self._high_mask

@@ -51,7 +51,8 @@ class ExampleColumn(IntEnum):
     ALL_TOKENS = 6  # in the same way, with their prompts, less the first token of each row
 
 
-BATCH, BATCH_CHARACTERS = 32, 1 << 17  # rows that are rendered at once
+BATCH = 32
+BATCH_CHARACTERS = 1 << 17  # rows that are rendered at once
 
 Value: TypeAlias = str | list[dict[str, Any]]
 """Text, or messages for the chat template."""
@@ -65,8 +66,11 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     `max_length`: rows are cut at this many tokens."""
 
     def __init__(self, rows: TokenDataset, labels: npt.NDArray[np.int64] | None, max_length: int) -> None:
-        self.rows, self._labels, self._max_length = rows, labels, max_length
-        self.counts, self.notes = rows.counts, rows.notes
+        self.rows = rows
+        self._labels = labels
+        self._max_length = max_length
+        self.counts = rows.counts
+        self.notes = rows.notes
         self.rows_each = 2 if labels is None else 1
 
     def __len__(self) -> int:
@@ -128,11 +132,9 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
             sum(label != IGNORED for label in row["labels"][1:]) for row in chosen_rows
         )
         about[:, ExampleColumn.ALL_TOKENS] = sum(len(row["labels"]) - 1 for row in chosen_rows)
-        about[:, ExampleColumn.EXAMPLES], about[:, ExampleColumn.BATCH], about[:, ExampleColumn.BATCHES] = (
-            len(examples),
-            number,
-            count,
-        )
+        about[:, ExampleColumn.EXAMPLES] = len(examples)
+        about[:, ExampleColumn.BATCH] = number
+        about[:, ExampleColumn.BATCHES] = count
         at = {index: number for number, index in enumerate(examples)}
         for number, index in enumerate(index for index in mine for _ in range(self.rows_each)):
             about[number, ExampleColumn.INDEX] = at[index]
@@ -149,8 +151,10 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
 
     def _mismatched(self, example: int, other_example: int) -> TokenRow:
         """The prompt of one example with the completion of another."""
-        prompt_row, completion_row = self.rows[example], self.rows[other_example]
-        start, begins = _start(prompt_row["labels"]), _start(completion_row["labels"])
+        prompt_row = self.rows[example]
+        completion_row = self.rows[other_example]
+        start = _start(prompt_row["labels"])
+        begins = _start(completion_row["labels"])
         completion = completion_row["input_ids"][begins:]
         labels = [IGNORED] * start + completion
         return self._cut({"input_ids": prompt_row["input_ids"][:start] + completion, "labels": labels})
@@ -175,7 +179,8 @@ def prepare_preferences(
     date = date_for(tokenizer, forms.template_date)
 
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
-        columns, remarks = Columns(), Remarks()
+        columns = Columns()
+        remarks = Remarks()
         for row, examples, ahead in _read(map(forms.renamed, rows), tokenizer, date, labelled=labelled):
             if examples is None:
                 columns.leave_out(row)
@@ -216,7 +221,8 @@ def _fits(row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: i
     return longest <= max_length or (overlong != "drop" and start < max_length)
 
 
-GOOD, SECOND = 1, 2
+GOOD = 1
+SECOND = 2
 """What rows of examples are marked with: desirable; the second of two examples that a pair was made of."""
 
 Side: TypeAlias = tuple[Value, Value]
@@ -237,7 +243,8 @@ def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
             yield [(prompt, chosen), (prompt, rejected)], True
         return
     if labelled and present.issuperset(("prompt", "completion", "label")):
-        prompt, completion = _value(row, "prompt", may_be_empty=True), _value(row, "completion")
+        prompt = _value(row, "prompt", may_be_empty=True)
+        completion = _value(row, "completion")
         _check_alike(row, prompt, completion)
         label = row.values["label"]
         if label not in (True, False, 0, 1, "true", "false", "True", "False"):
@@ -254,7 +261,8 @@ def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
 
 
 def _pair(row: Row) -> tuple[Value, Value, Value]:
-    chosen, rejected = _value(row, "chosen"), _value(row, "rejected")
+    chosen = _value(row, "chosen")
+    rejected = _value(row, "rejected")
     _check_alike(row, chosen, rejected)
     if chosen == rejected:
         raise row.broken("'chosen' and 'rejected' are equal", how="remove the row, because it has no preference")
@@ -307,14 +315,16 @@ def _read(
 
 
 def _batches(rows: Iterable[Row], *, labelled: bool) -> Iterator[list[tuple[Row, Examples]]]:
-    batch, size = list[tuple[Row, Examples]](), 0
+    batch = list[tuple[Row, Examples]]()
+    size = 0
     try:
         for row in rows:
             batch.append((row, None if left_out(row) else list(_values(row, labelled=labelled))))
             size += sum(len(str(value)) for value in row.values.values())
             if len(batch) == BATCH or size > BATCH_CHARACTERS:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
     except DataError:
         yield batch
         raise
@@ -336,7 +346,8 @@ class _Encoding(NamedTuple):
 
     def ids_of(self, value: Value, *, is_prompt: bool = False) -> list[int]:
         """Return the tokens of a prompt, or of a prompt with a completion, which ends in the token of an end."""
-        tokenizer, row = self.tokenizer, self.row
+        tokenizer = self.tokenizer
+        row = self.row
         if not isinstance(value, str):
             template = open_template(tokenizer, read_tools(row), row, self.date, self.ahead)
             return encoded(tokenizer, template.render(value, row, prompt=is_prompt), row, has_special=True)

@@ -69,7 +69,8 @@ def prepare_data(
     reading = Reading(tokenizer, forms, vocab_size)
 
     def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
-        columns, reading.remarks.counts = Columns(), {}
+        columns = Columns()
+        reading.remarks.counts = {}
         for row, ids, labels in tokenize_rows(_with_kinds(rows, forms, reading, first), reading):
             if len(ids):
                 _take(columns, row, ids, labels, max_length, overlong)
@@ -106,7 +107,8 @@ def table_of(
 ) -> Table:
     """Return data as tokens: those of large files from the folder `cache`, all others gathered in memory. `settings`
     are what else decides the tokens. `DataError`: no row is left; that and `DiskError`: as `lema.data.cache.cached`."""
-    notes, table = list[str](), None
+    notes = list[str]()
+    table = None
     if cache is not None and (isinstance(data, (str, Path)) or (_lists_files(data) and data)):
         files = find_files(data)  # type: ignore[arg-type] # they are paths
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
@@ -151,7 +153,8 @@ def mixed(config: LemaConfig, rows: Any) -> Any:
 def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:
     """Whether any of the files holds other than token ids, by the first row of each; a stream is taken to, because its
     rows may be kept, and no network needed. `DataError`: as `prepare_data`."""
-    forms, files = forms or Forms(), find_files(data)
+    forms = forms or Forms()
+    files = find_files(data)
     firsts = (forms.renamed(next(read_rows(file))) for file in files)
     return any(map(is_stream, files)) or any(detect(first, forms)[0] != "input_ids" for first in firsts)
 

@@ -26,7 +26,8 @@ __all__ = ["Ints", "Reading", "tokenize_rows"]
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 NOTHING = np.empty(0, np.int32)
-BATCH, BATCH_CHARACTERS = 64, 1 << 17  # that are tokenised at once
+BATCH = 64
+BATCH_CHARACTERS = 1 << 17  # that are tokenised at once
 Draft: TypeAlias = Tokens | tuple[str, list[Span], bool] | None
 """A row before it is tokenised: text, its trained parts, and whether it has its special tokens; or tokens that were
 given; None, where it is not to be trained on."""
@@ -68,7 +69,8 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
                 continue
             if isinstance(draft, Tokens):
                 check_ids(row, {"input_ids": draft.ids, "labels": draft.labels}, reading.vocab_size)
-                ids, labels = np.array(draft.ids, np.int32), np.array(draft.labels, np.int32)
+                ids = np.array(draft.ids, np.int32)
+                labels = np.array(draft.labels, np.int32)
             else:
                 ids, learnt = next(encoded)
                 if not draft[2]:
@@ -103,7 +105,8 @@ def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list
 
 def _examples(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[tuple[Row, Example | None]]]:
     """Yield what rows hold, of several at once; None, of a row that is not to be trained on."""
-    examples, size = list[tuple[Row, Example | None]](), 0
+    examples = list[tuple[Row, Example | None]]()
+    size = 0
     try:
         for row, kind in rows:
             example = None if left_out(row) else _example(row, kind, reading)
@@ -111,7 +114,8 @@ def _examples(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[li
             size += _size(example)
             if len(examples) == BATCH or size > BATCH_CHARACTERS:
                 yield examples
-                examples, size = [], 0
+                examples = []
+                size = 0
     except DataError:
         yield examples
         raise
@@ -153,8 +157,10 @@ def _draft(row: Row, example: Example, reading: Reading) -> Draft:
 
 def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> tuple[Ints, Learnt]:
     """The tokens with one that begins a sequence, at most, and one that ends it, which is trained on."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    first, last = int(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos), len(ids)
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    first = int(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos)
+    last = len(ids)
     while last > first and ids[last - 1] == eos:
         last -= 1
     return np.append(ids[first:last], np.int32(eos)), np.append(learnt[first:last], True)

@@ -51,7 +51,8 @@ class PrefixCache:
         if layer == 0:
             raise _refusal("gradients reach the lowest layer, so there is no layer below it to skip")
         self.layer = layer
-        self._backend, self._num_tokens = backend, num_tokens
+        self._backend = backend
+        self._num_tokens = num_tokens
         how = "free some space, set offload_dir to a directory on another disk, or set cache_frozen_prefix: false"
         file = OffloadFile(directory, "the output of frozen layers", how, trace)
         self._store = DiskStore(file, HostPool(backend.host_buffer, num_buffers=NUM_BUFFERS))

@@ -46,7 +46,8 @@ class _Groups:
     @contextmanager
     def _leased(self, group: ExpertGroup, direction: Direction) -> Iterator[NarrowedExperts]:
         """Lease a group; yields the layer's experts as those of the group."""
-        name, layer = self.stream.name_of(group.number), self.lease.layer
+        name = self.stream.name_of(group.number)
+        layer = self.lease.layer
         span = self.stream.trace.span(direction, name)
         experts = self.split.experts_of(layer)
         assert experts is not None
@@ -87,12 +88,14 @@ class _Groups:
                 adapted = [
                     leaf_and_sum for adapter_factors in experts.factors for leaf_and_sum in adapter_factors.sums(sums)
                 ]
-                leaves, trained = [leaf for leaf, _ in adapted], experts.trained()
+                leaves = [leaf for leaf, _ in adapted]
+                trained = experts.trained()
                 for routing, gradient, states, factors in zip(routed, gradients, by_hidden, by_weights, strict=True):
                     if not len(routing.pairs[number]):
                         continue
                     tokens, (hidden, chosen, expert_weights) = routing.of_group(number)
-                    hidden, expert_weights = hidden.requires_grad_(), expert_weights.requires_grad_()
+                    hidden = hidden.requires_grad_()
+                    expert_weights = expert_weights.requires_grad_()
                     with torch.enable_grad(), self.split.autocast(routing.autocast):
                         output = experts.run((hidden, chosen, expert_weights))
                     grad_inputs = [hidden, expert_weights, *leaves, *trained]
@@ -176,8 +179,11 @@ class GroupedVisit:
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer, as `lema.engine.visit` has it."""
-        engine, layer, calls = self._engine, self._layer, self._calls
-        self._needs, self._routers = needs_grad, calls[0].routers is not None
+        engine = self._engine
+        layer = self._layer
+        calls = self._calls
+        self._needs = needs_grad
+        self._routers = calls[0].routers is not None
 
         def layer_inputs() -> Iterator[Tensor]:
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
@@ -194,11 +200,15 @@ class GroupedVisit:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
-        engine, layer, again = self._engine, self._layer, differentiated_again()
-        after, num_outputs = engine.backend.rng_state(), len(gradients) // len(self._calls)
+        engine = self._engine
+        layer = self._layer
+        again = differentiated_again()
+        after = engine.backend.rng_state()
+        num_outputs = len(gradients) // len(self._calls)
         collected = nullcontext() if self._asked is None else self._asked.collected()
         with engine.leased(layer, "backward") as lease, collected:
-            groups, parts = _Groups(engine.split, engine.stream, lease, engine.retry.at), list[_Part]()
+            groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
+            parts = list[_Part]()
             for index, (call, state) in enumerate(zip(self._calls, self._states, strict=True)):
                 with self._boundaries.fetch(layer, index, again=again) as boundary:
                     # A copy, because the layer waits for its experts longer than a boundary is kept here.
@@ -210,7 +220,8 @@ class GroupedVisit:
                         parts[-1].let_go()
                 call.routers = None
             reads_values = any(part.reads_values for part in parts)
-            expert_inputs, results = [part.expert_inputs for part in parts], list[Tensor]()
+            expert_inputs = [part.expert_inputs for part in parts]
+            results = list[Tensor]()
             values: list[Any] = groups.results(expert_inputs, "backward") if reads_values else [None] * len(parts)
             for index, part in enumerate(parts):
                 results.append(part.begin(gradients[index * num_outputs], values[index]))
@@ -220,7 +231,8 @@ class GroupedVisit:
             del expert_inputs
             of_inputs = list[Tensor | None]()
             for index in range(len(parts)):
-                part, results[index] = parts.pop(0), torch.empty(0)
+                part = parts.pop(0)
+                results[index] = torch.empty(0)
                 roots = part.roots(
                     *expert_gradients.pop(0), gradients[index * num_outputs + 1 : (index + 1) * num_outputs]
                 )
@@ -276,9 +288,12 @@ class _Part:
     def let_go(self) -> None:
         """Free the graph of the part before the experts."""
         assert self._half is not None
-        self._again, self._half, router_logits = True, self._half.detached(), self._call.routers or []
+        self._again = True
+        self._half = self._half.detached()
+        router_logits = self._call.routers or []
         router_logits[:] = [logits.detach().requires_grad_(logits.requires_grad) for logits in router_logits]
-        self.expert_inputs, self.routers = (self._call.autocast, self._half.expert_inputs), []
+        self.expert_inputs = (self._call.autocast, self._half.expert_inputs)
+        self.routers = []
         self.output = self._result = None
 
     def made_of(self, result: Tensor) -> Tensor:
@@ -327,7 +342,9 @@ def top_in_groups(
 ) -> tuple[Tensor, list[Tensor | None], list[list[tuple[Tensor, Tensor | None]]]]:
     """Run all micro-batches through the top layer, the head and the loss, and back; return the loss, the gradients of
     what was given, and what else has gradients, with these, of each micro-batch."""
-    top, parts, after = engine.split.num_layers - 1, list[_Part](), engine.backend.rng_state()
+    top = engine.split.num_layers - 1
+    parts = list[_Part]()
+    after = engine.backend.rng_state()
     groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
     for call, state, needs in zip(calls, hidden, needs_grad, strict=True):
         leaf = state.detach().requires_grad_(needs)
@@ -338,8 +355,10 @@ def top_in_groups(
             parts[-1].probe()
             parts[-1].let_go()
             engine.backend.set_rng_state(after)  # because a look draws the part after the experts again
-    results, shares = groups.results([part.expert_inputs for part in parts]), list[Tensor]()
-    routed, below = list[list[Tensor]](), list[list[Tensor | None]]()
+    results = groups.results([part.expert_inputs for part in parts])
+    shares = list[Tensor]()
+    routed = list[list[Tensor]]()
+    below = list[list[Tensor | None]]()
     for index, (call, part) in enumerate(zip(calls, parts, strict=True)):
         engine.stop.poll()
         output = part.made_of(results[index])
@@ -359,9 +378,11 @@ def top_in_groups(
         del output, gradient
     adapters: Sums = {}
     expert_gradients = groups.differentiated([part.expert_inputs for part in parts], results, adapters)
-    inputs, formed = list[Tensor | None](), list[list[tuple[Tensor, Tensor | None]]]()
+    inputs = list[Tensor | None]()
+    formed = list[list[tuple[Tensor, Tensor | None]]]()
     for index, call in enumerate(calls):
-        part, results[index] = parts.pop(0), torch.empty(0)
+        part = parts.pop(0)
+        results[index] = torch.empty(0)
         roots = part.roots(*expert_gradients.pop(0), routed[index])
         needs = part.input.requires_grad
         call_tensors = [tensor for tensor in tensors_in(call.captured_values) if tensor.requires_grad]

@@ -39,7 +39,8 @@ class Numerics:
             self._sums.put_back()
 
 
-EXACT, TENSOR_CORES = "highest", "high"  # torch's words
+EXACT = "highest"
+TENSOR_CORES = "high"  # torch's words
 FROM_ABOVE = "none"  # of a switch that follows the one above it
 OPERATIONS = ("matmul", "conv", "rnn")
 
@@ -66,7 +67,8 @@ class ProductPrecision:
 
     def put_back(self) -> None:
         """Let products round as before, once; what somebody else has set meanwhile stays."""
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is None:
             return
         now = _Precision.now()
@@ -87,7 +89,8 @@ class _Precision:
     @classmethod
     def now(cls) -> _Precision:
         """Read all switches. Those above are out of force meanwhile, because they speak for those below."""
-        above, effective = [], [switch.fp32_precision for switch in _operations()]
+        above = []
+        effective = [switch.fp32_precision for switch in _operations()]
         for switch in _above():
             above.append(switch.fp32_precision)
             _write(switch, FROM_ABOVE)
@@ -163,7 +166,8 @@ class DeterministicSums:
 
     def put_back(self) -> None:
         """Let torch choose as before, once; what somebody else has set meanwhile stays."""
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is not None and _deterministic() == self._applied:
             chosen, warns, tries = before
             torch.use_deterministic_algorithms(chosen, warn_only=warns)
@@ -171,7 +175,8 @@ class DeterministicSums:
 
 
 def _deterministic() -> tuple[bool, bool, bool]:
-    chosen, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    chosen = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     return chosen, warns, torch.backends.cudnn.benchmark
 
 

@@ -56,7 +56,9 @@ class OomRetry:
     returns the settings that would help with a shortage; set by the part of the run that knows the plan."""
 
     def __init__(self, stream: LayerStream, backend: Backend, state: ModelState) -> None:
-        self._stream, self._backend, self._state = stream, backend, state
+        self._stream = stream
+        self._backend = backend
+        self._state = state
         self.recomputes = self.cuts = True
         self.location = ""
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
@@ -95,7 +97,9 @@ class OomRetry:
         call, and `outputs` as the first did. It is given the micro-batches, smaller ones where they did not fit; how many
         rows fit is remembered for each `purpose`. It adds to gradients of `parameters`, and to `outputs`.
         `MemoryLimitError`: one row does not fit."""
-        state, mark, count = self._backend.rng_state(), self._state.mark(), len(outputs or ())
+        state = self._backend.rng_state()
+        mark = self._state.mark()
+        count = len(outputs or ())
         with self.once("before the pass"):
             before = [
                 None if parameter.grad is None else parameter.grad.clone() for parameter in parameters if self._alone
@@ -204,16 +208,20 @@ class OomRetry:
             what += f"{_count(short.slots, 'layer slot')} do not fit"
         if not self._alone:
             what += "; with shard_weights a process cannot try again alone"
-        self._given_up, self._short_at = {}, ""
+        self._given_up = {}
+        self._short_at = ""
         return MemoryLimitError(what, where=short.location, how=self.advise(short))
 
     def _warn(self) -> None:
         """Warn of memory savings that the run has made since the last call, if any."""
         if not self._given_up:
             return
-        given_up, location = self._given_up, self._short_at
-        self._given_up, self._short_at = {}, ""
-        settings, now = [], []
+        given_up = self._given_up
+        location = self._short_at
+        self._given_up = {}
+        self._short_at = ""
+        settings = []
+        now = []
         if "slots" in given_up:
             before, after = given_up["slots"]
             settings.append(f"prefetch_depth: {max(1, after - 1)}")

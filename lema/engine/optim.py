@@ -47,17 +47,16 @@ def make_optimizer(
     device_dtypes = {(parameter.device, parameter.dtype) for parameter in trained}
     kind, options = _kind_of(config, device_dtypes)
     if config.loraplus_lr_ratio is not None and isinstance(model, PeftModel):
-        ratio, decay = config.loraplus_lr_ratio, config.weight_decay
+        ratio = config.loraplus_lr_ratio
+        decay = config.weight_decay
         options |= {"loraplus_lr_ratio": ratio, "loraplus_weight_decay": decay}
         optimizer = create_loraplus_optimizer(model, kind, **options)
         _mark(optimizer, config)
         return optimizer
     groups: list[dict[str, Any]] = [{"params": trained, "weight_decay": config.weight_decay}]
     if model is not None:
-        exempt, names_by_id = (
-            _without_decay(model),
-            {id(parameter): name for name, parameter in model.named_parameters()},
-        )
+        exempt = _without_decay(model)
+        names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         parameter_names = [names_by_id[id(parameter)] for parameter in trained] if names is None else list(names)
         decayed = [parameter for parameter, name in zip(trained, parameter_names, strict=True) if name not in exempt]
         undecayed = [parameter for parameter, name in zip(trained, parameter_names, strict=True) if name in exempt]

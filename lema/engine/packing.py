@@ -59,8 +59,10 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
     finally:
         module.train(was_training)
     row_logits = [row.float() for batch in logits for row in batch]  # whatever micro-batches memory allowed
-    packed, alone = row_logits[: len(packs)], iter(row_logits[len(packs) :])
-    noise, differences = list[float](), list[float]()
+    packed = row_logits[: len(packs)]
+    alone = iter(row_logits[len(packs) :])
+    noise = list[float]()
+    differences = list[float]()
     for pack, pack_logits in zip(packs, packed, strict=True):
         row_bounds = list(accumulate(map(len, pack)))
         for number, (row, end) in enumerate(zip(pack, row_bounds, strict=True)):
@@ -103,7 +105,8 @@ class Packs(Sequence[dict[str, list[int]]]):
     is left out. `DataError`: a row is longer than a pack, and not `wrapped`; or no pack is left."""
 
     def __init__(self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False) -> None:
-        self._rows, self._about = rows, (length, seed, wrapped)
+        self._rows = rows
+        self._about = (length, seed, wrapped)
         lengths = lengths_of(rows)
         if not wrapped and len(rows) and lengths.max() > length:
             longest = int(lengths.argmax())
@@ -111,7 +114,9 @@ class Packs(Sequence[dict[str, list[int]]]):
             raise DataError(what, where="packing", how="raise max_length, shorten the row, or set packing: wrapped")
         order = shuffled(len(rows), seed, stream=2**32 + 1)
         row_indices, starts, stops, packs = (_cut_through if wrapped else _fitted)(lengths[order], length)
-        self._row_indices, self._starts, self._stops = order[row_indices], starts, stops
+        self._row_indices = order[row_indices]
+        self._starts = starts
+        self._stops = stops
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
         self._sizes = np.bincount(packs, weights=stops - starts).astype(np.int64)
         left_out = self._keep_trained(lengths) if wrapped else 0
@@ -125,7 +130,8 @@ class Packs(Sequence[dict[str, list[int]]]):
         """Leave out packs in which nothing is trained; return how many. `lengths` are those of the rows. A pack that
         holds all of a row, or two tokens of one that is trained as a whole, is not read for it."""
         trained = getattr(self._rows, "trained", np.zeros(len(lengths), dtype=np.int64))[self._row_indices]
-        sizes, of_rows = self._stops - self._starts, lengths[self._row_indices]
+        sizes = self._stops - self._starts
+        of_rows = lengths[self._row_indices]
         sure = (trained > 0) & ((sizes == of_rows) | ((trained == of_rows - 1) & (sizes > 1)))
         packs = np.repeat(np.arange(len(self)), np.diff(self._bounds))
         has_trained = np.bincount(packs, weights=sure, minlength=len(self)) > 0
@@ -136,11 +142,9 @@ class Packs(Sequence[dict[str, list[int]]]):
             what = "no pack has a token to train on"
             raise DataError(what, where="packing", how="raise max_length, or remove rows that are mostly prompt")
         pieces = retained[packs]
-        self._row_indices, self._starts, self._stops = (
-            self._row_indices[pieces],
-            self._starts[pieces],
-            self._stops[pieces],
-        )
+        self._row_indices = self._row_indices[pieces]
+        self._starts = self._starts[pieces]
+        self._stops = self._stops[pieces]
         counts = np.diff(self._bounds)[retained]
         self._bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._sizes = self._sizes[retained]
@@ -155,7 +159,8 @@ class Packs(Sequence[dict[str, list[int]]]):
     def __getitem__(self, index: Any) -> Any:
         pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
         for piece in range(self._bounds[index], self._bounds[index + 1]):
-            row, part = self._rows[int(self._row_indices[piece])], slice(self._starts[piece], self._stops[piece])
+            row = self._rows[int(self._row_indices[piece])]
+            part = slice(self._starts[piece], self._stops[piece])
             pack["input_ids"] += row["input_ids"][part]
             pack["labels"] += [IGNORED, *row["labels"][part][1:]]
             pack["position_ids"] += range(self._stops[piece] - self._starts[piece])
@@ -178,7 +183,8 @@ Pieces = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int6
 def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
     """Put whole rows into packs by best-fit decreasing (Johnson, 1974): each where the least is left over."""
     order = np.argsort(-lengths, kind="stable")
-    packs, count = np.empty(len(lengths), dtype=np.int64), 0
+    packs = np.empty(len(lengths), dtype=np.int64)
+    count = 0
     free: dict[int, list[int]] = {}  # packs by the tokens that still fit
     sizes = 0  # bit n is set where there is a pack for n more tokens, so that the best is found by a shift
     for row in order.tolist():
@@ -189,7 +195,9 @@ def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
             if not free[space]:
                 sizes ^= 1 << space
         else:
-            space, pack, count = capacity, count, count + 1
+            space = capacity
+            pack = count
+            count = count + 1
         packs[row] = pack
         if remaining := space - length:
             free.setdefault(remaining, []).append(pack)

@@ -43,7 +43,9 @@ class Graph:
         recompute_all: bool = False,
         keep: Callable[[Tensor], Packed] | None = None,
     ) -> None:
-        self._again, self._recompute_all, self._keep = again, recompute_all, keep
+        self._again = again
+        self._recompute_all = recompute_all
+        self._keep = keep
         self._linears = None if again is None or recompute_all else linears
         self._products = self._linears.products() if products and self._linears is not None else None
         self._last = LastLinear()
@@ -112,7 +114,8 @@ class Graph:
         if self._recompute_all:
             with torch.enable_grad():
                 return again(lease)
-        count, skipped = 0, ExitStack()
+        count = 0
+        skipped = ExitStack()
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count

@@ -146,7 +146,8 @@ class ReferenceRows:
                 for index, call in enumerate(group.calls[layer]):
                     engine.stop.poll()
                     forward = partial(run, group, call, group.hidden[index])
-                    location, state = f"in the forward of layer {layer}", engine.generator_state()
+                    location = f"in the forward of layer {layer}"
+                    state = engine.generator_state()
                     group.hidden[index] = engine.retry.run_forward(location, forward, state)
 
     @torch.no_grad()
@@ -163,7 +164,8 @@ class ReferenceRows:
         return loss.finish(logps, reference, mismatched, differentiate=differentiate)
 
     def _logps(self, loss: RowLoss, group: Group) -> list[Tensor]:
-        hidden, group.hidden = group.hidden or [], None
+        hidden = group.hidden or []
+        group.hidden = None
         # Looked for only where something outside the layers trains, because else the head has no adapters.
         adapted = [] if group.policy or not self.outside else [self.engine.split.model]
         with as_reference(self.start, adapted), self.engine.retry.at("in the head and the loss"):
@@ -181,7 +183,9 @@ def reference_rows_of(
     """Return the extra rows that go through the layers, before the first layer; None: there are none. The
     micro-batches are in host memory, `device_batches` on the device, `calls` those of each layer. `first` is the first layer's
     lease, where the prelude needs its weights."""
-    objective, split, start = model.objective, model.split, model.reference
+    objective = model.objective
+    split = model.split
+    start = model.reference
     if objective is None or not isinstance(loss, RowLoss):
         return None
     outside = bool(model.trained_outside())
@@ -219,9 +223,13 @@ def top_row_loss(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Run all rows through the top layer and the head; return the loss of the pass and, for each micro-batch, the
     gradient of its log-probabilities by the top layer's output, and the generator's state before the top layer."""
-    loss, top, retry = embed_head.loss, engine.split.num_layers - 1, engine.retry
+    loss = embed_head.loss
+    top = engine.split.num_layers - 1
+    retry = engine.retry
     assert isinstance(loss, RowLoss), "the loss is of tokens"
-    logps, gradients, states = list[Tensor](), list[Tensor](), list[Tensor]()
+    logps = list[Tensor]()
+    gradients = list[Tensor]()
+    states = list[Tensor]()
 
     def score(index: int, state: Tensor) -> tuple[Tensor, Tensor]:
         output = engine.split.run_layer(top, {**lease.weights, **leaves}, calls[index], state.detach())

@@ -169,7 +169,8 @@ class AdaptedLinears:
     def watched(self, saved: Callable[[], int], products: SavedProducts | None = None) -> Iterator[LastLinear]:
         """Note which linear is called last in the `with` block, a forward that has saved `saved()` tensors so far, and
         keep the `products`."""
-        last, watched = LastLinear(), dict[nn.Module, Callable[..., Any] | None]()
+        last = LastLinear()
+        watched = dict[nn.Module, Callable[..., Any] | None]()
         watched.update({} if products is None else products.watched(saved))
         for linear in filter(_only_adds, self._linears):
             watched[linear] = partial(_linear, last, saved, linear, linear.forward)
@@ -191,7 +192,9 @@ def _linear(
     """Call a linear, and note that it was the last one."""
     begun = saved()
     out = forward(*args, **kwargs)
-    last.linear, last.begun, last.ended = linear, begun, saved()
+    last.linear = linear
+    last.begun = begun
+    last.ended = saved()
     # A weak reference, because the layer may need the output no longer than the next line of its forward.
     last.output = ref(out)
     return out
@@ -202,7 +205,8 @@ def _dropout(last: LastLinear, saved: Callable[[], int], forward: Callable[[Tens
     follows = inputs is last.output() and saved() == last.ended
     out = forward(inputs)
     if follows:
-        last.ended, last.output = saved(), ref(out)
+        last.ended = saved()
+        last.output = ref(out)
     return out
 
 

@@ -129,7 +129,9 @@ class LayerStack:
     def __init__(
         self, streamed: StreamedModel, rows: int | None = None, budget: Callable[[], int] | None = None
     ) -> None:
-        self.streamed, self.rows, self._budget = streamed, rows, budget
+        self.streamed = streamed
+        self.rows = rows
+        self._budget = budget
         split = streamed.split
         self._owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
         self._forward: Callable[..., Any] = self._owner.forward
@@ -170,7 +172,8 @@ class LayerStack:
             what = f"{collected[0]} is asked for, and layers that stream leave nothing behind but their result"
             raise ConfigError(what, where=f"{split.layers_name} of {type(split.model).__name__}", how="leave it out")
         if self._asked(ROUTED, arguments) and (split.lazy or split.compiles(0)):
-            what, how = "compiled layers do not return the outputs of their routers", "set router_aux_loss_coef to 0.0"
+            what = "compiled layers do not return the outputs of their routers"
+            how = "set router_aux_loss_coef to 0.0"
             raise ConfigError(what, where=ROUTED, how=how)
         cache_name = next((name for name in CACHES if arguments.get(name) is not None), None)
         if (cache_name or self._asked("use_cache", arguments)) and not differentiated:
@@ -203,21 +206,25 @@ class LayerStack:
 
     def _noted(self, arguments: Mapping[str, Any], *, differentiated: bool) -> StackCall:
         """Run the model's own code before the layers, for each micro-batch of a call."""
-        streamed, split = self.streamed, self.streamed.split
+        streamed = self.streamed
+        split = self.streamed.split
         inputs = differentiated and any(
             isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(arguments)
         )
         differentiate = differentiated and (inputs or bool(streamed.trained_outside()))
         device = streamed.backend.device
         few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
-        ambient, routed = self._ambient(), self._asked(ROUTED, arguments)
+        ambient = self._ambient()
+        routed = self._asked(ROUTED, arguments)
         if not split.has_learned(few):
             state = streamed.backend.rng_state()  # restored, because these few tokens are not training data
             self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
             with streamed.stream.lease(0) as first, self._without_routers(), aside(split.model.modules()):
                 split.prelude(few, first.weights)
             streamed.backend.set_rng_state(state)
-        cuts, before, drawn = self._cuts(arguments), split.state.mark(), streamed.backend.rng_state()
+        cuts = self._cuts(arguments)
+        before = split.state.mark()
+        drawn = streamed.backend.rng_state()
         preludes = tuple(self._preludes(arguments, cuts, few, differentiate=differentiate))
         if any(cut.end < cut.width for cut in cuts) and split.state.outer.changed_names():
             # Because what is kept, as a rotary table, may go by the longest row of the whole call.
@@ -228,7 +235,8 @@ class LayerStack:
         hooks = [split.state.hooks.inside(layer) for layer in range(split.num_layers)]
         for cut, prelude in zip(cuts, preludes, strict=True):
             for layer_hooks, call in zip(hooks, prelude.calls, strict=True):
-                call.autocast, call.routers = ambient, [] if routed else None
+                call.autocast = ambient
+                call.routers = [] if routed else None
                 call.hooks = layer_hooks if layer_hooks is None or len(cuts) == 1 else layer_hooks.of_rows(cut.rows)
         return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
 
@@ -236,7 +244,9 @@ class LayerStack:
         self, arguments: Mapping[str, Any], cuts: Sequence[Cut], few: Mapping[str, Tensor], *, differentiate: bool
     ) -> Iterator[Prelude]:
         """Run the model's own code before the layers for each of the micro-batches that a call is cut into."""
-        size, part, split = sum(len(cut.rows) for cut in cuts), arguments, self.streamed.split
+        size = sum(len(cut.rows) for cut in cuts)
+        part = arguments
+        split = self.streamed.split
         outer_hooks = hooks_of(split.state.outer.modules) if len(cuts) > 1 else None
         for cut in cuts:
             if len(cuts) > 1:
@@ -269,7 +279,8 @@ class LayerStack:
         size, width = (
             arguments["inputs_embeds"] if arguments.get("input_ids") is None else arguments["input_ids"]
         ).shape[:2]
-        mask, lengths = arguments.get("attention_mask"), [width] * size
+        mask = arguments.get("attention_mask")
+        lengths = [width] * size
         if self.rows is None or size <= self.rows:
             return (Cut([*range(size)], width, width),)  # whole, because numbers are then those of the whole model
         if isinstance(mask, Tensor) and mask.shape == (size, width) and arguments.get("cache_position") is None:
@@ -277,7 +288,8 @@ class LayerStack:
         return tuple(Cut(rows, lengths[rows[0]] or width, width) for rows in dealt(lengths, at_once=self.rows))
 
     def _trained(self) -> tuple[bool, frozenset[int]]:
-        split, engine = self.streamed.split, self.streamed.engine
+        split = self.streamed.split
+        engine = self.streamed.engine
         layers = range(split.num_layers)
         return split.model.training, frozenset(
             id(parameter) for layer in layers for parameter in engine.adapters_of(layer)
@@ -292,15 +304,18 @@ class LayerStack:
     def run(self, calls: Sequence[StackCall]) -> list[Tensor]:
         """Take the micro-batches of several calls through the layers at once; return the last layer's output of each.
         The calls were made with the same adapters, and all with a graph or all without."""
-        streamed, split = self.streamed, self.streamed.split
+        streamed = self.streamed
+        split = self.streamed.split
         top = split.num_layers - 1
         preludes = [prelude for call in calls for prelude in call.preludes]
         per_layer = [[prelude.calls[layer] for prelude in preludes] for layer in range(top + 1)]
         hidden = tuple(prelude.hidden for prelude in preludes)
         differentiated = calls[0].differentiated
-        below, asked = False, None
+        below = False
+        asked = None
         if differentiated:
-            engine, outside = streamed.engine, streamed.trained_outside()
+            engine = streamed.engine
+            outside = streamed.trained_outside()
             adapters = [parameter for parameter in split.layers.parameters() if parameter.requires_grad]
             asked = None if self._gradient_sums is not None else AskedGradients(engine.anchor, [*adapters, *outside])
             start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, asked)
@@ -311,7 +326,8 @@ class LayerStack:
                     raise ConfigError(what, where="the embeddings", how="remove them from the adapter's modules")
                 engine.outer = below_visits(engine.anchor, self._gradient_sums, adapters)
             elif asked is not None and asked.parameters:
-                engine.gradients, engine.outer = asked, below_visits(engine.anchor, asked.gradients, asked.parameters)
+                engine.gradients = asked
+                engine.outer = below_visits(engine.anchor, asked.gradients, asked.parameters)
             hidden = start.start(engine.outer)
         if not below:  # a trainer may make the embeddings' output require a gradient that is not needed
             hidden = tuple(state.detach() for state in hidden)
@@ -333,11 +349,13 @@ class LayerStack:
         for layer in range(top + 1):
             keep = budget if layer == top else 0
             hidden = streamed.visit_layer(lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep)
-        streamed.engine.outer, streamed.engine.gradients = streamed.engine.anchor, None
+        streamed.engine.outer = streamed.engine.anchor
+        streamed.engine.gradients = None
         if graphs is not None:
             graphs.end_forward()
             graphs.expect(top)
-        joined, states = [], iter(hidden)
+        joined = []
+        states = iter(hidden)
         for call in calls:
             joined.append(call.joined([next(states) for _ in call.preludes]))
             if step is not None:
@@ -365,7 +383,8 @@ class LayerStack:
         if self._times_written() != step.written:
             what = "between a forward and its backward, values of the adapters changed"
             raise ConfigError(what, where="backward", how="run the backward before the optimizer's step")
-        step.done, step.task = True, task
+        step.done = True
+        step.task = task
         self._version = self._adapter_version()[1]
         self._announce(step.backward, self._awaited() or self.streamed.stream.forward_order())
 

@@ -88,11 +88,19 @@ class StreamedModel:
         padding: Padding | None = None,
         head: PiecedHead | None = None,
     ) -> None:
-        self.split, self.stream, self.backend, self.head = split, stream, backend, head
+        self.split = split
+        self.stream = stream
+        self.backend = backend
+        self.head = head
         if split.lazy:  # because a graph that is kept refers to weights by address, and here would keep copies of them
-            recompute, saved, saved_on = True, (), "device"
-        self.recompute, self.saved, self.products = recompute, frozenset(saved), frozenset(products)
-        self.loss_chunk_tokens, self.padding = loss_chunk_tokens, padding or Padding()
+            recompute = True
+            saved = ()
+            saved_on = "device"
+        self.recompute = recompute
+        self.saved = frozenset(saved)
+        self.products = frozenset(products)
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.padding = padding or Padding()
         carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
         self.graphs: SavedGraphs | None = None
@@ -110,7 +118,8 @@ class StreamedModel:
         self.watchdog: Watchdog | None = None
         self.objective: Objective | None = None
         self.reference: StartingAdapter | None = None
-        self.dft, self.smoothing = False, 0.0
+        self.dft = False
+        self.smoothing = 0.0
         self.measured: Measured = {}
         self.starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
 
@@ -148,7 +157,8 @@ class StreamedModel:
         leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
         interrupt = Interrupt(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
         before = self.engine.stop, self.stream.before_lease
-        self.engine.stop, self.stream.before_lease = interrupt, interrupt.at_lease
+        self.engine.stop = interrupt
+        self.stream.before_lease = interrupt.at_lease
         try:
             yield
         finally:
@@ -161,7 +171,8 @@ class StreamedModel:
     @contextmanager
     def seen_by(self, observe: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
         """Have the backwards in a `with` block show the gradients of hidden states; see `lema.engine.visit.Engine`."""
-        before, self.engine.observe = self.engine.observe, observe
+        before = self.engine.observe
+        self.engine.observe = observe
         try:
             yield
         finally:
@@ -210,9 +221,13 @@ class StreamedModel:
         device_batches, chunks = self._prepare(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
         if not self.stream.announced:
             self.announce_step(micro_batches)
-        top, outside, prefix = self.split.num_layers - 1, self.trained_outside(), self.prefix
-        start, before = self._first_layer(micro_batches), self.engine.generator_state()
-        inputs, around = [model_inputs(batch) for batch in micro_batches], list[dict[str, Any]]()
+        top = self.split.num_layers - 1
+        outside = self.trained_outside()
+        prefix = self.prefix
+        start = self._first_layer(micro_batches)
+        before = self.engine.generator_state()
+        inputs = [model_inputs(batch) for batch in micro_batches]
+        around = list[dict[str, Any]]()
         # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
         with nullcontext() if start else self._first_lease(device_batches) as first:
             hidden, calls = self.prelude(
@@ -262,7 +277,8 @@ class StreamedModel:
         reference_rows: ReferenceRows | None,
     ) -> Tensor:
         """Return the loss of a step; `hidden` is what the layers below the turn have made."""
-        loss, routers = embed_head.loss, self.engine.routers
+        loss = embed_head.loss
+        routers = self.engine.routers
         if self.head is not None:
             assert isinstance(loss, LossChunks), "the head is whole for a loss of rows"
             value = visit_head(self.engine, self.head, loss, hidden)
@@ -278,7 +294,8 @@ class StreamedModel:
     def join_idle(self, *, training: bool = True) -> None:
         """Take part in a step, or an evaluation, in which this process has no rows, for the processes that have some.
         `ConfigError`: the others may visit layers in an order that this process cannot know yet."""
-        stream, self.measured = self.stream, {}
+        stream = self.stream
+        self.measured = {}
         if training and self.stream.sharded and self.starts_below is None and self.trained_outside():
             what = "this process has no rows in the first step, so it does not know which layers get gradients"
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
@@ -301,7 +318,8 @@ class StreamedModel:
             device_batches, partial(reference_rows_of, self, chunks, micro_batches, device_batches), joined
         )
         if isinstance(chunks, RowLoss):
-            value, self.measured = joined[0].evaluated(chunks, hidden), chunks.measured
+            value = joined[0].evaluated(chunks, hidden)
+            self.measured = chunks.measured
             return value, chunks.num_examples
         with self.retry.at("in the head and the loss"):
             if self.head is None:
@@ -348,14 +366,17 @@ class StreamedModel:
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return the inputs of a step on the device, and its loss."""
         self.split.state.hooks.check_none()
-        batches, objective = list(map(self.padding.of, micro_batches)), self.objective
+        batches = list(map(self.padding.of, micro_batches))
+        objective = self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
             options |= {"host_targets": targets, "dft": self.dft, "smoothing": self.smoothing}
         else:
             targets = [row_targets(batch, objective) for batch in batches]
         device_batches, there = self.inputs.step_to_device(batches, targets, self.split.tables)
-        head, over, chunk = self.split.head, self.split.parallel, self.loss_chunk_tokens
+        head = self.split.head
+        over = self.split.parallel
+        chunk = self.loss_chunk_tokens
         if objective is None:
             return device_batches, LossChunks(head, there, chunk, parallel=over, **options)
         scale = options.get("scale", 1.0)
@@ -379,7 +400,8 @@ class StreamedModel:
         that go `away` do so as each is made, as the first layer is given them. `around` receives, as JSON types, what
         the modules before the layers keep after each."""
         hidden: list[Any] = []
-        preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
+        preludes = []
+        weights = {} if first is None else first.weights  # used once; None: they have been
         with self.retry.at("before the layers"), nullcontext() if self.head is None else self.head.standing_in():
             for number, batch in enumerate(micro_batches):
                 prelude = self.split.prelude(model_inputs(batch), weights, differentiate=differentiate)

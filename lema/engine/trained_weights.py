@@ -38,7 +38,8 @@ class TrainedWeights:
         adapters: nn.ModuleList | None = None,
     ) -> None:
         self._names = {layer: frozenset(layer_names) for layer, layer_names in names.items() if layer_names}
-        self._done, self._adapters = done, adapters
+        self._done = done
+        self._adapters = adapters
 
     def trains(self, layer: int) -> bool:
         """Whether anything of a layer's own trains."""
@@ -139,7 +140,8 @@ def differentiated_again() -> bool:
 class _BelowVisits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, gradients: dict[nn.Parameter, Tensor], *trained: nn.Parameter) -> Tensor:
-        ctx.found, ctx.trained = gradients, trained
+        ctx.found = gradients
+        ctx.trained = trained
         return anchor.clone()
 
     @staticmethod

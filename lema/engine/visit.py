@@ -59,7 +59,9 @@ class Engine:
     """
 
     def __init__(self, split: Split, stream: LayerStream, backend: Backend) -> None:
-        self.split, self.stream, self.backend = split, stream, backend
+        self.split = split
+        self.stream = stream
+        self.backend = backend
         # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the first on.
         self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
         self.retry = OomRetry(stream, backend, split.state)
@@ -143,7 +145,8 @@ def visit_frozen(
 ) -> tuple[Any, ...]:
     """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s. Hidden states come from
     host memory, and go `away` there; None: they are on the device."""
-    outputs, location = list[Any](), f"in the forward of layer {layer}"
+    outputs = list[Any]()
+    location = f"in the forward of layer {layer}"
     with engine.leased(layer, "forward") as lease:
 
         def run(index: int) -> Tensor | HostState:
@@ -210,7 +213,9 @@ class _LayerVisit:
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out. After each comes what
         its routers made, where somebody asks and it has a graph."""
-        engine, layer, outputs = self._engine, self._layer, list[Tensor]()
+        engine = self._engine
+        layer = self._layer
+        outputs = list[Tensor]()
         with engine.leased(layer, "forward") as lease:
             self._leaves = engine.trained.leaves(layer, lease)
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
@@ -226,7 +231,9 @@ class _LayerVisit:
 
     def _run(self, lease: Lease, index: int, layer_input: Tensor, *, needs: bool, state: Tensor) -> list[Tensor]:
         """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
-        engine, call, compiled = self._engine, self._calls[index], self._engine.split.compiles(self._layer)
+        engine = self._engine
+        call = self._calls[index]
+        compiled = self._engine.split.compiles(self._layer)
         again = None
         if self._boundaries is not None and not self._budget:
             again = self._runner(index, state, needs=needs, compiled=compiled)
@@ -249,7 +256,8 @@ class _LayerVisit:
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
-        engine, again = self._engine, differentiated_again()
+        engine = self._engine
+        again = differentiated_again()
         after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
         num_outputs = len(gradients) // len(self._graphs)
         collected = nullcontext() if self._asked is None else self._asked.collected()
@@ -278,14 +286,21 @@ class _LayerVisit:
         self._input_gradients.clear()
         if not again:
             self._leaves = {}
-            self._graphs, self._boundaries, self._away = [], None, None
+            self._graphs = []
+            self._boundaries = None
+            self._away = None
         return input_gradients
 
     def _runner(self, index: int, state: Tensor, *, needs: bool, compiled: bool) -> Callable[[Lease], Sequence[Tensor]]:
         """Return the function that runs a micro-batch through the layer again, from the generator's first `state`. It
         does not refer to the visit, because the visit's graph holds it, and a circle would keep tensors too long."""
-        engine, layer, boundary, leaves = self._engine, self._layer, self._boundary, self._leaves
-        call, input_gradients, asked = self._calls[index], self._input_gradients, self._calls[index].routers is not None
+        engine = self._engine
+        layer = self._layer
+        boundary = self._boundary
+        leaves = self._leaves
+        call = self._calls[index]
+        input_gradients = self._input_gradients
+        asked = self._calls[index].routers is not None
 
         def run(lease: Lease) -> Sequence[Tensor]:
             engine.backend.set_rng_state(state)
@@ -325,13 +340,14 @@ class _TopVisit:
     _leaves: Leaves = field(default_factory=dict)  # for the weights that train
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
-        engine, embed_head = self._engine, self._embed_head
-        top, retry = engine.split.num_layers - 1, engine.retry
-        location, num_inputs = f"in the forward of layer {top}", len(hidden) // len(self._calls)
-        hidden, needs_grad = (
-            hidden[::num_inputs],
-            needs_grad[::num_inputs],
-        )  # the others are only there to have gradients
+        engine = self._engine
+        embed_head = self._embed_head
+        top = engine.split.num_layers - 1
+        retry = engine.retry
+        location = f"in the forward of layer {top}"
+        num_inputs = len(hidden) // len(self._calls)
+        hidden = hidden[::num_inputs]
+        needs_grad = needs_grad[::num_inputs]  # the others are only there to have gradients
         with retry.at(location), engine.stream.lease(top) as lease:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             self._leaves = engine.trained.leaves(top, lease)
@@ -343,12 +359,14 @@ class _TopVisit:
                 )
                 self._calls = ()
                 return total
-            states, after = None, None
+            states = None
+            after = None
             if self._reference_rows is not None:
                 total, logp_gradients, states = top_row_loss(
                     engine, lease, self._leaves, self._calls, hidden, embed_head, self._reference_rows
                 )
-                loss_and_grad, after = _scaled_loss_and_grad(embed_head, logp_gradients), engine.backend.rng_state()
+                loss_and_grad = _scaled_loss_and_grad(embed_head, logp_gradients)
+                after = engine.backend.rng_state()
             for index, (call, state) in enumerate(zip(self._calls, hidden, strict=True)):
                 engine.stop.poll()
                 if states is not None:  # because what dropout drew when the loss was formed is drawn again
@@ -363,7 +381,8 @@ class _TopVisit:
                 self._weight_gradients.append(weight_gradients)
             if after is not None:
                 engine.backend.set_rng_state(after)
-        self._calls, self._reference_rows = (), None
+        self._calls = ()
+        self._reference_rows = None
         return total
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
@@ -379,7 +398,9 @@ class _TopVisit:
                 leaf.grad *= factor  # 1, but where the loss was changed after it was formed
         self._engine.trained.end(self._engine.split.num_layers - 1, self._leaves)
         scaled = [None if state is None else state * factor.to(state.dtype) for state in self._inputs]
-        self._inputs, self._weight_gradients, self._leaves = [], [], {}
+        self._inputs = []
+        self._weight_gradients = []
+        self._leaves = {}
         del self._embed_head
         return scaled
 
@@ -397,14 +418,17 @@ def _top_layer(
 ) -> tuple[Tensor, list[Tensor | None], list[tuple[Tensor, Tensor | None]]]:
     """Run one micro-batch through the top layer, the head and the loss, and back; return the loss, the gradients of
     `state`, if it is needed, and of what routers below have made, and what else has a gradient, with that."""
-    top, retry, trace = engine.split.num_layers - 1, engine.retry, engine.stream.trace
+    top = engine.split.num_layers - 1
+    retry = engine.retry
+    trace = engine.stream.trace
     leaf = state.detach().requires_grad_(needs)
     with torch.enable_grad(), trace.span("forward", f"layer {top}"):
         output = engine.split.run_layer(top, {**lease.weights, **leaves}, call, leaf)
     with retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
         value, gradient = loss_and_grad(index, output.detach())
     engine.observe(top + 1, [gradient])
-    roots, below = {output: gradient}, dict[Tensor, Tensor | None]()
+    roots = {output: gradient}
+    below = dict[Tensor, Tensor | None]()
     if engine.routers is not None:
         share, below = engine.routers.loss_and_grad(index)
         value = value + share

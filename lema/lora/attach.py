@@ -67,7 +67,8 @@ def lora_config(
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
     # Modules that text does not reach, where the targets are among their names as well, are excluded by PEFT's own
     # setting, and in an expression, because a list of it would have to name each linear.
-    every, towers = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR, find_towers(model)
+    every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
+    towers = find_towers(model)
     if targets is None and config.target_parameters is None:
         config.target_parameters = default_parameters(model, config)
     config.target_parameters = config.target_parameters or None
@@ -90,7 +91,8 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
     """Return PEFT's config of the adapter that the settings ask for, of a model that `parts` processes hold together;
     `ConfigError`: they do not fit the model."""
     name, layers = find_layers(model)
-    chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
+    chosen = config.lora_layers_to_transform
+    patterns = config.lora_layers_pattern
     indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
     patterns = [patterns] if isinstance(patterns, str) else patterns
     beyond = sorted(index for index in indices if index >= len(layers))
@@ -193,7 +195,8 @@ def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
                 peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:
         take_off(model)
-        targets, hint = config.target_modules or (), ""
+        targets = config.target_modules or ()
+        hint = ""
         if isinstance(targets, str):
             hint = "a regular expression must match whole names; a list has endings of names. "
         what = f"the adapter does not fit this model: {error}"

@@ -101,7 +101,9 @@ def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False
         return False
     if KEY not in (about := read_json(file)):
         raise AdapterError("the adapter does not name its base model", where=str(file))
-    fingerprint, expected, sources = base_fingerprint(index), about[KEY], about.get(SOURCES, [])
+    fingerprint = base_fingerprint(index)
+    expected = about[KEY]
+    sources = about.get(SOURCES, [])
     if not isinstance(sources, list):
         raise AdapterError(f"{SOURCES} is no list of fingerprints", where=str(file))
     # Not also where both were prepared from one model: that would take a prepared file that was changed for itself.

@@ -42,7 +42,8 @@ def of_numbers(config: bytes) -> dict[str, Any] | None:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Collection[str] = ()) -> list[str]:
     """Return in sentences, a few of them, what two configs say differently that changes numbers, `ignored` keys
     aside. `AdapterError`: transformers cannot read one of them."""
-    left, right = _filtered(before, ignored), _filtered(now, ignored)
+    left = _filtered(before, ignored)
+    right = _filtered(now, ignored)
     if left == right:
         return []
     was, is_now = (dict(_flat(_filtered(_read(config), {*OTHERS, *ignored}))) for config in (left, right))

@@ -112,7 +112,8 @@ PLAIN = re.compile(r"[\w.-]*")  # there is one way to match it, and that is foun
 def check_patterns(config: LoraConfig, names: Iterable[str]) -> None:
     """Make sure that the patterns of an adapter's config can be matched with `names`, those of all modules.
     `ModelError`: one is no regular expression, or takes too long to match."""
-    module_names, where = [path for name in names for path in (name, f"base_model.model.{name}")], ""
+    module_names = [path for name in names for path in (name, f"base_model.model.{name}")]
+    where = ""
     try:
         with limited(MAX_SECONDS, TimeoutError):
             for option, pattern, within in _patterns(config):
@@ -173,9 +174,11 @@ def _shape(module: nn.Module, leaf: str, rank: int | None) -> Sequence[int] | No
         parameter = getattr(module, leaf.removeprefix("base_layer."), None)
         return parameter.shape if isinstance(parameter, Tensor) else None
     if isinstance(module, nn.Linear):
-        inputs, outputs = module.in_features, module.out_features
+        inputs = module.in_features
+        outputs = module.out_features
     elif isinstance(module, nn.Embedding):
-        inputs, outputs = module.num_embeddings, module.embedding_dim
+        inputs = module.num_embeddings
+        outputs = module.embedding_dim
     else:
         return None
     if leaf == "lora_B.bias":

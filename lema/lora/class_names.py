@@ -107,7 +107,8 @@ def named_reader(config: PreTrainedConfig) -> Callable[[str], bool]:
         unknown = isinstance(named, str) and not hasattr(transformers, named)
         return lambda _: unknown
     model = meta_model(deepcopy(config), kind=kind)
-    state, mapping = model.state_dict(), get_model_conversion_mapping(model)
+    state = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
     return lambda name: _sent(name, mapping, model) in state
 
 
@@ -115,7 +116,8 @@ def _compared(config: PreTrainedConfig, kind: type[PreTrainedModel], trust: bool
     published = meta_model(deepcopy(config), kind=kind)
     trains = meta_model(deepcopy(config), trust_remote_code=trust)
     prefixes = _prefixes(published, trains)
-    names, state = ClassNames(published, prefixes), published.state_dict()
+    names = ClassNames(published, prefixes)
+    state = published.state_dict()
     alike = all(published_prefix == model_prefix for published_prefix, model_prefix in prefixes)
     # Where the published class does not have all that trains, as one with another head, it is of another use.
     if alike or any(names.in_published(name) not in state for name in trains.state_dict()):
@@ -130,10 +132,12 @@ def _prefixes(published: PreTrainedModel, trains: PreTrainedModel) -> Prefixes:
     states = published.state_dict(), trains.state_dict()
     prefix_pairs: dict[tuple[str, str], None] = {}
     for file in written.values():
-        published_name, model_name = read[0][file], read[1][file]
+        published_name = read[0][file]
+        model_name = read[1][file]
         if published_name not in states[0] or model_name not in states[1]:
             continue
-        first, second = published_name.split("."), model_name.split(".")
+        first = published_name.split(".")
+        second = model_name.split(".")
         while first and second and first[-1] == second[-1]:
             first.pop()
             second.pop()

@@ -157,7 +157,8 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
     if (saved := read_lora_config(directory)) is None:
         return []
     attached = cast(LoraConfig, model.peft_config["default"])
-    then, now = _facts(saved), _facts(attached)
+    then = _facts(saved)
+    now = _facts(attached)
     base_model = cast(PreTrainedModel, model.get_base_model())
     written = _facts(config_in_files(base_model, attached, [name for name, _ in model.named_parameters()]))
     names = [name for name in then if name not in ("lora_dropout", "lora_init")]
@@ -205,7 +206,8 @@ def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | N
     if isinstance(initial, str):
         config.init_lora_weights = True if initial.lower() == "eva" else cast(Any, initial.lower())
         config.eva_config = None  # it read data before the first step, and is of no use by now
-    config.rank_pattern, config.alpha_pattern = config.rank_pattern or {}, config.alpha_pattern or {}
+    config.rank_pattern = config.rank_pattern or {}
+    config.alpha_pattern = config.alpha_pattern or {}
     config.inference_mode = False  # PEFT saves every adapter as one that is not to be trained
     return config
 

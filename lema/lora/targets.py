@@ -62,7 +62,8 @@ def warn_of_left_out(model: PreTrainedModel, config: LoraConfig, *, experts: boo
 def _experts(model: PreTrainedModel, config: LoraConfig) -> Iterator[tuple[str, bool]]:
     """Yield stacked weights of experts that `config` does not exclude, and whether adapters are multiplied apart."""
     layers_name, _ = find_layers(model)
-    numbers, named = set(_expert_numbers(model.config.to_dict())), copy(config)
+    numbers = set(_expert_numbers(model.config.to_dict()))
+    named = copy(config)
     for name, module in model.named_modules():
         named.target_modules = [name.rpartition(".")[2]]
         if not name.startswith(f"{layers_name}.") or isinstance(module, _ConvNd):
@@ -171,7 +172,8 @@ def _unique_endings(targets: Collection[str], names: Collection[str], size: int 
     """Return ends of names that match every wanted one and no other, as PEFT does, of `size` parts or more. None begins
     with a number."""
     excluded = [name.split(".") for name in set(names) - set(targets)]
-    left, endings = [name.split(".") for name in targets], set()
+    left = [name.split(".") for name in targets]
+    endings = set()
     while left:
         taken = {tuple(name[-size:]) for name in excluded}
         candidates = {tuple(name[-size:]): len(name) == size for name in left}

@@ -77,7 +77,8 @@ class Between:
     whether the layer that ran last handed on more than one value."""
 
     def __init__(self, live: Sequence[int], shared: Sequence[Shared]) -> None:
-        self.live, self.shared = tuple(live), tuple(shared)
+        self.live = tuple(live)
+        self.shared = tuple(shared)
         self.more = False
         self._leaves: list[Any] = []  # without the bytes of what is packed
         self._structure: Any = None
@@ -302,7 +303,8 @@ def without_values(model: nn.Module, submodule: nn.Module, device: torch.device)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
     tracer = getLogger("torch._subclasses.fake_tensor")
-    level, tracer.level = tracer.level, CRITICAL  # what fails is raised, and need not be logged as well
+    level = tracer.level
+    tracer.level = CRITICAL  # what fails is raised, and need not be logged as well
     try:
         fake_contexts = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
         by = attention_without_values(model), tables_as_they_are(model)
@@ -358,7 +360,8 @@ def values_unread() -> Iterator[None]:
     nothing is masked, and asks the device for that in every forward, which on a lazy device costs a graph for each
     answer. It does not ask while something traces it; a lazy device traces too, but `transformers` does not know it."""
     module: Any = masking_utils
-    before, module.is_tracing = module.is_tracing, lambda _=None: True
+    before = module.is_tracing
+    module.is_tracing = lambda _=None: True
     try:
         yield
     finally:

@@ -57,7 +57,9 @@ class CompiledLayers:
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         _keep_what_is_made()
-        self._layers, self._name, self._backend = layers, name, backend
+        self._layers = layers
+        self._name = name
+        self._backend = backend
         self.kinds, labels = compare_layers(layers, name)
         self._firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
         self.compilations = 0
@@ -100,7 +102,8 @@ class CompiledLayers:
         differentiated where there is a graph. Returns what the layer does, or, after a warning, `NotImplemented`."""
         if not self.compiles(index):
             return NotImplemented
-        kind, training = self.kinds[index], self._layers[index].training
+        kind = self.kinds[index]
+        training = self._layers[index].training
         all_tensors = {
             name: tensor for name, registry, key in self._layer_tensors[index] if (tensor := registry[key]) is not None
         } | dict(tensors)
@@ -121,7 +124,8 @@ class CompiledLayers:
 
     def _unfit(self, index: int) -> str | None:
         """Return why a layer is not called compiled."""
-        layer, first = self._modules[index], self._modules[self._firsts[self.kinds[index]]]
+        layer = self._modules[index]
+        first = self._modules[self._firsts[self.kinds[index]]]
         if any(self._hooks[index]):
             return "a module in it has a hook"
         if any("forward" in vars(part) for part in layer[1:]):
@@ -144,7 +148,9 @@ class CompiledLayers:
     def _try(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> None:
         """Run a layer once, outside the training and without effects; later calls use the code compiled here.
         `_NotCompiled`: it cannot be compiled, or draws random numbers."""
-        state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
+        state = self._backend.rng_state()
+        compilations = self.compilations
+        runs = self._runs
         args, kwargs = tree_map_only(
             Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), (args, kwargs)
         )
@@ -182,7 +188,8 @@ class CompiledLayers:
         template = self._templates[kind]
         # The tensors are put into the template before what is compiled begins. There, it would be looked at whether
         # they are its own, and a graph made for each answer.
-        forward, parameters = replaced({template: self._forwards[kind]}), restored_parameters(self._adapted[kind])
+        forward = replaced({template: self._forwards[kind]})
+        parameters = restored_parameters(self._adapted[kind])
         with forward, parameters, _labelled(self._labels[index]):
             return torch.func.functional_call(template, dict(tensors), args, kwargs, tie_weights=False)
 
@@ -233,7 +240,8 @@ def _labels(
     """Yield the attributes that say which layer a layer is: the module in its template, its own, and the name."""
     if layer is template:
         return
-    parts, template_modules = dict(layer.named_modules()), dict(template.named_modules())
+    parts = dict(layer.named_modules())
+    template_modules = dict(template.named_modules())
     for module, name in labels:
         if module in parts and name in vars(parts[module]):
             yield template_modules[module], parts[module], name

@@ -22,7 +22,8 @@ from lema.storage import GlobalBinaryIndex
 
 __all__ = ["Computing", "computing_of"]
 
-AUTO, OF_WEIGHTS = "auto", "weights"
+AUTO = "auto"
+OF_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Computing:
         """What a run and its plan say of it."""
         if not self.narrow:
             return ()
-        stored, computed = dtype_name(self.weights), dtype_name(self.dtype)
+        stored = dtype_name(self.weights)
+        computed = dtype_name(self.dtype)
         why = f"products in {stored} are slow on this device" if self.measured else "the setting says so"
         how = f"; compute_dtype: {stored} computes in the stored type" if self.measured else ""
         return (f"compute_dtype: {computed}, because {why}; weights stay {stored} until they are leased{how}",)

@@ -87,7 +87,8 @@ class CopyTrace(TorchDispatchMode):
         if not isinstance(result, Tensor):
             return result
         if func in (_aten.cat.default, _aten.stack.default):
-            dim, stacked = args[1] if len(args) > 1 else options.get("dim", 0), func is _aten.stack.default
+            dim = args[1] if len(args) > 1 else options.get("dim", 0)
+            stacked = func is _aten.stack.default
             parts = args[0] if stacked else [tensor for tensor in args[0] if tensor.numel()]
             self._note(result, parts, dim % result.ndim, stacked=stacked)
         elif func in MAKE_ONE and result.dtype == args[0].dtype:
@@ -97,15 +98,18 @@ class CopyTrace(TorchDispatchMode):
     def _note(self, result: Tensor, parts: Sequence[Tensor], dim: int, *, stacked: bool) -> None:
         if not result.is_contiguous():
             return  # where it lies is not followed, so neither is what becomes of it
-        boxes, at = [], 0
+        boxes = []
+        at = 0
         for part in parts:
-            size, strides = list(part.shape), list(part.stride())
+            size = list(part.shape)
+            strides = list(part.stride())
             if stacked:
                 size.insert(dim, 1)
                 strides.insert(dim, 0)
             low = [0] * result.ndim
             if result.ndim:
-                low[dim], at = at, at + size[dim]
+                low[dim] = at
+                at = at + size[dim]
             boxes.append(Box(_storage(part), tuple(low), tuple(size), int(part.storage_offset()), tuple(strides)))
         self._filled[_storage(result)] = (tuple(result.shape), boxes)
         self._alive += [result, *parts]
@@ -135,7 +139,8 @@ class Conversion:
     def records(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored]:
         """Return how each tensor that comes out is stored, by its name in the model. `Misfit`: the sources do not make
         what the converter makes."""
-        groups, operations = self._groups(), self.converter.operations
+        groups = self._groups()
+        operations = self.converter.operations
         quantizer = getattr(operations[0], "hf_quantizer", None)
         if quantizer is None:
             copied = self._copied(groups, operations, model, dtype)
@@ -171,7 +176,8 @@ class Conversion:
         self, groups: Groups, operations: Sequence[Any], model: PreTrainedModel, dtype: torch.dtype
     ) -> dict[str, Stored] | None:
         """Return the results as assemblies of the sources; None: the operations do more than copy."""
-        trace, records = CopyTrace(), [record for group in groups.values() for record in group]
+        trace = CopyTrace()
+        records = [record for group in groups.values() for record in group]
         sources = iter([trace.source(number, record.shape, dtype) for number, record in enumerate(records)])
         inputs = {pattern: [next(sources) for _ in group] for pattern, group in groups.items()}
         with trace:
@@ -196,8 +202,10 @@ class Conversion:
         first are run for one expert at a time."""
         names = {pattern: [f"{pattern} {number}" for number in range(len(group))] for pattern, group in groups.items()}
         run = _Operations(self, first, model, single=bool(later_operations))
-        padded, steps = _padding(groups, first[0]), []
-        trace, lists = CopyTrace(), defaultdict[str, list[Tensor]](list)
+        padded = _padding(groups, first[0])
+        steps = []
+        trace = CopyTrace()
+        lists = defaultdict[str, list[Tensor]](list)
         cast = not hasattr(first[0], "hf_quantizer")
         keys: list[str] = []
         for number in range(max(map(len, groups.values())) if later_operations else 1):
@@ -289,7 +297,8 @@ class _Operations:
             (name, *((tensor.shape, tensor.dtype) if tensor.is_meta else tuple(tensor.tolist()) for tensor in group))
             for name, group in sorted(inputs.items())
         )
-        first_name, cache = self.conversion.first, self.conversion.tried
+        first_name = self.conversion.first
+        cache = self.conversion.tried
         key = (id(self.conversion.converter), shapes)
         if key not in cache:
             outputs = self(inputs)
@@ -374,10 +383,12 @@ def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
     """Return what to pad weights to whose last blocks of scales are not full, by pattern. `Misfit`: scales are not
     those of the blocks that the config names."""
     settings = getattr(getattr(operation, "hf_quantizer", None), "quantization_config", None)
-    block, padding = getattr(settings, "weight_block_size", None), {}
+    block = getattr(settings, "weight_block_size", None)
+    padding = {}
     named = {pattern.removesuffix("$"): group for pattern, group in groups.items()}  # some releases end patterns so
     for pattern, group in groups.items():
-        weight, scales = group[0], named.get(f"{pattern.removesuffix('$')}_scale_inv", [])
+        weight = group[0]
+        scales = named.get(f"{pattern.removesuffix('$')}_scale_inv", [])
         if block is None or not scales or not weight.dtype.startswith("F8") or prod(scales[0].shape) == 1:
             continue
         for record, scale in zip(group, scales, strict=True):

@@ -68,7 +68,8 @@ class LayerExperts:
     def narrowed(self, weights: Mapping[str, Tensor], group: ExpertGroup) -> Iterator[NarrowedExperts]:
         """Have the module be one of a group of its experts in a `with` block; `weights` are the group's, by their names
         in the layer as it is now (`Split.renamed`), and may be more."""
-        attributes, inner = vars(self.module), f"{self.name}."
+        attributes = vars(self.module)
+        inner = f"{self.name}."
         wrappers = [
             module
             for module in self.outer.modules()
@@ -132,7 +133,8 @@ class Factors:
         """Return the factors of a group."""
         weights: Any = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
         base: Any = wrapper.get_base_layer()
-        span, dtype = slice(group.first, group.end), getattr(base, wrapper.parameter_name).dtype
+        span = slice(group.first, group.end)
+        dtype = getattr(base, wrapper.parameter_name).dtype
         left, right = (stacked[span].to(dtype) for stacked in wrapper.stacked(*(weight.detach() for weight in weights)))
         left, right = (factor.detach() for factor in aligned(left, right))
         for parameter, of in zip(wrapper.stacked(*weights), (left, right), strict=True):
@@ -164,7 +166,8 @@ class Routed:
     def of(cls, inputs: ExpertInputs, groups: Sequence[ExpertGroup]) -> Routed:
         """Return the inputs of the experts, in the order of their groups."""
         hidden, chosen, weights = (tensor.detach() for tensor in inputs[1])
-        stops, top_k = torch.tensor([group.end for group in groups], device=chosen.device), chosen.shape[1]
+        stops = torch.tensor([group.end for group in groups], device=chosen.device)
+        top_k = chosen.shape[1]
         group = torch.bucketize(chosen, stops, right=True)
         key = (group * top_k + torch.arange(top_k, device=chosen.device)).flatten()
         counts = torch.bincount(key, minlength=(len(groups) + 1) * top_k).view(-1, top_k).tolist()[: len(groups)]
@@ -198,7 +201,8 @@ def layer_experts(layer: nn.Module) -> LayerExperts | None:
     candidates = [(name, module) for name, module in layer.named_modules() if stacked_weights(module)]
     if len(candidates) != 1:
         return None
-    (name, module), count = candidates[0], getattr(candidates[0][1], "num_experts", 0)
+    name, module = candidates[0]
+    count = getattr(candidates[0][1], "num_experts", 0)
     parameters = {key: parameter for key, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1}
     if not isinstance(vars(module).get("num_experts"), int) or any(
         len(parameter) != count for parameter in parameters.values()
@@ -220,7 +224,8 @@ class UnmergedWrapper(ParamWrapper):
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
-        base, name = self.get_base_layer(), self.parameter_name
+        base = self.get_base_layer()
+        name = self.parameter_name
         weight: Any = getattr(base, name)
         for adapter in filter(self.lora_A.__contains__, active_adapters):
             if (group := vars(base).get(FACTORS)) is not None:
@@ -245,7 +250,8 @@ class UnmergedWrapper(ParamWrapper):
 def aligned(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors of stacked experts as grouped products want them: rows of 16 bytes, one after the other."""
     if missing := -left.shape[-1] % (16 // left.element_size()):
-        left, right = pad(left, (0, missing)), pad(right, (0, 0, 0, missing))
+        left = pad(left, (0, missing))
+        right = pad(right, (0, 0, 0, missing))
     left, right = (factor if 1 in factor.stride()[-2:] else factor.contiguous() for factor in (left, right))
     return left, right
 
@@ -265,7 +271,8 @@ class LowRankSum:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func.__name__.partition(".")[0], kwargs or {}
+        name = func.__name__.partition(".")[0]
+        kwargs = kwargs or {}
         if not _multiplies(name, args, kwargs):
             formed: Any = tree_map(
                 lambda argument: argument.formed() if isinstance(argument, cls) else argument, (args, kwargs)

@@ -55,12 +55,15 @@ class ModelFiles:
         directory: Path | None = None,
         adapter: Path | None = None,
     ) -> None:
-        name, revision = settings.model_name_or_path, settings.revision
+        name = settings.model_name_or_path
+        revision = settings.revision
         self.directory = directory or resolve_model(name, revision=revision, trust_remote_code=trust_remote_code)
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
         self.trusted = trust_remote_code
         self.stop_tokens: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
-        self._forms, self._adapter, self._begun = forms_of(settings), adapter, settings.adapter_name_or_path
+        self._forms = forms_of(settings)
+        self._adapter = adapter
+        self._begun = settings.adapter_name_or_path
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -134,7 +137,8 @@ class ModelFiles:
             values.pop("_from_model_config", None)  # because transformers would make it of the model's config again
         if self.stop_tokens:
             values["eos_token_id"] = _with_stop_tokens(values.get("eos_token_id"), self.stop_tokens)
-            pad, vocab_size = values.get("pad_token_id"), getattr(self.config.get_text_config(), "vocab_size", None)
+            pad = values.get("pad_token_id")
+            vocab_size = getattr(self.config.get_text_config(), "vocab_size", None)
             if pad is None or not 0 <= pad < (vocab_size or pad + 1):
                 named = (self.tokenizer.pad_token_id, self.stop_tokens[0])
                 values["pad_token_id"] = next(
@@ -194,7 +198,8 @@ def _check_adapter(directory: Path) -> None:
 
 def training_rows(config: LemaConfig, files: ModelFiles) -> tuple[Any, Any | None]:
     """Read `train_data`; return the rows that a run trains on, and those that `eval_split` holds back, if it does."""
-    rows, eval_rows = read_data(config, files, config.train_data), None
+    rows = read_data(config, files, config.train_data)
+    eval_rows = None
     if config.eval_split:
         rows, eval_rows = rows.split(config.eval_split, config.seed)
     return first_rows(mixed(config, rows), config.max_train_samples), eval_rows
@@ -209,7 +214,8 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     if data is config.train_data or data is config.eval_data:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
         data = find_files(cast("Any", data), first)  # of data sets by name, one after the other
-    text, forms = files.config.get_text_config(), replace(forms_of(config), chat_template=None)  # the tokenizer has it
+    text = files.config.get_text_config()
+    forms = replace(forms_of(config), chat_template=None)  # the tokenizer has it
     longest = longest_row(config.max_length, num_positions(text))
     options: dict[str, Any] = {
         "max_length": sys.maxsize if config.packing == "wrapped" else longest,  # which are cut into packs later

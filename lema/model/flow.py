@@ -164,7 +164,9 @@ class Tape(TorchFunctionMode):
         self.values: dict[int, Tensor] = {}
         self.hidden: Tensor
         self._mappings: list[list[Shared]] = []
-        self.cut, self._at_cut, self._keep = cut, at_cut, keep
+        self.cut = cut
+        self._at_cut = at_cut
+        self._keep = keep
         self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
         self._count = 0
 
@@ -200,7 +202,9 @@ class Tape(TorchFunctionMode):
         assert self.cut is not None
         ids = [{id(mapping) for mapping in mappings} for mappings in self._mappings]
         several = {key for at, keys in enumerate(ids) for key in keys if any(key in later for later in ids[at + 1 :])}
-        live, shared, above = {self.cut}, dict[int, Shared](), None
+        live = {self.cut}
+        shared = dict[int, Shared]()
+        above = None
         for call, steps, mappings in zip(self.calls[::-1], self.steps[::-1], self._mappings[::-1], strict=True):
             between = Between(sorted(live), list(shared.values()))
             call.after, live = _needed(steps, live)
@@ -215,7 +219,8 @@ class Tape(TorchFunctionMode):
 
     def cuts(self, logits: Tensor) -> Iterator[int]:
         """Yield the numbers of what the head could be given: all of it that comes out of the layers goes through."""
-        top, steps = self.calls[-1].returns[0], self.steps[-1]
+        top = self.calls[-1].returns[0]
+        steps = self.steps[-1]
         goal = self.number(logits)
         if goal is None:
             yield top
@@ -278,7 +283,8 @@ class Suspended:
     `with` block of `tape`; `expert_inputs` is what they were given then, and `drawn` the generator's state."""
 
     def __init__(self, state: Callable[[], Tensor]) -> None:
-        self.tape, self._state = Tape(), state
+        self.tape = Tape()
+        self._state = state
         self.expert_inputs: tuple[Tensor, ...] = ()  # hidden states, chosen experts, weights of these
         self.drawn: Tensor
         self._steps: list[Step] = []
@@ -291,7 +297,8 @@ class Suspended:
         shapes = [argument.shape for argument in args if isinstance(argument, Tensor) and argument.dim() == 2]
         if self.expert_inputs or kwargs or len(shapes) != 3 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
             raise ValueError("a layer must call its experts once, with hidden states, experts and their weights")
-        self.expert_inputs, self.drawn = args, self._state()
+        self.expert_inputs = args
+        self.drawn = self._state()
         self.tape.steps.append([])
         zeros = torch.zeros_like(args[0], requires_grad=False)
         self._result = self.tape._follow(zeros).number
@@ -317,7 +324,8 @@ class Suspended:
 
         clone = copy.copy(self)
         clone._steps = [replace(step, args=bare(step.args), kwargs=bare(step.kwargs)) for step in self._steps]
-        clone.expert_inputs, clone._extra_outputs = bare(self.expert_inputs), bare(self._extra_outputs)
+        clone.expert_inputs = bare(self.expert_inputs)
+        clone._extra_outputs = bare(self._extra_outputs)
         return clone
 
     def resume(self, result: Tensor) -> Any:
@@ -335,7 +343,8 @@ class Suspended:
     @contextmanager
     def looking(self) -> Iterator[list[Tensor]]:
         """Yield a list of what the graph that is made in the `with` block keeps that is made of the experts' result."""
-        operand_storages, saved = {operand.untyped_storage()._cdata for operand in self.operands()}, list[Tensor]()
+        operand_storages = {operand.untyped_storage()._cdata for operand in self.operands()}
+        saved = list[Tensor]()
 
         def pack(tensor: Tensor) -> Tensor:
             if tensor.untyped_storage()._cdata not in operand_storages:

@@ -95,7 +95,8 @@ class _Answering(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        name = getattr(function, "__name__", "")
+        kwargs = kwargs or {}
         if name in QUESTIONS and (host_arguments := self._in_host_memory(args, kwargs)) is not None:
             return function(*host_arguments[0], **host_arguments[1])
         target = args[0] if args and isinstance(args[0], Tensor) and args[0].device.type != "cpu" else None
@@ -196,7 +197,8 @@ class Inputs:
         return on_device, there
 
     def _upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        starts, end = [], 0
+        starts = []
+        end = 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

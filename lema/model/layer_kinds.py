@@ -64,7 +64,8 @@ def _difference(
     layers: Sequence[nn.Module], name: str, index: int, first: int, numbers: Collection[Attribute]
 ) -> set[Attribute] | None:
     """Return the attributes in which two layers differ by their names alone; None: they are not alike."""
-    mine, theirs = dict(layers[index].named_modules()), dict(layers[first].named_modules())
+    mine = dict(layers[index].named_modules())
+    theirs = dict(layers[first].named_modules())
     if mine.keys() != theirs.keys():
         return None
     differences: set[Attribute] = set()
@@ -72,7 +73,8 @@ def _difference(
         counterpart = theirs[path]
         if type(module) is not type(counterpart) or _tensors(module) != _tensors(counterpart):
             return None
-        settings, counterpart_settings = _settings(path, module), _settings(path, counterpart)
+        settings = _settings(path, module)
+        counterpart_settings = _settings(path, counterpart)
         if settings.keys() != counterpart_settings.keys():
             return None
         for key, value in settings.items():

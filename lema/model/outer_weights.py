@@ -89,7 +89,8 @@ class ExpertParts:
 
     def numbered(self, pieces: Sequence[LayerBytes]) -> tuple[list[LayerBytes], dict[int, tuple[ExpertGroup, ...]]]:
         """Return what is leased, in the order of its numbers: layers, pieces of the head, groups; and all groups."""
-        numbers, groups = count(len(self.layers) + len(pieces)), dict[int, tuple[ExpertGroup, ...]]()
+        numbers = count(len(self.layers) + len(pieces))
+        groups = dict[int, tuple[ExpertGroup, ...]]()
         for layer, layer_groups in self.groups.items():
             groups[layer] = tuple(ExpertGroup(next(numbers), first, end) for first, end, _ in layer_groups)
         return [*self.layers, *pieces, *self.leased[len(self.layers) :]], groups

@@ -162,7 +162,8 @@ def _of_linear(module: nn.Linear, style: str, tp: int, heads: tuple[int, int, in
     if style not in ("colwise", "rowwise") or heads is None:
         return _of_style(module, style, tp)
     dim = 0 if style == "colwise" else 1
-    size, (queries, keys, width) = (module.out_features if dim == 0 else module.in_features), heads
+    size = module.out_features if dim == 0 else module.in_features
+    queries, keys, width = heads
     if keys < queries and size == keys * width:
         layout = kinds.kv(tp, queries, keys, dim=dim, **kv)
         if dim == 0 or layout.kv_multiplier == 1:

@@ -87,8 +87,13 @@ class RowTables:
         head: nn.Parameter | None = None,
         parallel: Parallel | None = None,
     ) -> None:
-        self._model, self._stored, self._where, self._planned = model, stored, where, planned_for is not None
-        self._layers_name, self._input_embedding, self._head = find_layers(model)[0], find_embed_head(model)[0], head
+        self._model = model
+        self._stored = stored
+        self._where = where
+        self._planned = planned_for is not None
+        self._layers_name = find_layers(model)[0]
+        self._input_embedding = find_embed_head(model)[0]
+        self._head = head
         self._inputs = Inputs(stored.backend)
         self.copies = HostCopies()
         self._lookups_enabled = True
@@ -196,11 +201,13 @@ class RowTables:
         if asked and not isinstance(self._input_embedding, nn.Embedding):
             raise _refusal("the model does not look up its tokens in a plain table")
         for path, module in self._model.named_modules():
-            name, is_input = f"{path}.weight", module is self._input_embedding
+            name = f"{path}.weight"
+            is_input = module is self._input_embedding
             if not isinstance(module, nn.Embedding) or name not in self._stored.records:
                 continue
             assert isinstance(module.weight, nn.Parameter)
-            dtype, in_layers = self._stored.dtypes[name], name.startswith(f"{self._layers_name}.")
+            dtype = self._stored.dtypes[name]
+            in_layers = name.startswith(f"{self._layers_name}.")
             nbytes = module.weight.numel() * dtype.itemsize
             is_required = ((asked or self._divided) and is_input) or module.weight is self._head
             part = in_layers and self._parts > 1  # each process has its part of the layer
@@ -257,13 +264,15 @@ class RowTables:
             shape = (ids.numel() if self._lookups_enabled else 1, module.embedding_dim)
             rows = torch.zeros(shape, dtype=self._stored.dtypes[name], device=ids.device)
             on_device = {"rows": rows, "indices": torch.zeros_like(ids)}
-        absent, padding = module._parameters["weight"], module.padding_idx
+        absent = module._parameters["weight"]
+        padding = module.padding_idx
         module._parameters["weight"] = nn.Parameter(on_device["rows"], requires_grad=False)
         module.padding_idx = None  # it says whose row gets no gradient, by a number that means another row here
         try:
             return own_forward(module, on_device["indices"])
         finally:
-            module._parameters["weight"], module.padding_idx = absent, padding
+            module._parameters["weight"] = absent
+            module.padding_idx = padding
 
 
 def _refusal(why: str) -> ConfigError:

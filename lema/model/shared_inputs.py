@@ -127,7 +127,8 @@ class SharedInputs:
             with rehearsed(layer.modules(), values=False), torch.no_grad(), capture.routed([]), suppress(*errors):
                 torch.func.functional_call(layer, empty, args, kwargs, tie_weights=False)
         finally:
-            seen, self._seen = self._seen, None
+            seen = self._seen
+            self._seen = None
         linears = [linear for linear, _ in seen]
         groups: dict[int, tuple[Together, ...]] = {}
         for linear, inputs in seen:
@@ -159,7 +160,8 @@ class SharedInputs:
         ]
         values = tuple(factors.values())
         outputs = _Sums.apply(inputs, linear_factors.dtype, values, *tensors)  # type: ignore[no-untyped-call] # torch's is
-        self._last_input, self._outputs = (inputs, version), dict(zip(factors, outputs, strict=True))
+        self._last_input = (inputs, version)
+        self._outputs = dict(zip(factors, outputs, strict=True))
         return self._outputs.pop(linear)
 
 
@@ -186,7 +188,8 @@ def _factors(linear: Together, inputs: Tensor) -> _Factors | None:
     active = [name for name in linear.active_adapters if name in linear.lora_A]
     if len(active) != 1 or linear.disable_adapters or linear.merged or active[0] in linear.lora_variant:
         return None
-    name, product = active[0], vars(linear.base_layer).get("forward")
+    name = active[0]
+    product = vars(linear.base_layer).get("forward")
     base: Any = linear.base_layer
     left: Any = linear.lora_A[name]
     right: Any = linear.lora_B[name]
@@ -204,14 +207,17 @@ def _factors(linear: Together, inputs: Tensor) -> _Factors | None:
         return None
     if linear.training and not isinstance(dropout, nn.Identity):
         return None
-    weight, bias, device = base.weight, base.bias, inputs.device.type
+    weight = base.weight
+    bias = base.bias
+    device = inputs.device.type
     if inputs.is_meta or weight.requires_grad or (bias is not None and bias.requires_grad):
         return None
     cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if cast else inputs.dtype
     if weight.dtype != dtype or inputs.dtype not in (dtype, torch.float32) or not (cast or left.weight.dtype == dtype):
         return None
-    scaling, transposed = float(linear.scaling[name]), isinstance(base, Conv1D)
+    scaling = float(linear.scaling[name])
+    transposed = isinstance(base, Conv1D)
     return _Factors(weight, bias, left.weight, right.weight, scaling, transposed, dtype, product)
 
 
@@ -240,11 +246,9 @@ class _Sums(torch.autograd.Function):
             outputs.append(output)
             if factor.product is not None:
                 factor.product.keep(output)
-        ctx.about, ctx.dtype, ctx.shape = (
-            [(factor.scaling, factor.transposed) for factor in factors],
-            dtype,
-            inputs.shape,
-        )
+        ctx.about = [(factor.scaling, factor.transposed) for factor in factors]
+        ctx.dtype = dtype
+        ctx.shape = inputs.shape
         ctx.set_materialize_grads(False)
         # The frozen weights too, because what is saved is packed, a leased weight as a reference to its place.
         saved_input = inputs if inputs.dtype == dtype else x
@@ -258,9 +262,12 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Form `dx = (s dy B) A + dy W`, in one tensor; `dA = (s dy B)' x`; `dB = s dy' (x A')`."""
         saved_input, low, *saved_weights = ctx.saved_tensors
-        weights, lefts, rights = saved_weights[::3], saved_weights[1::3], saved_weights[2::3]
+        weights = saved_weights[::3]
+        lefts = saved_weights[1::3]
+        rights = saved_weights[2::3]
         needs_grad = ctx.needs_input_grad
-        x, lows = saved_input.reshape(-1, saved_input.shape[-1]), low.split([len(left) for left in lefts], dim=1)
+        x = saved_input.reshape(-1, saved_input.shape[-1])
+        lows = low.split([len(left) for left in lefts], dim=1)
         flat = [None if gradient is None else gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         # Gradients of `x A'` of all linears, side by side: `[tokens, all ranks]`.
         back = [
@@ -268,7 +275,8 @@ class _Sums(torch.autograd.Function):
             for dy, part, right, (scaling, _) in zip(flat, lows, rights, ctx.about, strict=True)
         ]
         together = torch.cat(back, dim=1)
-        dx, factor_gradients = None, list[Any]()
+        dx = None
+        factor_gradients = list[Any]()
         if needs_grad[0]:
             dx = together @ torch.cat([left.to(ctx.dtype) for left in lefts])
             for dy, weight, (_, transposed) in zip(flat, weights, ctx.about, strict=True):

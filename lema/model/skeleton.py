@@ -346,10 +346,8 @@ def _unused(model: PreTrainedModel, layers: nn.ModuleList) -> set[str]:
     inside = {id(parameter) for parameter in layers.parameters()}
 
     def observe(run: Callable[[], Any]) -> set[str]:
-        names, uses = (
-            [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)],
-            _Uses(),
-        )
+        names = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
+        uses = _Uses()
         with uses:
             run()
         return {name for name, parameter_id in names if parameter_id not in uses.seen and parameter_id not in inside}

@@ -66,7 +66,8 @@ class Split:
         parallel: Parallel | None = None,
         fast: bool = False,
     ) -> None:
-        self.model, self.parallel = model, parallel or backend.parallel
+        self.model = model
+        self.parallel = parallel or backend.parallel
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
         self.lazy = not has_addresses(backend.device)
@@ -79,7 +80,8 @@ class Split:
         self.tables: RowTables | None = None
         # The number of the head's input, in training and in evaluation, because some models differ between them.
         self._cut: dict[bool, int] = {}
-        self._to_compile, self._fast = compiled, fast
+        self._to_compile = compiled
+        self._fast = fast
         if fast and (self.lazy or self.parallel.size > 1):
             what = "the device compiles what is run on it" if self.lazy else "several processes hold the model together"
             raise ConfigError(f"fast does not work if {what}", where="arithmetic", how="set it to exact")
@@ -167,18 +169,17 @@ class Split:
 
     def knows_as(self, source: Split) -> None:
         """Know what another split of this model has seen: what layers return, and where the head begins."""
-        self._cut, self._extra_outputs, self._mark_absent = (
-            dict(source._cut),
-            source._extra_outputs,
-            source._mark_absent,
-        )
+        self._cut = dict(source._cut)
+        self._extra_outputs = source._extra_outputs
+        self._mark_absent = source._mark_absent
 
     def has_learned(self, batch: Mapping[str, Tensor]) -> bool:
         """Whether `prelude` needs no weights: once it is known what layers return, on a lazy device from their shapes.
         A model whose forward looks at values is examined as on other devices, which finds what cannot be split."""
         if not self.lazy or self.model.training in self._cut:
             return self.model.training in self._cut
-        device, marked = self._backend.device, self._mark_absent
+        device = self._backend.device
+        marked = self._mark_absent
         few = {name: (value.shape, value.dtype) for name, value in self._few(batch).items()}
         try:
             with without_values(self.model, self.layers, device):
@@ -194,7 +195,8 @@ class Split:
                 shapes = {name: torch.ones(shape, dtype=dtype, device=device) for name, (shape, dtype) in few.items()}
                 self._learn(shapes, weights)
         except (ModelError, *PASSED_THROUGH_THE_MODEL):
-            self._extra_outputs, self._mark_absent = None, marked
+            self._extra_outputs = None
+            self._mark_absent = marked
             return False
         if self._extra_outputs is not None:
             self._extra_outputs = tuple(capture.stand_in(output, device) for output in self._extra_outputs)
@@ -287,7 +289,8 @@ class Split:
 
     def suspended(self, index: int, run: Callable[[], Any]) -> Suspended:
         """Have `run` run a layer without its experts and what needs their result. `ModelError`: that cannot be."""
-        experts, suspended = self.experts_of(index), Suspended(self._backend.rng_state)
+        experts = self.experts_of(index)
+        suspended = Suspended(self._backend.rng_state)
         assert experts is not None
         try:
             with replaced({experts.module: suspended.reached}), suspended.tape:
@@ -317,7 +320,9 @@ class Split:
         """Return what `run` returns if the last layer's output is `hidden`; what it does before that is thrown away.
         The generator, and what modules keep from call to call, are put back before the head begins: what it draws is
         what the whole model would draw. `cut` is as in `head`; `has_lookups`: embeddings are looked up all the same."""
-        state, outer_state, entered = self._backend.rng_state(), self.state.outer.now(), list[Tensor]()
+        state = self._backend.rng_state()
+        outer_state = self.state.outer.now()
+        entered = list[Tensor]()
 
         def enter() -> Tensor:
             self._backend.set_rng_state(state)
@@ -342,7 +347,8 @@ class Split:
                 args = self.parallel.enter_layers(args[0]), *args[1:]
             else:
                 kwargs["hidden_states"] = self.parallel.enter_layers(kwargs["hidden_states"])
-            experts, stand_in = self.experts_of(0), {}
+            experts = self.experts_of(0)
+            stand_in = {}
             if experts is not None and not set(experts.weights) <= first_layer_weights.keys():
                 stand_in = {experts.module: lambda hidden, *_: torch.zeros_like(hidden)}  # they are leased in groups
             with replaced(stand_in):
@@ -403,8 +409,10 @@ class Split:
         return all(capture.alike(logits, expected) for logits in alone)
 
     def _refusal(self, why: str) -> ModelError:
-        source, where = self.model.config.name_or_path, f"{self.layers_name} of {type(self.model).__name__}"
-        what, how = f"this model cannot be streamed layer by layer: {why}", "`lema models` lists the types that stream"
+        source = self.model.config.name_or_path
+        where = f"{self.layers_name} of {type(self.model).__name__}"
+        what = f"this model cannot be streamed layer by layer: {why}"
+        how = "`lema models` lists the types that stream"
         return ModelError(what, where=f"{source}: {where}" if source else where, how=how)
 
     def renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

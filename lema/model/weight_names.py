@@ -217,7 +217,8 @@ def _assign(
     names that two tensors claim."""
     transforms = [] if index.in_memory_names else get_model_conversion_mapping(model, hf_quantizer=quantizer)
     rules = NameRules(model, transforms)
-    names, conversions = NameMap(), dict[str, Conversion]()
+    names = NameMap()
+    conversions = dict[str, Conversion]()
     twice: list[str] = []
     homeless: list[tuple[str, Stored]] = []
     # In the order of transformers, because some renamings depend on it.
@@ -284,7 +285,8 @@ def _mistyped(names: NameMap, state: dict[str, Tensor]) -> Iterator[str]:
         (name, source) for name, record in assembled for source in {piece.record: None for piece in record.pieces}
     ]
     for name, record in plain:
-        stored, expected = DTYPES.get(record.dtype), state[name].dtype
+        stored = DTYPES.get(record.dtype)
+        expected = state[name].dtype
         if stored is None or stored.is_floating_point != expected.is_floating_point:
             yield f"{name}: {expected} in the model, {record.dtype} in {record.file.name} as {record.name}"
 
@@ -334,7 +336,8 @@ def _elements(names: NameMap, tied: Sequence[str], dtypes: Mapping[str, torch.dt
     """Return a number for each weight, the same tensor for those whose stored values are equal in the model."""
     elements: dict[str, Tensor] = {}
     for number, name in enumerate(tied):
-        record, stored = names.stored.get(name), [earlier for earlier in elements if earlier in names.stored]
+        record = names.stored.get(name)
+        stored = [earlier for earlier in elements if earlier in names.stored]
         equal = (
             earlier for earlier in stored if record and _same_values(names.stored[earlier], record, dtypes[earlier])
         )

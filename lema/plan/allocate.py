@@ -38,7 +38,8 @@ OTHERWISE = "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
     """Return what a step needs of one of several processes, given what it needs of one alone; `sharded`: each has only
     its part of every layer's weights."""
-    demand, size = replace(demand, processes=replicas.local_size), replicas.size
+    demand = replace(demand, processes=replicas.local_size)
+    size = replicas.size
     if not sharded or size == 1:
         return demand
     layers = []
@@ -88,25 +89,22 @@ def allocated(
     there is to choose stays as streaming has it, as do layers where none fits. `MemoryLimitError`: nothing fits.
     """
     host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
-    resident, tier, device_memory = (
-        config.strategy is MemoryStrategy.RESIDENT,
-        config.offloading_tier,
-        config.device_memory,
-    )
+    resident = config.strategy is MemoryStrategy.RESIDENT
+    tier = config.offloading_tier
+    device_memory = config.device_memory
     free = device_total if device_free is None else device_free
     free = _of_host(demand, min(device_total, host_available), host_limit, resident) if demand.shared else free
     if device_memory == "auto":
         device_limit = parse_memory(device_memory, free) if free and not resident_fraction else None
     else:
-        device_limit, resident_fraction = (
-            None if device_memory is None else parse_memory(device_memory, device_total),
-            resident_fraction * (device_memory is None),
-        )
+        device_limit = None if device_memory is None else parse_memory(device_memory, device_total)
+        resident_fraction = resident_fraction * (device_memory is None)
     # Where nobody limits a device that computes in host memory, what it needs beside the layers comes out of it all the
     # same: layers that fill the rest would have the system end the process.
     alone = not (demand.shared and resident and device_limit is None)
     fixed_bytes = 0 if alone else demand.processes * (demand.fixed_bytes - demand.outside_bytes)
-    recompute, stay = whether_recomputed(config), bool(resident_fraction) or layers_stay(config, demand, free)
+    recompute = whether_recomputed(config)
+    stay = bool(resident_fraction) or layers_stay(config, demand, free)
     boundaries = None if config.boundary_activations == "auto" else config.boundary_activations
     boundaries = boundaries if recompute is False or tier is None else tier
 
@@ -127,7 +125,8 @@ def allocated(
 
     def spent(depth: int) -> Allocation:
         if recompute is not None or device_limit is None:
-            again, saved_on = recompute is not False, tier or "device"
+            again = recompute is not False
+            saved_on = tier or "device"
             if device_limit is None and resident_fraction:
                 with suppress(MemoryLimitError):  # then layers stream, as far as that fits
                     return solved(depth, again, saved_on, asked=False)
@@ -148,7 +147,8 @@ def allocated(
 
 def _of_host(demand: Demand, available: int, host_limit: int | None, resident: bool) -> int:
     """Return what is free for a device that computes in host memory, without what layers that wait there take."""
-    weights, free = sum(layer.slot_bytes for layer in demand.layers), available // demand.processes
+    weights = sum(layer.slot_bytes for layer in demand.layers)
+    free = available // demand.processes
     cached_bytes = demand.host_copies * weights // demand.processes
     return max(1, free - (cached_bytes if resident else min(host_limit or 0, cached_bytes, free // 2)))
 
@@ -189,9 +189,12 @@ def untimed(demand: Demand) -> Demand:
 
 def surely_fits(planner: Planner) -> bool:
     """Whether memory holds the run by a guess that is far too high, so that nothing needs to be looked at."""
-    blueprint, batch, rows = planner.blueprint, planner.shape.micro_batch, planner.shape.num_rows
+    blueprint = planner.blueprint
+    batch = planner.shape.micro_batch
+    rows = planner.shape.num_rows
     text = blueprint.model.config.get_text_config()
-    heads, width = _most_heads(text), 0
+    heads = _most_heads(text)
+    width = 0
     for layer in blueprint.layers:
         tensors = (*layer.tensors, *(expansion.target for expansion in layer.expansions))
         width += WIDE * sum(
@@ -220,7 +223,8 @@ def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
     batch = planner.shape.micro_batch
     if short.rows:  # else it was no micro-batch
         batch = micro_batch_of(planner.config, short.rows, short.length)
-    planner, chunk = planner.with_head(pieces=allocation.pieces > 0), planner.config.loss_chunk_tokens or CHUNK_TOKENS
+    chunk = planner.config.loss_chunk_tokens or CHUNK_TOKENS
+    planner = planner.with_head(pieces=allocation.pieces > 0)
 
     def demand(batch: MicroBatch, chunk: int) -> Demand:
         step = StepShape(batch, max(planner.shape.num_rows, batch.rows))

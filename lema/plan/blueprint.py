@@ -81,7 +81,8 @@ class Blueprint:
     @property
     def expanded_bytes(self) -> int:
         """Bytes that quantised weights are expanded into: those of a layer, and of a group of its experts."""
-        leased, count = self.leased, len(self.layers)
+        leased = self.leased
+        count = len(self.layers)
         return sum(
             max((layer.expanded_bytes for layer in layers), default=0) for layers in (leased[:count], leased[count:])
         )
@@ -154,10 +155,13 @@ def draw_up(
     if backend is not None:  # else it plans for a device that is not here
         compute_fast(model, config, backend)
     name, stack = find_layers(model)
-    dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
+    dtypes = target_dtypes(model)
+    device = backend or load("cpu")
+    parallel = parallel or SingleProcess()
     stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing
     head, tables = open_embed_head(model, stored, config, parallel, backend or config.device)
-    outside, trained = outside_layout(model, stored, name, tables.names | head.names)[1], None
+    outside = outside_layout(model, stored, name, tables.names | head.names)[1]
+    trained = None
     outside_bytes = outside.nbytes + outside.expanded_bytes
     if chosen is None:
         whole_bytes, unmatched = _attach(model, config, device, tables, head, parallel.size)
@@ -172,13 +176,16 @@ def draw_up(
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
         adapter = training_bytes(model, name)
     else:
-        is_trained, unmatched = chosen(model), ()
+        is_trained = chosen(model)
+        unmatched = ()
         outside_bytes += head.keep_whole(tables, "weights of the model train")
         outside_bytes += tables.keep_whole([table_name for table_name in tables.names if is_trained(table_name)])
         layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
         trained = trained_bytes(model, layers, is_trained)
-        count, adapter = trained.parameters, trained.on_device
-    embed_head, trains = (outside_bytes, tables, head), (adapter, count)
+        count = trained.parameters
+        adapter = trained.on_device
+    embed_head = (outside_bytes, tables, head)
+    trains = (adapter, count)
     return Blueprint(
         directory,
         model,

@@ -157,7 +157,8 @@ def _cacheable(demand: Demand, bare: Allocation, limit: int | None) -> Iterable[
     streamed = [index for index in scattered(len(demand.layers)) if index not in bare.residents]
     if _left(limit, host_parts(demand, replace(bare, host_cached=frozenset(streamed)))) >= 0:
         return streamed
-    free_bytes, chosen = _left(limit, host_parts(demand, bare)), []
+    free_bytes = _left(limit, host_parts(demand, bare))
+    chosen = []
     for index in streamed:
         free_bytes -= demand.host_copies * demand.layers[index].slot_bytes
         if free_bytes < 0:
@@ -171,7 +172,8 @@ def _without_surplus(
 ) -> Allocation:
     """Give back the memory that makes the step no faster, of host memory if cached layers `may_stream` instead."""
     for part in ("host_cached",) * may_stream + ("saved", "products") * best.recompute:
-        least, layers = seconds(demand, best, speeds), getattr(best, part)
+        least = seconds(demand, best, speeds)
+        layers = getattr(best, part)
         fewer = (replace(best, **dict[str, Any]({part: subset})) for subset in _beginnings(demand, layers))
         fewer = (allocation for allocation in fewer if _left(host_limit, host_parts(demand, allocation)) >= 0)
         best = next(allocation for allocation in fewer if seconds(demand, allocation, speeds) <= least)

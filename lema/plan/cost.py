@@ -227,7 +227,8 @@ STAGING = 256 * 2**20  # bytes of host memory through which activations go to th
 
 def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of device memory by part, in bytes."""
-    away, gone = _away(demand, allocation), saved_elsewhere(demand, allocation)
+    away = _away(demand, allocation)
+    gone = saved_elsewhere(demand, allocation)
     staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
     saved_bytes = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
     saved_bytes += sum(demand.layers[index].product_bytes for index in allocation.products)
@@ -260,7 +261,8 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of host memory by part, in bytes, of all processes; on a shared device the ring is its slots."""
     away = _away(demand, allocation) * demand.boundary_bytes
     staged = min(away, STAGED * demand.micro_boundary_bytes)
-    saved, training = sum(saved_elsewhere(demand, allocation).values()), demand.training
+    saved = sum(saved_elsewhere(demand, allocation).values())
+    training = demand.training
     return {
         "ring": demand.processes * _ring(demand, allocation, skip_cached=True),
         "cached": demand.host_copies * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
@@ -297,15 +299,18 @@ def _ring(demand: Demand, allocation: Allocation, *, skip_cached: bool) -> int:
 
 def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phase, Phase]:
     """Return the way up, the turn with it, and the way down."""
-    layers, twice = demand.layers, demand.visited_twice
+    layers = demand.layers
+    twice = demand.visited_twice
     top = layers[demand.top]
     up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.head_seconds
     down = sum(down_seconds(demand, allocation, index) for index in twice)
-    inputs, saved = _away(demand, allocation) * demand.boundary_bytes, sum(saved_elsewhere(demand, allocation).values())
+    inputs = _away(demand, allocation) * demand.boundary_bytes
+    saved = sum(saved_elsewhere(demand, allocation).values())
     moved = inputs + saved
     spilled = inputs * (allocation.boundaries == "disk") + saved * (allocation.saved_on == "disk")
     # On the way up activations go against the stream of weights, which the link carries both ways at once.
-    residents, in_memory = allocation.residents, allocation.residents | allocation.host_cached
+    residents = allocation.residents
+    in_memory = allocation.residents | allocation.host_cached
     _, loads_up, loads_down = fetches(demand.groups, allocation.slots, residents, demand.lowest)
     _, reads_up, reads_down = fetches(demand.groups, allocation.slots, in_memory, demand.lowest)
     link_up = max(demand.total("upload_bytes", loads_up), moved) / speeds.link
@@ -343,10 +348,13 @@ def fetches(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return what the first step fetches, and a step after many others on the way up, and down: never a layer that is
     `in_memory`. `groups` are those of each layer's experts; what is returned are the numbers of layers and groups."""
-    parts, layers = group_numbers(groups), len(groups)
-    excluded, up = with_parts(in_memory, parts), in_parts(forward_order(layers), parts, pinned=True)
+    parts = group_numbers(groups)
+    layers = len(groups)
+    excluded = with_parts(in_memory, parts)
+    up = in_parts(forward_order(layers), parts, pinned=True)
     step_order = in_parts(training_order(layers, lowest), parts, top_layer=layers - 1, pinned=True)
-    first, then_up = fetched(step_order, slots, excluded), fetched(step_order + up, slots, excluded)
+    first = fetched(step_order, slots, excluded)
+    then_up = fetched(step_order + up, slots, excluded)
     return first, then_up[len(first) :], fetched(step_order * 2, slots, excluded)[len(then_up) :]
 
 

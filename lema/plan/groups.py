@@ -55,12 +55,15 @@ def with_groups(planner: Planner) -> Iterator[Planner]:
     """Yield the planner with whole layers, then, where the settings leave it open, with groups of a layer's experts,
     the largest first; or with those that are asked for. What comes before the experts is run twice where it would
     take too much while it waits. `ConfigError`: something else does not go with these."""
-    blueprint, asked, work = planner.blueprint, planner.config.experts_per_slot, planner.workload
+    blueprint = planner.blueprint
+    asked = planner.config.experts_per_slot
+    work = planner.workload
     cut = blueprint.cut_experts
     if asked is None or (asked == "auto" and planner.config.device_memory is None) or cut is None:
         yield planner
         return
-    most, why = _most_experts(blueprint), _why_not_grouped(planner)
+    most = _most_experts(blueprint)
+    why = _why_not_grouped(planner)
     sizes = [asked] if isinstance(asked, int) else [most >> halved for halved in range(1, most.bit_length())]
     candidates = [(size, False) for size in sizes if asked != "auto" or size * FEW >= most]
     candidates += [(size, True) for size in sizes]
@@ -108,7 +111,9 @@ def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workloa
 
 
 def _why_not_grouped(planner: Planner) -> str:
-    config, blueprint, backend = planner.config, planner.blueprint, planner.backend
+    config = planner.config
+    blueprint = planner.blueprint
+    backend = planner.backend
     reasons = {
         "torch_compile compiles whole layers": config.torch_compile,
         "shard_weights gathers whole layers": config.shard_weights,
@@ -127,18 +132,24 @@ def _why_not_grouped(planner: Planner) -> str:
 def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
     """Return what a micro-batch takes in each kind of layer whose experts are leased in groups, by the numbers of
     `cost_kinds`. `ModelError`: as `measure`."""
-    model, layers, parts = blueprint.model, blueprint.layers, blueprint.parts
+    model = blueprint.model
+    layers = blueprint.layers
+    parts = blueprint.parts
     assert parts is not None
-    split, waiting_by_kind = Split(model, load("cpu")), dict[int, Waiting]()
+    split = Split(model, load("cpu"))
+    waiting_by_kind = dict[int, Waiting]()
     with without_values(model):
         learn(split, layers)
         prelude = split.prelude(batch.inputs(), {})
-        states, kinds = given_of(split, layers, prelude), cost_kinds(split, layers)
+        states = given_of(split, layers, prelude)
+        kinds = cost_kinds(split, layers)
         for index in one_of_each(kinds, states):
             if (experts := split.experts_of(index)) is None or index not in parts.groups:
                 continue
-            call, entered = prelude.calls[index], states[index].detach().requires_grad_()
-            weights, saved = fake_weights(layers[index]), dict[int, Tensor]()  # which live, or another has their place
+            call = prelude.calls[index]
+            entered = states[index].detach().requires_grad_()
+            weights = fake_weights(layers[index])
+            saved = dict[int, Tensor]()  # which live, or another has their place
 
             def note(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
                 saved[tensor.untyped_storage()._cdata] = tensor.detach()
@@ -175,8 +186,10 @@ def _group_bytes(
 ) -> int:
     """Return the most that is alive at once while a group of a layer's experts is run and differentiated for a
     micro-batch, each of whose tokens has as many of its experts there as can be."""
-    (first, end, stored), (hidden, chosen, factors) = parts.groups[index][0], expert_inputs
-    all_experts, pairs = split.experts_of(index), len(chosen) * min(chosen.shape[1], end - first)
+    first, end, stored = parts.groups[index][0]
+    hidden, chosen, factors = expert_inputs
+    all_experts = split.experts_of(index)
+    pairs = len(chosen) * min(chosen.shape[1], end - first)
     weights = split.renamed(index, fake_weights(stored))
     assert all_experts is not None
     with Tally(split.parallel) as tally:
@@ -184,7 +197,8 @@ def _group_bytes(
         with all_experts.narrowed(weights, ExpertGroup(0, first, end)) as experts:
             states = hidden.new_empty(pairs, hidden.shape[1]).requires_grad_()
             pair_factors = factors.new_empty(pairs, 1).requires_grad_()
-            gradient, sums = states.detach().clone(), dict[nn.Parameter, Tensor]()
+            gradient = states.detach().clone()
+            sums = dict[nn.Parameter, Tensor]()
             leaves = [leaf for factor in experts.factors for leaf, _ in factor.sums(sums)]
             with torch.enable_grad(), split.autocast(autocast):
                 output = experts.run((states, chosen.new_zeros(pairs, 1), pair_factors))
@@ -217,7 +231,8 @@ class ExpertSummary:
 def expert_summary(planner: Planner) -> ExpertSummary | None:
     """Return what a plan tells of a model's experts; None: it has none that are stacked, once in a layer, or what it
     computes is not known."""
-    blueprint, tokens = planner.blueprint, planner.shape.tokens
+    blueprint = planner.blueprint
+    tokens = planner.shape.tokens
     experts_by_layer = {
         index: layer_experts
         for index in range(len(blueprint.layers))
@@ -226,9 +241,11 @@ def expert_summary(planner: Planner) -> ExpertSummary | None:
     if not experts_by_layer or planner.workload is None:
         return None
     largest = max(experts_by_layer, key=lambda index: experts_by_layer[index].count)
-    count, active = experts_by_layer[largest].count, active_experts(blueprint, largest, planner.shape.micro_batch)
+    count = experts_by_layer[largest].count
+    active = active_experts(blueprint, largest, planner.shape.micro_batch)
     reached = count * (1 - (1 - active / count) ** tokens)
-    parts, adapted = Counter[str](), 0
+    parts = Counter[str]()
+    adapted = 0
     for index, layer in enumerate(blueprint.layers):
         stored = [(tensor.name, tensor.shape, tensor.nbytes) for tensor in layer.tensors]
         for expansion in layer.expansions:
@@ -255,7 +272,8 @@ def expert_summary(planner: Planner) -> ExpertSummary | None:
 
 def active_experts(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
     """Return how many of a layer's experts each token has, as its router says on tensors without values."""
-    split, seen = Split(blueprint.model, load("cpu")), list[int]()
+    split = Split(blueprint.model, load("cpu"))
+    seen = list[int]()
 
     def observe(hidden: Any, chosen: Any, *_: Any) -> Any:
         seen.append(chosen.shape[-1])

@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 
-GB, GIB = 10**9, 2**30
+GB = 10**9
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class MachineState:
 
     def limits(self, device_memory: Memory, host_memory: Memory) -> tuple[int, int]:
         """Return the bytes of device and of host memory that may be used: by the settings, or else all."""
-        device, host = self.machine.device_memory, self.machine.host_memory
+        device = self.machine.device_memory
+        host = self.machine.host_memory
         if device_memory == "auto":
             device = self.free(1)
         return (
@@ -145,7 +147,8 @@ def this_machine(backend: Backend, *, measured: bool = False) -> MachineState:
     gathered_memory = backend.replicas.everyone((memory.total, free, psutil.virtual_memory().total, memory_available()))
     total, free, host_total, available = map(min, zip(*gathered_memory, strict=True))
     gathered_overhead = backend.replicas.everyone(workspace_memory(backend))
-    speeds, overhead = unknown_speeds(shared=memory.shared), Overhead(*map(max, zip(*gathered_overhead, strict=True)))
+    speeds = unknown_speeds(shared=memory.shared)
+    overhead = Overhead(*map(max, zip(*gathered_overhead, strict=True)))
     machine = Machine(backend.name, total, host_total, speeds, 0.0, 0.0, overhead=overhead)
     return MachineState(
         machine, available, "measured" if measured else "unknown", resident_fraction(backend), device_free=free

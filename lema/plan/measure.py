@@ -65,7 +65,8 @@ def layer_seconds(
     """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated. The
     layer is read, unless it is `loaded_layers`. Its `call` is of tensors without values; gradients of weights that train
     themselves are dropped."""
-    call, layer_input = call.mapped(lambda value: with_values(value, backend)), hidden.detach().requires_grad_()
+    call = call.mapped(lambda value: with_values(value, backend))
+    layer_input = hidden.detach().requires_grad_()
     with (
         closing(
             LayerStream(layers, backend, prefetch_depth=0, host_cached={index}, loaded_layers=loaded_layers)
@@ -155,7 +156,9 @@ def probe(
     clock: Clock = time.perf_counter,
 ) -> tuple[Machine, Timings]:
     """Measure this machine with one micro-batch of a run; the clock times computing alone, not reading and copying."""
-    layers, batch, dtype = blueprint.layers, shape.micro_batch, main_dtype(blueprint.model)
+    layers = blueprint.layers
+    batch = shape.micro_batch
+    dtype = main_dtype(blueprint.model)
     split = Split(blueprint.model, backend, parallel=blueprint.parallel)
     speeds, loaded_layers = _speeds(layers, backend)
     rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
@@ -176,7 +179,8 @@ def probe(
         outer_seconds = _outer_seconds(blueprint, split, config, batch, with_values(hidden, backend), backend, clock)
     timings = Timings(layer_times, *outer_seconds, _optimizer(blueprint, split, config, firsts, backend, clock))
     half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
-    total, host = backend.memory().total, psutil.virtual_memory().total
+    total = backend.memory().total
+    host = psutil.virtual_memory().total
     overhead = Overhead(*workspace_memory(backend))
     return Machine(backend.name, total, host, speeds, half, single, overhead=overhead), timings
 
@@ -184,12 +188,16 @@ def probe(
 def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backend: Backend) -> tuple[Speeds, Timings]:
     """Measure what decides where memory is best spent, with a model that is about to train and is left as it is. A few
     rows of a micro-batch are timed, because all of them may take minutes, and memory that is not there."""
-    model, layers, batch = blueprint.model, blueprint.layers, shape.micro_batch
+    model = blueprint.model
+    layers = blueprint.layers
+    batch = shape.micro_batch
     few = replace(batch, rows=min(batch.rows, math.ceil(ENOUGH_TOKENS / batch.length)))
-    state, training = backend.rng_state(), model.training
+    state = backend.rng_state()
+    training = model.training
     with torch.random.fork_rng(devices=[]), rehearsed(model.modules()):
         speeds, loaded_layers = _speeds(layers, backend)
-        split, clock = Split(model, backend), time.perf_counter
+        split = Split(model, backend)
+        clock = time.perf_counter
         _, layer_times, _ = _one_of_each(
             split, layers, few, backend, clock, seen=blueprint.split, loaded_layers=loaded_layers
         )
@@ -209,18 +217,23 @@ def estimate(
     """Estimate the seconds of layers whose experts are leased in groups, which are not timed because the device may not
     hold such a layer: experts compute as fast as one of them does with the tokens that it has if routers choose all
     alike, `active` for each token, and all else as the largest matrix does with a micro-batch."""
-    split, layers, dtype = blueprint.split, blueprint.layers, main_dtype(blueprint.model)
+    split = blueprint.split
+    layers = blueprint.layers
+    dtype = main_dtype(blueprint.model)
     rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
     memory = made_up(torch.empty(COPIED, dtype=torch.float32, device=backend.device))
     copied = 2 * memory.nbytes / median_seconds(memory.clone, backend)  # read and written
     half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
-    total, host, (speeds, _) = backend.memory().total, psutil.virtual_memory().total, _speeds(blueprint.leased, backend)
+    total = backend.memory().total
+    host = psutil.virtual_memory().total
+    speeds, _ = _speeds(blueprint.leased, backend)
     few = torch.ones(8, 8, dtype=dtype, device=backend.device)
     launch = OPERATIONS * median_seconds(lambda: few @ few, backend)
     note = "layers with experts in groups are not timed: seconds are estimated from products as large as theirs"
     overhead = Overhead(*workspace_memory(backend))
     machine = Machine(backend.name, total, host, speeds, half, single, copied, launch, note=note, overhead=overhead)
-    timings, layer_times = by_arithmetic(workload, layers, machine, dtype.itemsize), list[LayerSeconds]()
+    timings = by_arithmetic(workload, layers, machine, dtype.itemsize)
+    layer_times = list[LayerSeconds]()
     for kind, seconds in enumerate(timings.layers):
         index = workload.kinds.index(kind)
         if (experts := split.experts_of(index)) is None:
@@ -291,7 +304,9 @@ def process_bytes() -> int:
 def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> tuple[Speeds, dict[int, Tensor]]:
     """Return the speeds of the disk that the layers are on, and of the link to the device; and the memory of the layer
     that was read last, by its number."""
-    largest, began, count = max(layer.nbytes for layer in layers), time.perf_counter(), 0
+    largest = max(layer.nbytes for layer in layers)
+    began = time.perf_counter()
+    count = 0
     buffers = [backend.host_buffer(largest) for _ in range(1 if largest > ALONE else AT_ONCE)]
 
     def repeated_layers() -> Iterator[LayerBytes]:
@@ -300,7 +315,8 @@ def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> tuple[Speeds, dic
             count += 1
             yield layers[(count - 1) % len(layers)]
 
-    disk, last = read_speed(repeated_layers(), buffers), (count - 1) % len(layers)
+    disk = read_speed(repeated_layers(), buffers)
+    last = (count - 1) % len(layers)
     loaded_layers = {last: buffers[(count - 1) % len(buffers)][: layers[last].nbytes]}
     return Speeds(disk, math.inf if backend.memory().shared else upload_speed(backend, largest)), loaded_layers
 

@@ -65,7 +65,8 @@ class Tally(TorchDispatchMode):
     def save(self, tensor: Tensor) -> None:
         """Take note that the backward needs a tensor."""
         self._saved.add(_storage(tensor))
-        self._steps_to_saved, self.exchanged_to_saved = len(self._steps), self.exchanged
+        self._steps_to_saved = len(self._steps)
+        self.exchanged_to_saved = self.exchanged
 
     @property
     def exchanged(self) -> Exchange:
@@ -74,7 +75,8 @@ class Tally(TorchDispatchMode):
 
     def flops_to_saved(self) -> int:
         """Return the operations up to the last saved tensor, without matrix products that reach no saved tensor."""
-        needed, flops = set(self._saved), 0
+        needed = set(self._saved)
+        flops = 0
         for step in reversed(self._steps[: self._steps_to_saved]):
             if step.outputs & needed or not step.product:
                 needed |= step.inputs

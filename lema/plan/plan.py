@@ -166,7 +166,8 @@ def hiding_tokens(planner: Planner) -> int:
     if (planner := timed(planner)).timings is None and planner.backend is not None:
         what = "LEMA does not time a layer that several processes run together"
         raise ConfigError(what, where="tokens_per_step: auto", how="set a number, such as 16k")
-    at_once, hidden = planner.shape.micro_batch.tokens, _crossover(planner.needs())
+    at_once = planner.shape.micro_batch.tokens
+    hidden = _crossover(planner.needs())
     tokens = at_once * (planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
     if planner.backend is None:
         return tokens
@@ -178,8 +179,10 @@ def plan_with(
 ) -> Plan:
     """Plan a run with what is known of its model and machine, and the `data` if they are read; else as `make_plan`."""
     needs = planner.needs()
-    demand, allocation = needs.demand, needs.allocation
-    step, memory = planner.simulated(demand, allocation), _memory(needs)
+    demand = needs.demand
+    allocation = needs.allocation
+    step = planner.simulated(demand, allocation)
+    memory = _memory(needs)
     return Plan(
         machine=planner.machine_state.machine,
         measured=planner.machine_state.speeds == "measured",
@@ -198,7 +201,8 @@ def plan_with(
 
 def verdict_of(planner: Planner, data: Any) -> str:
     """Say in one sentence how a run goes that fits, of a model that is open, with the rows that it trains on."""
-    needs, shape = planner.needs(), planner.shape
+    needs = planner.needs()
+    shape = planner.shape
     at_once = f"{shape.micro_batch.rows} row{'s' * (shape.micro_batch.rows > 1)} at once"
     there = human_bytes(planner.limits[0]) + " of device memory"
     if planner.workload is None:
@@ -210,8 +214,10 @@ def verdict_of(planner: Planner, data: Any) -> str:
         phases(needs.demand, needs.allocation, planner.machine_state.machine.speeds), key=lambda phase: phase.seconds
     )
     slowest = max(("compute", "link", "disk"), key=lambda part: float(getattr(phase, part)))
-    hidden, row = _crossover(needs), data.counts.tokens / len(data)
-    tokens_per_step, tokens = planner.config.tokens_per_step, shape.num_rows * min(row, shape.micro_batch.length)
+    hidden = _crossover(needs)
+    row = data.counts.tokens / len(data)
+    tokens_per_step = planner.config.tokens_per_step
+    tokens = shape.num_rows * min(row, shape.micro_batch.length)
     tokens = tokens_per_step if isinstance(tokens_per_step, int) else tokens
     # Where reading limits a step, a pack of full rows is read for as one row is; where computing does, nothing is won.
     as_packs = not (planner.config.packing or planner.config.tokens_per_step or slowest == "compute")
@@ -221,7 +227,8 @@ def verdict_of(planner: Planner, data: Any) -> str:
 
 def brief(planner: Planner) -> dict[str, Any]:
     """Return, as plain JSON types, what a run takes of memory, of activations if it knew them already, and where."""
-    needs, machine = planner.needs(), planner.machine_state.machine
+    needs = planner.needs()
+    machine = planner.machine_state.machine
     report = {"memory": asdict(_memory(needs)), "activations": planner.workload is not None, "shared": machine.shared}
     return {name: _plain(section) for name, section in {**report, "machine": asdict(machine)}.items()}
 
@@ -246,7 +253,9 @@ def _limited(by: str, hidden: float | None, tokens: float, gain: float | None) -
 
 def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> Epoch | None:
     """Read the training data as training would, and say how long an epoch takes; None: the settings name no data."""
-    planner, config, length = needs.planner, needs.planner.config, needs.planner.shape.micro_batch.length
+    planner = needs.planner
+    config = needs.planner.config
+    length = needs.planner.shape.micro_batch.length
     if not config.train_data:
         return None
     if data is None:
@@ -256,13 +265,16 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
     if config.packing:
         data = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
         counts = replace(counts, rows=len(data))
-    rows, tokens = counts.rows, counts.tokens
+    rows = counts.rows
+    tokens = counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
-    all_steps, filled = math.ceil(config.num_train_epochs * steps), tokens / (rows * length)
+    all_steps = math.ceil(config.num_train_epochs * steps)
+    filled = tokens / (rows * length)
     if isinstance(config.tokens_per_step, int):
         options: dict[str, Any] = {"tokens": config.tokens_per_step, "per_step": config.group_by_length}
         batches = Batches(data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **options)
-        steps, all_steps = batches.before(1), batches.num_batches(config.num_train_epochs)
+        steps = batches.before(1)
+        all_steps = batches.num_batches(config.num_train_epochs)
         filled = tokens / (steps * planner.shape.tokens)
 
     def hours_of(count: int, filled: float) -> float:
@@ -277,16 +289,20 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
 
 def _data(planner: Planner, trusted: bool) -> Any:
     """Read the training data as training would, and return the rows that train."""
-    config, directory = planner.config, planner.blueprint.directory
+    config = planner.config
+    directory = planner.blueprint.directory
     files = ModelFiles(config, directory=directory, trust_remote_code=trusted)
     return training_rows(config, files)[0]
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:
-    planner, demand, allocation = needs.planner, needs.demand, needs.allocation
+    planner = needs.planner
+    demand = needs.demand
+    allocation = needs.allocation
     spilled = len(demand.keeping) * demand.boundary_bytes * (allocation.boundaries == "disk")
     saved = sum(saved_elsewhere(demand, allocation).values()) * (allocation.saved_on == "disk")
-    model, checkpoint = planner.blueprint.stored_bytes, planner.blueprint.checkpoint_bytes
+    model = planner.blueprint.stored_bytes
+    checkpoint = planner.blueprint.checkpoint_bytes
     on_disk = {"model": model, "boundaries": spilled, "saved": saved, "checkpoint": checkpoint}
     return PlannedMemory(
         needs.device, needs.host | {"process": planner.machine_state.process_bytes}, on_disk, *planner.limits
@@ -294,7 +310,8 @@ def _memory(needs: StepNeeds) -> PlannedMemory:
 
 
 def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headroom:
-    planner, demand = needs.planner, needs.demand
+    planner = needs.planner
+    demand = needs.demand
     bought = math.ceil(max(layer.nbytes for layer in planner.blueprint.layers) / GB)  # less holds not one layer more
 
     def saved_by(setting: str, used: int) -> float:
@@ -304,7 +321,8 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
     def step_fits(count: int) -> bool:
         return planner.fits(planner.demand(StepShape(micro, count * micro.rows)))
 
-    config, micro = planner.config, planner.shape.micro_batch
+    config = planner.config
+    micro = planner.shape.micro_batch
     on_device = sum(memory.device.values()) if config.device_memory is None else memory.device_limit
     in_host = sum(needs.host.values()) if config.host_memory is None else memory.host_limit
     return Headroom(

@@ -135,7 +135,8 @@ class Planner:
 
     def with_head(self, *, pieces: bool) -> Planner:
         """Return the planner with a head that may be cut in pieces, or whole on the device."""
-        blueprint, head = self.blueprint, self.blueprint.head
+        blueprint = self.blueprint
+        head = self.blueprint.head
         if head.module is None:
             return self
         if pieces:
@@ -149,16 +150,15 @@ class Planner:
         Seconds decide only where a limit of device memory leaves a choice, since a run measures only then; else the
         bytes that move do. Raises `MemoryLimitError` where it does not fit.
         """
-        config, machine, speeds = (
-            self.config.model_copy(update=changes),
-            self.machine_state.machine,
-            self.machine_state.machine.speeds,
-        )
+        config = self.config.model_copy(update=changes)
+        machine = self.machine_state.machine
+        speeds = self.machine_state.machine.speeds
         if self.blueprint.parts is not None:  # of whose layers no graph is kept
             config = config.model_copy(update={"gradient_checkpointing": True})
         recompute = whether_recomputed(config)
         if config.device_memory is None or recompute is False or (recompute and config.device_memory == "auto"):
-            demand, speeds = untimed(demand), unknown_speeds(shared=machine.shared)
+            demand = untimed(demand)
+            speeds = unknown_speeds(shared=machine.shared)
         memory = machine.device_memory, machine.host_memory, self.machine_state.host_available
         resident_fraction = (
             self.machine_state.resident_fraction if self.blueprint.trained is None else 0.0
@@ -181,7 +181,8 @@ class Planner:
     def smaller(self) -> Iterator[Planner]:
         """Yield this planner, and those with less to compute at once, as far as the settings leave it open: with fewer
         rows, then with fewer logits, and only then with rows of fewer tokens than are enough."""
-        micro_batch, chunk = self.shape.micro_batch, self.config.loss_chunk_tokens
+        micro_batch = self.shape.micro_batch
+        chunk = self.config.loss_chunk_tokens
         counts = [micro_batch.rows, *self._fewer_rows()]
         enough = max(1, sum(rows * micro_batch.length >= ENOUGH for rows in counts))
         for row_counts in (counts[:enough], *([rows] for rows in counts[enough:])):
@@ -196,7 +197,8 @@ class Planner:
 
     def faster(self) -> Iterator[Planner]:
         """Yield the planners with the next fewer rows, and logits, at once, if both are open and compute as fast."""
-        micro_batch, chunk = self.shape.micro_batch, self.config.loss_chunk_tokens
+        micro_batch = self.shape.micro_batch
+        chunk = self.config.loss_chunk_tokens
         yield from (
             self.computing(rows, chunk) for rows in self._fewer_rows()[:1] if rows * micro_batch.length >= ENOUGH
         )
@@ -206,7 +208,9 @@ class Planner:
 
     def _fewer_rows(self) -> list[int]:
         """Return how many rows may be computed at once instead, the most first; none where the settings say."""
-        rows, row_multiple, counts = self.shape.micro_batch.rows, rows_each(self.config), list[int]()
+        rows = self.shape.micro_batch.rows
+        row_multiple = rows_each(self.config)
+        counts = list[int]()
         free = self.workload is not None and self.config.micro_batch_size is None and not self.config.counts_tokens
         while free and rows > row_multiple:
             counts.append(rows := max(row_multiple, rows // 2 // row_multiple * row_multiple))
@@ -227,7 +231,8 @@ class Planner:
     @property
     def chosen(self) -> dict[str, int | None]:
         """The settings of how much is computed at once, with which batches are cut so wherever the run goes on."""
-        rows, settings = self.shape.micro_batch.rows, {"loss_chunk_tokens": self.config.loss_chunk_tokens}
+        rows = self.shape.micro_batch.rows
+        settings = {"loss_chunk_tokens": self.config.loss_chunk_tokens}
         is_full = rows * self.config.gradient_accumulation_steps >= self.shape.num_rows
         return settings if is_full or self.config.counts_tokens else {**settings, "micro_batch_size": rows}
 
@@ -341,7 +346,8 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
     measured without a limit of memory, or where it holds all there is to choose from; else disk, link and one layer of
     each kind are, in a few seconds; of weights that train nothing is. Several processes ask for it at once, and get the
     same. Activations count where they can be told; else weights alone, with a warning where limits are numbers."""
-    config, machine_state = planner.config, planner.machine_state
+    config = planner.config
+    machine_state = planner.machine_state
     if planner.blueprint.trained is not None:
         with suppress(ModelError):  # which the plan of the phases tells
             planner = replace(
@@ -378,12 +384,10 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
 def timed(planner: Planner) -> Planner:
     """Return the planner of a model that is open with the seconds that it takes, if they can be told and are not known:
     LEMA does not time a layer that several processes run together alone, and small models are not worth it."""
-    blueprint, backend, machine_state, work = (
-        planner.blueprint,
-        planner.backend,
-        planner.machine_state,
-        planner.workload,
-    )
+    blueprint = planner.blueprint
+    backend = planner.backend
+    machine_state = planner.machine_state
+    work = planner.workload
     if blueprint.parallel.size > 1 or work is None or planner.timings is not None or backend is None:
         return planner
     if blueprint.parts is None:
@@ -402,7 +406,9 @@ def timed(planner: Planner) -> Planner:
 
 def _estimated(planner: Planner, work: Workload, backend: Backend) -> tuple[Machine, Timings]:
     """Return this machine and the seconds of a micro-batch, of layers that the device may not hold whole."""
-    blueprint, batch, parts = planner.blueprint, planner.shape.micro_batch, planner.blueprint.parts
+    blueprint = planner.blueprint
+    batch = planner.shape.micro_batch
+    parts = planner.blueprint.parts
     assert parts is not None
     active = active_experts(blueprint, next(iter(parts.groups)), batch)
     return estimate(blueprint, work, batch, active, backend)
@@ -410,7 +416,8 @@ def _estimated(planner: Planner, work: Workload, backend: Backend) -> tuple[Mach
 
 def _fitted(planner: Planner) -> Planner:
     """Return the planner with as much to compute at once as fits, its layers and its head whole if that is possible."""
-    candidate, head = planner, planner.blueprint.head
+    candidate = planner
+    head = planner.blueprint.head
     several = (True,) if head.module is not None and head.asked else (False, True)[: 1 + (head.module is not None)]
     for cut, pieces in ((cut, pieces) for cut in with_groups(planner) for pieces in several):
         for candidate in cut.with_head(pieces=pieces).smaller():
@@ -430,7 +437,8 @@ def _fastest(planner: Planner) -> Planner:
     # Not by seconds that differ from run to run, where sums must not: how many rows they are over groups additions.
     if not planner.undecided or planner.config.deterministic:
         return planner
-    best, least = planner, _seconds(planner)
+    best = planner
+    least = _seconds(planner)
     while candidates := [
         (taken, candidate) for candidate in best.faster() if (taken := _seconds(candidate)) < WORTH_IT * least
     ]:

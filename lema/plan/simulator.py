@@ -66,7 +66,8 @@ def layers_like(demand: Demand) -> list[LayerBytes]:
 
 def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulated:
     """Let a few steps pass in virtual time and return what the last was like; a ScheduleError: a buffer was misused."""
-    clock, parts = Clock(), group_numbers(demand.groups)
+    clock = Clock()
+    parts = group_numbers(demand.groups)
     device = VirtualDevice(clock, speeds)
     stream = LayerStream(
         layers_like(demand),
@@ -101,7 +102,10 @@ class _Run:
     """Steps one after the other, as `lema.engine.streamed` and the trainer make them."""
 
     def __init__(self, demand: Demand, allocation: Allocation, stream: LayerStream, device: VirtualDevice) -> None:
-        self.demand, self.allocation, self.stream, self.device = demand, allocation, stream, device
+        self.demand = demand
+        self.allocation = allocation
+        self.stream = stream
+        self.device = device
         self.order = training_order(len(demand.layers), demand.lowest)
         self.away: dict[int, tuple[int, Tier]] = {}  # of each layer what leaves the device, and where to
         for index in demand.keeping:
@@ -117,7 +121,8 @@ class _Run:
 
     def step(self) -> None:
         """Let one step pass, its leases those of `training_order`."""
-        demand, device = self.demand, self.device
+        demand = self.demand
+        device = self.device
         device.compute(demand.outside_seconds)
         for index in self.order[: demand.top]:
             self._visit(index, demand.layers[index].forward)
@@ -144,7 +149,8 @@ class _Run:
 
     def totals(self) -> dict[str, Any]:
         """Return the seconds and the bytes of weights since the beginning."""
-        device, counters = self.device, self.stream.counters
+        device = self.device
+        counters = self.stream.counters
         return {
             "seconds": device.clock.now,
             "compute": device.computed,
@@ -159,10 +165,8 @@ class _Run:
 
     def _visit(self, index: int, seconds: float, *, top: int | None = None, down: bool = False) -> None:
         """Lease a layer, and its groups of experts; compute as long with each."""
-        expand, parts = (
-            self.demand.layers[index].expand,
-            in_parts([index], self.stream.parts, top_layer=top, down=down)[1:],
-        )
+        expand = self.demand.layers[index].expand
+        parts = in_parts([index], self.stream.parts, top_layer=top, down=down)[1:]
         part_seconds = (expand + seconds) / (1 + len(parts)) if parts else expand + seconds
         with self.stream.lease(index) as lease:
             self.device.compute(part_seconds, lease.slot, self.stream.layers[index])
@@ -183,7 +187,9 @@ class _Run:
 
     def _bring_back(self, index: int) -> None:
         """Fetch activations ahead of the backward."""
-        (nbytes, tier), device, here = self.away[index], self.device, self.device.clock.now
+        nbytes, tier = self.away[index]
+        device = self.device
+        here = self.device.clock.now
         if tier == "disk":
             _, here = device.disk.do(nbytes, here)
         _, self._fetched[index] = device.link.do(nbytes, here)

@@ -216,7 +216,8 @@ def demand_of(
 
 
 def _with_activations(demand: Demand, workload: Workload, timings: Timings | None, shape: StepShape) -> Demand:
-    times, batch = shape.num_micro_batches, shape.micro_batch
+    times = shape.num_micro_batches
+    batch = shape.micro_batch
     hidden = round(times * workload.hidden_bytes)
     demand = replace(demand, lowest=0 if workload.starts_below else demand.lowest)
     # Beside each boundary waits the generator's state, which other devices have but a few bytes of; beside the hidden

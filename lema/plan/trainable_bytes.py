@@ -209,13 +209,15 @@ def host_training(
     computes in host memory, so what trains outside the layers is there, too. Raises `MemoryLimitError` where there is
     no room for what cannot be in files.
     """
-    outside, layers = trained.outside, trained.layers
+    outside = trained.outside
+    layers = trained.layers
     movable = {index: layer.movable(clipped=clipped) for index, layer in enumerate(layers) if layer.count}
     always = there // processes + unmovable_bytes(layers, outside, shared=shared)
     in_files = masters_in_files(movable, always, limit // processes)
     here = [layers[index] for index in movable.keys() - in_files]
     landing = 0 if shared or clipped else max(layer.nbytes for layer in layers)
-    largest, gradients = max(layer.largest for layer in layers), MASTER_BYTES * outside.count
+    largest = max(layer.largest for layer in layers)
+    gradients = MASTER_BYTES * outside.count
     single = max((MASTER_BYTES * layer.count for layer in layers if layer.not_single), default=0)
     optimizer_bytes = single + OPTIMIZER_TENSORS * (2 if single else 1) * largest
     return HostTraining(
@@ -231,7 +233,8 @@ def training_of(planner: Planner, trained: TrainedBytes, demand: Demand, allocat
     """Return the bytes that masters and moments take of host memory, as many of them in files as has to be, or raise
     a MemoryLimitError: host memory does not hold the others, or the device what these weights take of it."""
     cached = sum(demand.layers[index].slot_bytes for index in allocation.host_cached)
-    there, config = cached + demand.outside_bytes * demand.shared, planner.config
+    there = cached + demand.outside_bytes * demand.shared
+    config = planner.config
     settings = {"clipped": config.max_grad_norm is not None, "shared": demand.shared}
     try:
         training = host_training(trained, there, planner.limits[1], **settings, processes=demand.processes)
@@ -239,7 +242,9 @@ def training_of(planner: Planner, trained: TrainedBytes, demand: Demand, allocat
         where = "memory available on this machine" if config.host_memory is None else "host_memory"
         how = f"{error.how}: of these {there:,} are the weights as they stream"
         raise MemoryLimitError(error.what, where=where, how=how) from error
-    parts, limit, rows = device_parts(demand, allocation), planner.limits[0], planner.shape.micro_batch.rows
+    parts = device_parts(demand, allocation)
+    limit = planner.limits[0]
+    rows = planner.shape.micro_batch.rows
     if (needed := sum(parts.values())) <= limit:
         return training
     options = []

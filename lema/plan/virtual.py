@@ -47,13 +47,16 @@ class Line:
     """Work that is done one piece after the other, as the disk and the link do it."""
 
     def __init__(self, speed: float) -> None:
-        self.speed, self.free, self.busy = speed, 0.0, 0.0
+        self.speed = speed
+        self.free = 0.0
+        self.busy = 0.0
 
     def do(self, nbytes: int, not_before: float) -> tuple[float, float]:
         """Queue a transfer; return when it begins and ends."""
         start = max(self.free, not_before)
         length = nbytes / self.speed
-        self.free, self.busy = start + length, self.busy + length
+        self.free = start + length
+        self.busy = self.busy + length
         return start, self.free
 
 
@@ -74,13 +77,17 @@ class VirtualDevice:
     replicas = Alone()
 
     def __init__(self, clock: Clock, speeds: Speeds) -> None:
-        self.clock, self.shared = clock, speeds.link == float("inf")
-        self.disk, self.link, self.back = Line(speeds.disk), Line(speeds.link), Line(speeds.link)
+        self.clock = clock
+        self.shared = speeds.link == float("inf")
+        self.disk = Line(speeds.disk)
+        self.link = Line(speeds.link)
+        self.back = Line(speeds.link)
         # Seconds that the device waited for bytes that were not read yet, for the link, and for boundary activations.
         self.stall_disk = self.stall_upload = self.stall_boundaries = 0.0
         self.computed = self.computed_until = 0.0
         self.device = torch.device("meta")  # where tensors have no bytes
-        self._bytes, self.peak = Counter[str](), Counter[str]()  # of buffers, on the device and in host memory
+        self._bytes = Counter[str]()
+        self.peak = Counter[str]()  # of buffers, on the device and in host memory
         self._buffer_states: dict[int, BufferState] = {}
         self._ready = self._read = 0.0  # when the last upload and the last read were complete
 
@@ -131,7 +138,8 @@ class VirtualDevice:
 
     def uploaded(self, ready: float, read: float) -> None:
         """Note when the layer now leased is on the device, and when it was in host memory."""
-        self._ready, self._read = ready, read
+        self._ready = ready
+        self._read = read
 
     def _account(self, start: float) -> None:
         """Add the pause before `start` to what caused it: the disk until the bytes were read, then the link."""
@@ -158,7 +166,8 @@ class _Slot:
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> _Upload:
         """Queue the copy of a source, or of what a layout says of it."""
-        device, state = self.device, self.device.memory_of(source)
+        device = self.device
+        state = self.device.memory_of(source)
         if state.content is None or state.filled > device.clock.now:
             raise ScheduleError("a buffer was uploaded before it was filled")
         if self.memory is None:
@@ -169,7 +178,10 @@ class _Slot:
             raise ScheduleError("more layers are held than there are slots")
         _, done = device.link.do(nbytes, max(device.clock.now, target.in_use))
         state.in_use = max(state.in_use, done)
-        target.content, target.filled, target.in_use, target.leased = state.content, done, done, True
+        target.content = state.content
+        target.filled = done
+        target.in_use = done
+        target.leased = True
         return _Upload(device, self.memory, target, state.filled, done)
 
 
@@ -211,17 +223,20 @@ class VirtualReader(LayerReader):
         name: str = "weights",  # noqa: ARG002 - as in LayerReader
     ) -> Ticket:
         """Queue the read of a layer."""
-        device, state = self._on, self._on.memory_of(buffer)
+        device = self._on
+        state = self._on.memory_of(buffer)
         now = device.clock.now
         if before is not None:
             before()  # another thread waits in it: afterwards this one is as late as it was
-        begin, device.clock.now = device.clock.now, now
+        begin = device.clock.now
+        device.clock.now = now
         if state.leased:
             raise ScheduleError("a buffer was refilled while its layer was on lease")
         start, done = device.disk.do(layer.read_bytes, begin)
         if start < state.in_use:
             raise ScheduleError("a buffer was refilled while it was copied or computed with")
-        state.content, state.filled = layer, done
+        state.content = layer
+        state.filled = done
         self.bytes_read += layer.read_bytes
         return _Read(device.clock, done)
 
@@ -229,7 +244,8 @@ class VirtualReader(LayerReader):
 class _Read(Ticket):
     def __init__(self, clock: Clock, end: float) -> None:
         super().__init__([])
-        self._clock, self._end = clock, end
+        self._clock = clock
+        self._end = end
 
     def done(self) -> bool:
         return self._clock.now >= self._end

@@ -246,7 +246,8 @@ def _measure(
     learn(split, layers)
     with Tally(split.parallel) as tally:
         tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
-        inside, parameters = f"{split.layers_name}.", split.model.named_parameters()
+        inside = f"{split.layers_name}."
+        parameters = split.model.named_parameters()
         outside_trains = any(parameter.requires_grad and not name.startswith(inside) for name, parameter in parameters)
         prelude = split.prelude(inputs, {}, differentiate=outside_trains)
         begun = tally.exchanged
@@ -283,15 +284,18 @@ def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
 def layer_work(
     split: Split, index: int, stored: LayerBytes, call: LayerCall, states: Sequence[Tensor], trained: Collection[str]
 ) -> LayerWork:
-    layer, weights = split.layers[index], fake_weights(stored)
-    layer_input, gradient = torch.empty_like(states[0]).requires_grad_(), torch.empty_like(states[1])
+    layer = split.layers[index]
+    weights = fake_weights(stored)
+    layer_input = torch.empty_like(states[0]).requires_grad_()
+    gradient = torch.empty_like(states[1])
     parameters = list(layer.parameters())
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # counted with the adapters
     for name in trained:
         weights[name].requires_grad_().grad = torch.empty_like(weights[name])  # counted with the layer's gradients
-    saved, linears = dict[int, int](), AdaptedLinears(layer)
+    saved = dict[int, int]()
+    linears = AdaptedLinears(layer)
     products = linears.products(lambda output: output.to("meta"))  # which takes no memory
     with Tally(split.parallel) as tally:
         tally.leave_out(
@@ -309,7 +313,9 @@ def layer_work(
         with torch.enable_grad(), hooks, linears.watched(saved.__len__, products) as last:
             output = split.run_layer(index, weights, call, layer_input)
         products.drop(last, len(saved))
-        forward, forward_bytes, sent = tally.flops, tally.live, tally.exchanged
+        forward = tally.flops
+        forward_bytes = tally.live
+        sent = tally.exchanged
         torch.autograd.backward(output, gradient)
     exchanges = sent, tally.exchanged_to_saved, tally.exchanged.plus(sent, -1)
     split.parallel.reduce_gradients(parameters)
@@ -336,7 +342,9 @@ def _head_work(split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int,
         with torch.enable_grad():
             value = split.parallel.cross_entropy(partial(split.head, leaf), target, reduction="sum")
         torch.autograd.grad(value, leaf)
-    chunk_exchange, tokens, part = tally.exchanged, rows * length, math.prod(block)
+    chunk_exchange = tally.exchanged
+    tokens = rows * length
+    part = math.prod(block)
     split.parallel.leave_layers(entered)
     # The last chunk may be a part of one, with as many collectives and fewer bytes.
     count = chunk_exchange.count * sum(1 for _ in blocks(rows, length, chunk_tokens))
@@ -379,7 +387,8 @@ def _pieces_work(
     pieced = head.pieced(split, load("cpu"), layers)
     assert pieced is not None
     # All are of one size but for the last, so that between it and the second nothing new is alive.
-    few, pieces = {0, 1, len(pieced.spans) - 1}, head.pieces(layers)
+    few = {0, 1, len(pieced.spans) - 1}
+    pieces = head.pieces(layers)
     stream = _Leases(
         dict(enumerate((fake_weights(piece) for at, piece in enumerate(pieces) if at in few), len(layers)))
     )

@@ -30,7 +30,9 @@ from lema.storage.regular import check_target
 __all__ = ["appearing", "commit", "directories_for", "discard", "discard_unused", "free_directory", "replace_file"]
 __all__ += ["finish_directory", "replacing"]
 
-PART, OLD, GONE = "part", "old", "gone"
+PART = "part"
+OLD = "old"
+GONE = "gone"
 LEFT = re.compile(rf"\.(?P<name>.+)\.[0-9a-f]+\.(?P<kind>{PART}|{OLD}|{GONE})")
 
 
@@ -122,7 +124,8 @@ def sweep(parent: Path, name: str | None = None, *, alone: bool = False) -> None
                 continue
             if match["name"] != name and not re.fullmatch(r"checkpoint-\d+", match["name"]):
                 continue
-            directory, kind = parent / match["name"], match["kind"]
+            directory = parent / match["name"]
+            kind = match["kind"]
             # What another process has cleared meanwhile, or owns, is not ours to touch.
             with suppress(OSError), _locked(left, wait=False) as locked:
                 if (locked or alone) and kind == OLD and not directory.exists():

@@ -32,7 +32,8 @@ class BlockFile:
     past the page cache."""
 
     def __init__(self, descriptor: int, path: Path, size: int) -> None:
-        self._plain, self._size = descriptor, size
+        self._plain = descriptor
+        self._size = size
         reserve(descriptor, size)
         self._direct = open_direct(path, os.O_WRONLY)
         self._direct_works = self._direct is not None
@@ -68,7 +69,8 @@ class BlockFile:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._direct is not None:
             os.close(self._direct)
-            self._direct, self._direct_works = None, False
+            self._direct = None
+            self._direct_works = False
 
     def _at(self, offset: int) -> memoryview:
         """Return the memory of the chunk whose next byte is the one at `offset`."""
@@ -93,8 +95,11 @@ class BlockFile:
         """Hand what is filled of the chunk to the writers: whole blocks at once, the others when they are whole."""
         if self._memory is None:
             return
-        memory, begin, end = self._memory, self._begin, self._end
-        first, last = -(-begin // BLOCK) * BLOCK, end // BLOCK * BLOCK
+        memory = self._memory
+        begin = self._begin
+        end = self._end
+        first = -(-begin // BLOCK) * BLOCK
+        last = end // BLOCK * BLOCK
         if begin < first:
             self._add_to_block(memory, begin, min(first, end))
         if end > max(last, begin) and last >= first:
@@ -165,14 +170,16 @@ def write_all(descriptor: int, view: memoryview, offset: int) -> None:
     """Write bytes at an offset, however many calls of the system that takes."""
     while view:
         count = write_from(descriptor, view, offset)
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset = offset + count
 
 
 def read_all(descriptor: int, views: Sequence[memoryview], offset: int, needed: int) -> None:
     """Fill `views` in turn from an offset until `needed` bytes are there; a file that ends earlier is an `OSError`."""
     done = 0
     while done < needed:
-        left, skipped = [], done
+        left = []
+        skipped = done
         for view in views:
             left += [view[skipped:]] if skipped < len(view) else []
             skipped = max(0, skipped - len(view))

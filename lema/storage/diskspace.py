@@ -72,7 +72,8 @@ def free_bytes(path: Path) -> int | None:
 
 def check_free_bytes(path: Path, nbytes: int, what: str) -> None:
     """Make sure that a directory, or its place, has room for `nbytes` of tensors; else `DiskFull` names `what`."""
-    needed, free = nbytes + nbytes // 64 + MARGIN, free_bytes(path)
+    needed = nbytes + nbytes // 64 + MARGIN
+    free = free_bytes(path)
     if free is not None and free < needed:
         what = f"the disk is too full for {what}: {needed:,} bytes are needed, and {free:,} are free"
         raise DiskFull(what, where=str(path), how=FREE_SPACE_HINT)
@@ -121,7 +122,8 @@ def disk_errors(file: Path) -> Iterator[None]:
     except LemaError:
         raise
     except Exception as error:
-        full, name = is_full(error), file.name
+        full = is_full(error)
+        name = file.name
         if not full and not isinstance(error, OSError):
             raise
         why = getattr(error, "strerror", None) or error

@@ -78,7 +78,8 @@ def read_header(file: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise damaged(file, "__metadata__ is not a map of strings")
-    data_start, data_size = 8 + length, size - 8 - length
+    data_start = 8 + length
+    data_size = size - 8 - length
     records = sorted(
         (_record(file, name, entry, data_start) for name, entry in header.items()), key=lambda r: (r.offset, r.nbytes)
     )
@@ -89,14 +90,17 @@ def read_header(file: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
 def _record(file: Path, name: str, entry: Any, data_start: int) -> TensorRecord:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise damaged(file, f"the entry of tensor {name!r} is not dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise damaged(file, f"tensor {name!r} has the unknown dtype {dtype!r}")
     if not are_sizes(shape):
         raise damaged(file, f"tensor {name!r} has the shape {shape!r}, which is not a list of sizes")
     if not are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise damaged(file, f"tensor {name!r} has the data_offsets {offsets!r}, which are not [begin, end]")
-    nbytes, bits = offsets[1] - offsets[0], prod(shape) * DTYPE_BITS[dtype]
+    nbytes = offsets[1] - offsets[0]
+    bits = prod(shape) * DTYPE_BITS[dtype]
     if nbytes * 8 != bits:
         what = f"tensor {name!r} ({dtype} {shape}) needs {-(-bits // 8)} bytes but its offsets give {nbytes}"
         raise damaged(file, what)

@@ -83,7 +83,8 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
                 what = f"{name!r} is not a local directory, and the hub has no such model (or it is private)"
                 how = "check the spelling; for a private model set HF_TOKEN"
             case errors.RevisionNotFoundError():
-                what, how = f"the hub has no such revision of {name}", "check the revision"
+                what = f"the hub has no such revision of {name}"
+                how = "check the revision"
             case errors.LocalEntryNotFoundError() if not online:
                 what = f"{name!r} is neither a local directory nor in the hub cache"
                 how = f"check the path; or fetch it first: hf download {name}"
@@ -93,13 +94,15 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
                 what = f"{name!r} is not a local directory, is not in the hub cache, and {why}"
                 how = "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory"
             case errors.HfHubHTTPError():
-                what, how = f"the hub did not return the model: {error}", "try again later"
+                what = f"the hub did not return the model: {error}"
+                how = "try again later"
             case OSError() if is_full(error):
                 what = f"the disk is full: {name} could not be downloaded"
                 how = "free space, or set HF_HOME to a larger disk; what was downloaded is kept"
                 raise DiskError(what, where=str(error.filename or "hub cache"), how=how) from error
             case _:
-                what, how = f"the hub cannot be reached: {error}", "check the connection"
+                what = f"the hub cannot be reached: {error}"
+                how = "check the connection"
         raise WeightsError(what, where=where, how=how) from error
     if not any(directory.glob("*.safetensors")):
         raise WeightsError(
@@ -132,7 +135,8 @@ def hub_data(source: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, 
     try:
         import datasets
     except ImportError as error:
-        what, fix = "a data set of the hub needs the library `datasets`", installing("datasets")
+        what = "a data set of the hub needs the library `datasets`"
+        fix = installing("datasets")
         raise DataError(what, where=source, how=fix) from error
     if "[" in how["split"]:
         fix = "give the whole split; max_train_samples takes a part of it"

@@ -125,7 +125,8 @@ def origin_of(index: GlobalBinaryIndex) -> str:
 def _read_weight_map(index: Path) -> tuple[dict[str, str], dict[str, Any]]:
     """Return which file of the directory holds each tensor, and what the index says of the model otherwise."""
     content = read_json(index, MAX_HEADER_BYTES, "an index")
-    weight_map, described = content.get("weight_map"), content.get("metadata")
+    weight_map = content.get("weight_map")
+    described = content.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged(index, "it has no weight_map from tensor names to file names")
     for name, file in weight_map.items():
@@ -174,7 +175,8 @@ def _entry(path: Path) -> Path:
             check_inside(entry := [*named, *weights][0])
             return entry
         what = "only adapter weights" if files else "no .safetensors file"
-        what, how = f"there is {what} in {path}", "give the directory of the base model"
+        what = f"there is {what} in {path}"
+        how = "give the directory of the base model"
         if weights:
             what = f"{len(weights)} .safetensors files and no index: {', '.join(file.name for file in weights)}"
             how = f"add {INDEX_NAME}, or name the one file that holds the model"

@@ -31,7 +31,8 @@ def run_lock(output_dir: Path) -> Iterator[bool]:
     """Have a directory to oneself, in a `with` block; it is given whether there is a lock. The directory is made if
     need be. Where the file system knows no locks, a warning says so, and the run goes on without. `ConfigError`:
     another run writes there; says which process it is. `DiskError`: the lock's file cannot be written."""
-    file, is_new = output_dir / LOCK, not output_dir.exists()
+    file = output_dir / LOCK
+    is_new = not output_dir.exists()
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         descriptor = _taken(file)

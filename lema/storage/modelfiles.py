@@ -94,7 +94,8 @@ def _check_growth(file: Path) -> None:
     """Refuse a tokenizer that makes much more text of a text than there was: what it replaces, puts before and puts
     around. The library that runs it has no limit, and ends the process where memory ends. `DataError`."""
     content = _read(file)  # what cannot be read is told where the file is loaded, as are forms that are none
-    factor, left = 1, [content.get(key) for key in GROWING]
+    factor = 1
+    left = [content.get(key) for key in GROWING]
     while left and factor <= MAX_GROWTH:
         step = left.pop()
         if isinstance(step, list):
@@ -123,7 +124,8 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
     be read; `WeightsError`: it is a link that leaves the directory, or no regular file."""
     from transformers import GenerationConfig
 
-    file, options = directory / "generation_config.json", dict[str, Any]()
+    file = directory / "generation_config.json"
+    options = dict[str, Any]()
     if not file.is_symlink() and not file.exists():
         file = directory / "config.json"
         options = {"config_file_name": file.name, "_from_model_config": True}
@@ -262,7 +264,8 @@ def _needed(config: dict[str, Any]) -> list[str]:
     """The files without which the model cannot be made, as `transformers` has no classes for it."""
     from transformers import CONFIG_MAPPING
 
-    kind, classes = config.get("model_type"), config.get("auto_map")
+    kind = config.get("model_type")
+    classes = config.get("auto_map")
     if not isinstance(classes, dict):
         return []
     types_by_class = {"AutoConfig": CONFIG_MAPPING, "AutoModelForCausalLM": known_types()}

@@ -81,7 +81,8 @@ def read_at_most(file: BufferedReader, most: int) -> bytes:
 
 def check_inside(file: Path) -> None:
     """Refuse, with `WeightsError`, a link out of the directory of a file, except into the blobs of the hub cache."""
-    target, root = file.resolve(), file.parent.resolve()
+    target = file.resolve()
+    root = file.parent.resolve()
     if target.is_relative_to(root):
         return
     for snapshot in (root, *root.parents):

@@ -89,7 +89,8 @@ def _text(file: Path) -> str:
     try:
         return read_regular(file, inside=True).decode("utf-8")
     except (OSError, ValueError) as error:
-        what, how = f"the chat template cannot be read: {error}", "correct the file, or delete it"
+        what = f"the chat template cannot be read: {error}"
+        how = "correct the file, or delete it"
         raise unreadable(file, error, DataError, what, how) from error
 
 

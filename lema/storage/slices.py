@@ -58,7 +58,8 @@ class Piece:
         """Return the `(offset, bytes)` of the file to read, and the move from these bytes, laid end to end."""
         width = DTYPE_BITS[self.record.dtype] // 8
         dims = sorted(self.move.dims, key=lambda dim: -dim[1])
-        block, outer = 1, len(dims)
+        block = 1
+        outer = len(dims)
         while outer and dims[outer - 1][1] == block:
             outer -= 1
             block *= dims[outer][0]
@@ -130,7 +131,9 @@ def part_of(
         if not joined:
             return replace(record, nbytes=0, shape=shape)
         record = AssembledRecord(record.name, record.shape, (Piece(record, Move(0, 0, ((prod(record.shape), 1, 1),))),))
-    strides, pieces, done = contiguous(shape), [], 0
+    strides = contiguous(shape)
+    pieces = []
+    done = 0
     for start, stop in joined:
         for piece, (low, dims) in zip(record.pieces, record.boxes, strict=True):
             move = _cut(piece.move.read, low, dims, axis, (start, stop), strides, done)
@@ -162,11 +165,13 @@ def _cut(
     cut_dims = [(size, by, step * strides[dim_axis]) for size, dim_axis, step, by in dims if dim_axis != axis]
     if along:
         size, _, step, by = along[0]
-        begin, end = max(0, -(-(span[0] - first) // step)), min(size, -(-(span[1] - first) // step))
+        begin = max(0, -(-(span[0] - first) // step))
+        end = min(size, -(-(span[1] - first) // step))
         if begin >= end:
             return None
         cut_dims.append((end - begin, by, step * strides[axis]))
-        first, read = first + begin * step, read + begin * by
+        first = first + begin * step
+        read = read + begin * by
     elif not span[0] <= first < span[1]:
         return None
     index = (*low[:axis], first - span[0] + done, *low[axis + 1 :])
@@ -178,7 +183,8 @@ def simplest(name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> Te
     """Return what pieces make: a plain record where they are one range of bytes."""
     if len(pieces) != 1 or not pieces[0].move.is_contiguous:
         return AssembledRecord(name, shape, pieces)
-    record, width = pieces[0].record, DTYPE_BITS[pieces[0].record.dtype] // 8
+    record = pieces[0].record
+    width = DTYPE_BITS[pieces[0].record.dtype] // 8
     begin = record.offset + pieces[0].move.read * width
     return replace(record, offset=begin, nbytes=prod(shape) * width, shape=shape)
 
@@ -196,7 +202,8 @@ def row_ranges(record: TensorRecord | AssembledRecord) -> list[RowRange] | None:
     """Return where the rows of a table `[rows, width]` are, from the first on; None: some row is in several places."""
     if isinstance(record, TensorRecord):
         return [RowRange(0, record, record.offset)]
-    row, width = prod(record.shape[1:]), DTYPE_BITS[record.dtype] // 8
+    row = prod(record.shape[1:])
+    width = DTYPE_BITS[record.dtype] // 8
     ranges = []
     for piece in sorted(record.pieces, key=lambda piece: piece.move.write):
         move = piece.move.joined()
@@ -260,9 +267,11 @@ def _within(
     write: int, base: list[int], dims: list[tuple[int, int, int, int]], box: Box, shape: Sequence[int]
 ) -> Move | None:
     """Return the part of a move that reads from a box, as a move from the box's source; None: no part does."""
-    read, clipped = box.read, list(dims)
+    read = box.read
+    clipped = list(dims)
     for axis, low in enumerate(box.low):
-        high, first = low + box.size[axis] - 1, base[axis]
+        high = low + box.size[axis] - 1
+        first = base[axis]
         moving = [number for number, dim in enumerate(dims) if dim[1] == axis]
         if not moving:
             if not low <= first <= high:
@@ -271,10 +280,12 @@ def _within(
             if len(moving) > 1:
                 raise ValueError("an axis that two dimensions run along is filled in parts")
             size, _, step, target = dims[moving[0]]
-            begin, end = max(0, -(-(low - first) // step)), min(size - 1, (high - first) // step)
+            begin = max(0, -(-(low - first) // step))
+            end = min(size - 1, (high - first) // step)
             if begin > end:
                 return None
             clipped[moving[0]] = (end - begin + 1, axis, step, target)
-            write, first = write + begin * target, first + begin * step
+            write = write + begin * target
+            first = first + begin * step
         read += (first - low) * box.strides[axis]
     return Move(read, write, tuple((size, step * box.strides[axis], target) for size, axis, step, target in clipped))

@@ -45,7 +45,10 @@ class OffloadFile:
     fails. `DiskError`: no file can be made there."""
 
     def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:
-        self.where, self._what, self._how, self._trace = str(directory), what, how, trace
+        self.where = str(directory)
+        self._what = what
+        self._how = how
+        self._trace = trace
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # Where a file cannot lose its name while it is open, the system deletes it when it is closed.

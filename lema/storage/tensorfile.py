@@ -58,9 +58,11 @@ class TensorFile:
     """A safetensors file being written; see `tensor_file`. `records` says where each tensor lies in it."""
 
     def __init__(self, file: Path, specs: list[TensorSpec], metadata: Mapping[str, str], progress: Any) -> None:
-        self.file, self._progress = file, progress
+        self.file = file
+        self._progress = progress
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-        sizes, position = [], 0
+        sizes = []
+        position = 0
         for name, dtype, shape in specs:
             assert name not in header, f"{name} is announced twice"
             nbytes = prod(shape) * DTYPE_BITS[dtype] // 8
@@ -74,7 +76,8 @@ class TensorFile:
             for (name, dtype, shape), (offset, nbytes) in zip(specs, sizes, strict=True)
         }
         self.size = start + position  # of the whole file
-        self._header, self._written_bytes = (start - 8).to_bytes(8, "little") + text.ljust(start - 8), 0
+        self._header = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+        self._written_bytes = 0
         self._unwritten = set(self.records)
 
     def begin(self, blocks: BlockFile) -> None:
@@ -100,7 +103,8 @@ class TensorFile:
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write the bytes of one tensor, C-contiguous and little-endian, at its place; a piece may be reused after.
         Bytes that could not be written are a `DiskError`."""
-        targets, target = self.space(name), memoryview(b"")
+        targets = self.space(name)
+        target = memoryview(b"")
         for piece in pieces:
             view = memoryview(piece)
             assert view.itemsize == 1, f"{name}: pieces are bytes, not items of {view.itemsize}"
@@ -109,7 +113,8 @@ class TensorFile:
                 assert target, f"{name}: more bytes given than the {self.records[name].nbytes} announced"
                 count = min(len(target), len(view))
                 target[:count] = view[:count]
-                target, view = target[count:], view[count:]
+                target = target[count:]
+                view = view[count:]
         assert not target and next(targets, None) is None, f"{name}: fewer bytes given than announced"
 
     def finish(self) -> None:

@@ -145,7 +145,8 @@ class BaseFiles:
         self._stamps = now
 
     def _changed(self, files: Sequence[str] = ()) -> WeightsError:
-        now, then = file_stamps(self._index.files), self._stamps
+        now = file_stamps(self._index.files)
+        then = self._stamps
         changed = [*files] or [file.name for file in self._index.files if now.get(file) != then.get(file)]
         what = f"the model has changed since the run began to read it: {', '.join(changed[:3])}"
         how = "put the model back as it was; --resume continues from the last checkpoint, if any: that is of before"

@@ -47,5 +47,6 @@ def _sum_of(file: Path, ranges: Ranges) -> int | None:
                 piece = stream.read(min(nbytes, PIECE))
                 if not piece:
                     return None  # it is shorter now
-                value, nbytes = zlib.crc32(piece, value), nbytes - len(piece)
+                value = zlib.crc32(piece, value)
+                nbytes = nbytes - len(piece)
     return value

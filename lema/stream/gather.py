@@ -48,8 +48,12 @@ class GatheredBuffers:
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._parts, self._replicas, self._take = tuple(parts), backend.replicas, take
-        self._counters, self._trace, self._clock = counters, trace, clock
+        self._parts = tuple(parts)
+        self._replicas = backend.replicas
+        self._take = take
+        self._counters = counters
+        self._trace = trace
+        self._clock = clock
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         nbytes = self._replicas.size * max(self._parts, default=0)
         self._buffers = [
@@ -124,7 +128,8 @@ class GatheredBuffers:
         """Begin to gather a layer, into the buffer that was used longest ago."""
         for pending in self._buffers:
             self._finish(pending)  # in one order, and one at a time: the part of each is in a slot until it was sent
-        upload, buffer = self._take(layer), self._buffers[0]
+        upload = self._take(layer)
+        buffer = self._buffers[0]
         buffer.layer = None
         slot = buffer.memory[: self._replicas.size * self._parts[layer]]
         with self._trace.span("gather", f"layer {layer}", nbytes=slot.numel()):
@@ -136,7 +141,8 @@ class GatheredBuffers:
 
     def _finish(self, buffer: _Buffer) -> None:
         """Let compute queued from now on see the buffer's layer."""
-        gathering, buffer.gathering = buffer.gathering, None
+        gathering = buffer.gathering
+        buffer.gathering = None
         if gathering is None:
             return
         began = self._clock()

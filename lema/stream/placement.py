@@ -212,7 +212,8 @@ def lay_out_tensors(tensors: Mapping[str, tuple[Stored, torch.dtype]], *, narrow
     }
     # The parts of quantised weights are placed like any tensor, because they too are read straight into the slot.
     slot_tensors, runs, casts, end = _lay_out_plain(plain | parts)
-    expansions, size = [], 0
+    expansions = []
+    size = 0
     for name, (record, dtype) in quantized.items():
         part_tensors = {part: slot_tensors[f"{name}: {part}"] for part in record.parts}
         expanded = SlotTensor(name, _round_up(size, SLOT_ALIGNMENT), dtype, torch.Size(record.shape))
@@ -239,7 +240,8 @@ def _lay_out_plain(
     }
     ordered = sorted(direct.items(), key=lambda item: (str(item[1].file), item[1].offset))
     for group in grouped(ordered, _follows):
-        first, last = group[0][1], group[-1][1]
+        first = group[0][1]
+        last = group[-1][1]
         # As far into its page as it lies in the file's, because reads past the page cache copy whole aligned pages.
         start = _round_up(end) + first.offset % PAGE
         runs.append(ByteRun(first.file, first.offset, last.offset + last.nbytes - first.offset, start))
@@ -369,7 +371,8 @@ def _share(layer: LayerBytes, begin: int, end: int, nbytes: int) -> LayerBytes:
 def _runs(layer: LayerBytes, begin: int, end: int) -> Iterator[ByteRun]:
     origin = begin // PAGE * PAGE
     for run in layer.runs:
-        first, last = max(run.slot_offset, begin), min(run.slot_offset + run.nbytes, end)
+        first = max(run.slot_offset, begin)
+        last = min(run.slot_offset + run.nbytes, end)
         if first < last:
             yield replace(
                 run, offset=run.offset + first - run.slot_offset, nbytes=last - first, slot_offset=first - origin
@@ -382,15 +385,18 @@ def _casts(layer: LayerBytes, begin: int, end: int) -> Iterator[Cast]:
     their type."""
     origin = begin // PAGE * PAGE
     for cast in layer.casts:
-        record, target = cast.record, cast.target
+        record = cast.record
+        target = cast.target
         if cast.move is not None:
             what = f"{record.name} is rearranged when it is read, so it cannot be divided among processes"
             how = "convert once with `lema prepare MODEL OUT` and use OUT, or set shard_weights to false"
             raise ConfigError(what, where="shard_weights", how=how)
-        first, last = max(target.offset, begin), min(target.offset + target.nbytes, end)
+        first = max(target.offset, begin)
+        last = min(target.offset + target.nbytes, end)
         if first >= last:
             continue
-        skipped, count = (first - target.offset) // target.dtype.itemsize, (last - first) // target.dtype.itemsize
+        skipped = (first - target.offset) // target.dtype.itemsize
+        count = (last - first) // target.dtype.itemsize
         width = record.nbytes // target.shape.numel()  # of one element on disk
         stored = replace(record, offset=record.offset + skipped * width, nbytes=count * width, shape=(count,))
         yield Cast(stored, replace(target, offset=first - origin, shape=torch.Size((count,))))

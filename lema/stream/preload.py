@@ -41,8 +41,10 @@ def fill(
     here or in another process."""
     if not residents and not host_cached:
         return {}, {}
-    replicas, memory = backend.replicas, None
-    cached, uploads = sorted(host_cached), dict[int, Upload]()
+    replicas = backend.replicas
+    memory = None
+    cached = sorted(host_cached)
+    uploads = dict[int, Upload]()
     shared = shared and bool(cached) and replicas.local_size > 1
     if shared:
         nbytes = sum(layers[layer].nbytes for layer in cached)
@@ -83,7 +85,8 @@ def _read_layers(
     layer_indices: Iterable[int], layers: Sequence[LayerBytes], reader: LayerReader, memory: Callable[[int], Tensor]
 ) -> Iterator[tuple[int, Tensor]]:
     """Read layers and yield each with its buffer once it is whole, while the next is being read."""
-    pending, left = deque[tuple[int, Tensor, Ticket]](), deque(layer_indices)
+    pending = deque[tuple[int, Tensor, Ticket]]()
+    left = deque(layer_indices)
     try:
         while left or pending:
             while left and len(pending) < TOGETHER:

@@ -51,7 +51,8 @@ class _File:
 
     def read(self, memory: memoryview, runs: Sequence[ByteRun]) -> None:
         """Read runs that follow each other in the file, each to its place in `memory`, by one request."""
-        begin, nbytes = runs[0].offset, sum(run.nbytes for run in runs)
+        begin = runs[0].offset
+        nbytes = sum(run.nbytes for run in runs)
         if self.direct is not None and _in_pages(runs[0]):
             try:
                 self._read_pages(self.direct, memory, runs)
@@ -69,11 +70,14 @@ class _File:
         aside: dict[int, memoryview] = {}  # by page of the file
         spare = as_bytes(anonymous((len(runs) + 1) * PAGE)) if not runs[0].alone else memoryview(b"")
         for run in runs:
-            first, last, shift = run.offset // PAGE, -(-(run.offset + run.nbytes) // PAGE), run.slot_offset - run.offset
+            first = run.offset // PAGE
+            last = -(-(run.offset + run.nbytes) // PAGE)
+            shift = run.slot_offset - run.offset
             for page in _shared_pages(run):
                 if page not in aside:
                     aside[page] = spare[len(aside) * PAGE : (len(aside) + 1) * PAGE]
-            begin, end = first + (first in aside), last - (last - 1 in aside)  # pages that are this run's alone
+            begin = first + (first in aside)
+            end = last - (last - 1 in aside)  # pages that are this run's alone
             if first in aside and (not views or views[-1] is not aside[first]):
                 views.append(aside[first])
             if begin < end:
@@ -84,7 +88,8 @@ class _File:
         read_all(descriptor, views, start, runs[-1].offset + runs[-1].nbytes - start)
         for run in runs:
             for page in _shared_pages(run):
-                start, stop = max(run.offset, page * PAGE), min(run.offset + run.nbytes, (page + 1) * PAGE)
+                start = max(run.offset, page * PAGE)
+                stop = min(run.offset + run.nbytes, (page + 1) * PAGE)
                 slot_start = run.slot_offset + start - run.offset
                 memory[slot_start : slot_start + stop - start] = aside[page][start - page * PAGE : stop - page * PAGE]
 
@@ -163,7 +168,8 @@ class LayerReader:
                 self.guard.check(memory, run.file, run.offset)
 
     def _cast(self, name: str, cast: Cast, buffer: Tensor) -> None:
-        slot_tensor, (ranges, move) = cast.target, cast.ranges()
+        slot_tensor = cast.target
+        ranges, move = cast.ranges()
         destination = buffer[slot_tensor.offset : slot_tensor.offset + slot_tensor.nbytes].view(slot_tensor.dtype)
         stored = DTYPES[cast.record.dtype]
         nbytes = sum(size for _, size in ranges)
@@ -174,7 +180,9 @@ class LayerReader:
             if in_order
             else torch.empty(nbytes, dtype=torch.uint8)
         )
-        memory, done, path = as_bytes(aside), 0, cast.record.file
+        memory = as_bytes(aside)
+        done = 0
+        path = cast.record.file
         with self._reading(name, nbytes):
             for offset, size in ranges:
                 with read_errors(path, offset, nbytes):
@@ -220,7 +228,10 @@ class StoredRows:
     def __init__(
         self, reader: LayerReader, name: str, ranges: Sequence[RowRange], shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        self._reader, self._name, self._ranges, self._dtype = reader, name, ranges, dtype
+        self._reader = reader
+        self._name = name
+        self._ranges = ranges
+        self._dtype = dtype
         self._num_rows, self._width = shape
         self._stored = DTYPES[ranges[0].record.dtype]
         self._firsts = np.array([row_range.first for row_range in ranges])
@@ -266,7 +277,8 @@ class StoredRows:
 def _segments(layer: LayerBytes) -> Iterator[ByteRun]:
     """Cut the runs of a layer at pages of the file into what one read takes."""
     for run in layer.runs:
-        offset, end = run.offset, run.offset + run.nbytes
+        offset = run.offset
+        end = run.offset + run.nbytes
         while offset < end:
             stop = min(end, (offset // PAGE) * PAGE + SEGMENT)
             yield replace(run, offset=offset, nbytes=stop - offset, slot_offset=run.slot_offset + offset - run.offset)

@@ -94,7 +94,8 @@ class DeviceSlot:
         """Start copying a layer into the slot, which is not on lease."""
         self.empty()
         self.upload = upload_to(self.ring, source, layout)
-        self.layer, self._released = layer, False
+        self.layer = layer
+        self._released = False
         return self.upload
 
     def lease(self) -> Tensor:
@@ -136,9 +137,15 @@ class LayerRing:
         trace: NoTrace,
         clock: Callable[[], float],
     ) -> None:
-        self._layers, self._host, self._backend, self._reader = layers, host, backend, reader
+        self._layers = layers
+        self._host = host
+        self._backend = backend
+        self._reader = reader
         self._layouts = layouts
-        self._in_use, self._counters, self._trace, self._clock = in_use, counters, trace, clock
+        self._in_use = in_use
+        self._counters = counters
+        self._trace = trace
+        self._clock = clock
         self._order = Order()
         self._full_since: float | None = None  # the time from which on a read has been waiting for a buffer
         self._changing: dict[int, Callable[[], None]] = {}  # by layer being written to, the function that waits for it
@@ -239,7 +246,8 @@ class LayerRing:
 
     def flush(self) -> None:
         """Wait until every layer that was being written to has changed."""
-        changing, self._changing = self._changing, {}
+        changing = self._changing
+        self._changing = {}
         for written in changing.values():
             written()
         self.pump()
@@ -250,7 +258,8 @@ class LayerRing:
             slot.empty()
         if self.slots:
             self._backend.synchronize()  # no copy may still be reading a buffer that goes
-        self.slots, self.buffers = [], []
+        self.slots = []
+        self.buffers = []
 
     def raise_failures(self) -> None:
         """Raise the error of a read that failed ahead of time now, not when its layer is leased."""
@@ -297,7 +306,8 @@ class LayerRing:
         buffer.empty()
         stored = self._layers[layer]
         buffer.ticket = self._reader.submit(stored, buffer.memory, buffer.drain(), name=stored.called(layer))
-        buffer.layer, buffer.leased = layer, False
+        buffer.layer = layer
+        buffer.leased = False
         self._counters.layers_read += 1
 
     def _wait_for_read(self, buffer: HostBuffer) -> None:
@@ -311,7 +321,9 @@ class LayerRing:
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
-        buffer, slot, layout = self._buffer_of(layer), self.slots[number], self._layouts[layer]
+        buffer = self._buffer_of(layer)
+        slot = self.slots[number]
+        layout = self._layouts[layer]
         if buffer is not None:
             buffer.wait()
         source = self._host[layer] if buffer is None else buffer.memory
@@ -333,10 +345,12 @@ class _Taken:
     """A layer in its slot, or on its way into it, as an `Upload`."""
 
     def __init__(self, ring: LayerRing, slot: DeviceSlot) -> None:
-        self._ring, self._slot = ring, slot
+        self._ring = ring
+        self._slot = slot
 
     def wait(self) -> Tensor:
-        ring, began = self._ring, self._ring._clock()
+        ring = self._ring
+        began = self._ring._clock()
         with ring._trace.span("stall: upload", ring._name_of(self._slot.layer)):
             slot = self._slot.lease()
         ring._counters.seconds_blocked_upload += ring._clock() - began

@@ -45,7 +45,8 @@ def in_parts(
     on lease until it is done, and then its parts, first to last on the way up, last to first on the way down. `down`:
     the order has only that way. `top_layer`: the layer that goes both ways at once. `pinned`: name such a layer again after
     each of its parts, for `fetched`: all the time it is a layer that was on lease last."""
-    leases, seen = list[int](), set[int]()
+    leases = list[int]()
+    seen = set[int]()
     for layer in order:
         layer_parts = tuple(parts.get(layer, ()))
         part_order = (
@@ -143,12 +144,14 @@ def index_to_refill(layers: Sequence[int | None], order: Order, number: int, in_
     """Return the place to refill for lease `number`: an empty one, else the one whose layer is wanted last. That is
     Belady's rule (1966), and the first of two by which prefetching does no harm (Cao et al. 1995): no layer is given up
     for one that is wanted later. None: every place holds a layer on lease (`in_use`), or one wanted sooner."""
-    best, furthest = None, (float(number), math.inf)
+    best = None
+    furthest = (float(number), math.inf)
     for index, layer in enumerate(layers):
         if layer in in_use:
             continue
         # Of layers that no announced lease wants a lower one is kept, because the next pass begins at the bottom.
         next_use = (math.inf, math.inf) if layer is None else (order.next_use(layer), float(layer))
         if next_use > furthest:
-            best, furthest = index, next_use
+            best = index
+            furthest = next_use
     return best

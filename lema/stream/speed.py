@@ -37,7 +37,8 @@ def median_seconds(work: Callable[[], object], backend: Backend, clock: Clock = 
 
 def read_speed(layers: Iterable[LayerBytes], buffers: Sequence[Tensor], clock: Clock = time.perf_counter) -> float:
     """Return the bytes per second at which layers are read, as many at a time as there are host buffers."""
-    free, pending = deque(buffers), deque[Ticket]()
+    free = deque(buffers)
+    pending = deque[Ticket]()
     with closing(LayerReader()) as reader:
         began = clock()
         for layer in layers:
@@ -52,7 +53,8 @@ def read_speed(layers: Iterable[LayerBytes], buffers: Sequence[Tensor], clock: C
 
 def upload_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> float:
     """Return the bytes per second at which a host buffer of `nbytes` is copied to a slot on the device."""
-    buffer, slots = backend.host_buffer(nbytes), backend.device_slots(nbytes, 1)
+    buffer = backend.host_buffer(nbytes)
+    slots = backend.device_slots(nbytes, 1)
     buffer.fill_(1)  # its pages are there before the clock runs
 
     def upload() -> None:

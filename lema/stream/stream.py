@@ -92,7 +92,8 @@ class LayerStream:
         self._sharded = sharded and replicas.size > 1
         # Only a device with memory of its own has weights elsewhere than where they were read to.
         self._packed = not self._lazy and not backend.memory().shared
-        stored, layouts = self.layers, [self._layout(layer) for layer in self.layers]
+        stored = self.layers
+        layouts = [self._layout(layer) for layer in self.layers]
         self._in_slots = tuple(map(in_slot, self.layers, layouts))
         if self._packed:
             wrong = next(filter(None, map(misaligned, self._in_slots)), None)
@@ -148,7 +149,8 @@ class LayerStream:
 
     def _divided(self, layouts: Sequence[SlotLayout]) -> tuple[tuple[LayerBytes, ...], list[SlotLayout]]:
         """Return this process's part of each layer, and where it goes in a slot."""
-        rank, size = self._backend.replicas.rank, self._backend.replicas.size
+        rank = self._backend.replicas.rank
+        size = self._backend.replicas.size
         if self._packed:
             pairs = [slot_share(*pair, rank, size) for pair in zip(self.layers, layouts, strict=True)]
             return tuple(share for share, _ in pairs), [layout for _, layout in pairs]

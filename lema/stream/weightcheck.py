@@ -66,12 +66,15 @@ class BaseGuard:
         is NaN or infinite; names the weight, the element and the file. What was looked at is not looked at again."""
         if (file, offset, memory.numel()) in self._seen:
             return
-        end, tensors = offset + memory.numel(), self._tensors.get(file, [])
+        end = offset + memory.numel()
+        tensors = self._tensors.get(file, [])
         first = max(0, bisect.bisect_right(tensors, offset, key=lambda entry: entry[0]) - 1)
         for begin, name, record in tensors[first:]:
             if begin >= end:
                 break
-            start, stop, dtype = max(begin, offset), min(begin + record.nbytes, end), DTYPES.get(record.dtype)
+            start = max(begin, offset)
+            stop = min(begin + record.nbytes, end)
+            dtype = DTYPES.get(record.dtype)
             if dtype is None or start >= stop:
                 continue
             if (index := first_non_finite(memory[start - offset : stop - offset], dtype)) is not None:
@@ -82,7 +85,8 @@ class BaseGuard:
     def check_cast(self, cast: Cast, target: Tensor) -> None:
         """Look at a tensor, or a piece of one, that was read aside and cast into `target`. `NonFiniteError`: it is not
         finite as it is stored, or too large for the type it was cast to."""
-        record, dtype = cast.record, cast.target.dtype
+        record = cast.record
+        dtype = cast.target.dtype
         if (record.file, record.offset, cast.move) in self._seen:
             return
         if first_non_finite(target.contiguous().reshape(-1).view(torch.uint8), dtype) is not None:

@@ -26,7 +26,8 @@ from lema.train import LemaModel
 
 __all__ = ["BackendContract"]
 
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 
 
 class BackendContract(CopyPromises):
@@ -115,7 +116,8 @@ class BackendContract(CopyPromises):
     def test_the_group_gathers_in_rank_order_and_leaves_whole_gradients(self) -> None:
         """`gather` returns one tensor per rank; a parameter without a gradient stays without."""
         with closing(self.backend()) as backend:
-            parallel, device = backend.parallel, backend.device
+            parallel = backend.parallel
+            device = backend.device
             assert 0 <= parallel.rank < parallel.size
             gathered = parallel.gather(torch.full((3,), float(parallel.rank), device=device))
             assert [tensor.tolist() for tensor in gathered] == [[float(rank)] * 3 for rank in range(parallel.size)]
@@ -214,7 +216,8 @@ def steps_of_both(
         assert model.lora_manager is not None
         model.lora_manager.train()
         whole_model = _whole_model(published, dropout, backend.device)
-        streamed_adapter, whole_adapter = _adapter(model.lora_manager), _adapter(whole_model)
+        streamed_adapter = _adapter(model.lora_manager)
+        whole_adapter = _adapter(whole_model)
         assert streamed_adapter.keys() == whole_adapter.keys()
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():  # because B is zero at first, which leaves A without a gradient

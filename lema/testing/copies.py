@@ -111,7 +111,8 @@ class CopyPromises:
             leased = slots.upload(source)
             slot = leased.wait()
             for number in range(2, 8):
-                first, second = slots.upload(source_of(backend, number)), slots.upload(source_of(backend, number + 50))
+                first = slots.upload(source_of(backend, number))
+                second = slots.upload(source_of(backend, number + 50))
                 first.wait()
                 _give_back(second)
                 _give_back(first)
@@ -240,7 +241,8 @@ class CopyPromises:
     def test_what_is_uploaded_after_a_download_is_what_it_brings(self) -> None:
         """There and back, without a wait in between."""
         with closing(self.backend()) as backend:
-            slots, buffer = backend.device_slots(SLOT, 1), backend.host_buffer(SLOT)
+            slots = backend.device_slots(SLOT, 1)
+            buffer = backend.host_buffer(SLOT)
             buffer.fill_(0xFF)
             for number in range(4):
                 expected = torch.full((SLOT // 4,), float(number))

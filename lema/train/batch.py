@@ -46,7 +46,8 @@ def as_batch(
     if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
     if "labels" not in batch:
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask")
         if mask is None and ids.ndim == 2:
             # Only a tokenizer that was used is asked, because loading one takes seconds.
             for source in (text_config, vars(files).get("tokenizer") if files is not None else None):

@@ -30,10 +30,13 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
     is measured without dropout, and no random number is drawn. Every process calls this, with its share of the rows in
     as many passes as the others have. Raises `NonFiniteError`, which names rows and layer; `DataError` where no token
     is trained; `StopRequested` where the run is to stop."""
-    replicas, module = model.backend.replicas, model.split.model
+    replicas = model.backend.replicas
+    module = model.split.model
     was_training = module.training
     module.eval()
-    total, tokens, measured = 0.0, 0, dict[str, tuple[float, float]]()
+    total = 0.0
+    tokens = 0
+    measured = dict[str, tuple[float, float]]()
     try:
         with model.stop.opened():
             for micro_batches, where in passes:
@@ -45,12 +48,14 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
                 del mean  # because a lazy device would compute it again
                 if not math.isfinite(loss):
                     raise non_finite_loss(model, micro_batches, loss, where)
-                total, tokens = total + loss * count, tokens + count
+                total = total + loss * count
+                tokens = tokens + count
                 measured = added(measured, measured_here(model))
     finally:
         module.train(was_training)
     sums = replicas.exchange((total, tokens, measured))
-    total, tokens = sum(process_sums[0] for process_sums in sums), sum(process_sums[1] for process_sums in sums)
+    total = sum(process_sums[0] for process_sums in sums)
+    tokens = sum(process_sums[1] for process_sums in sums)
     loss = total / tokens
     if model.objective is not None:
         metrics = means(added(*(process_measured for _, _, process_measured in sums)), "eval_")
@@ -79,5 +84,6 @@ def passes_of_mixture(
     batch = mixture.validation(rows, replicas.rank, replicas.size, together)
     parts = [] if batch is None else split_batch(batch, together)
     width = max(1, -(-at_once // (replicas.size * together)))  # micro-batches, as many as a step of training has
-    count, where = max(replicas.exchange(-(-len(parts) // width))), f"validation of stage {mixture.stage + 1}"
+    count = max(replicas.exchange(-(-len(parts) // width)))
+    where = f"validation of stage {mixture.stage + 1}"
     return [(parts[number * width : (number + 1) * width], where) for number in range(count)]

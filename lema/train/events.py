@@ -98,7 +98,8 @@ class NotePlan(hooks.TrainerCallback):
 
     def __init__(self, config: LemaConfig, plan: Mapping[str, Any], **about: Any) -> None:
         about |= {"plan": plan, "settings": config.to_dict(), "versions": about_run(config, "", None)["versions"]}
-        self._file, self._contents = Path(config.output_dir) / PLAN_NAME, about
+        self._file = Path(config.output_dir) / PLAN_NAME
+        self._contents = about
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - called so
         """Write it."""
@@ -138,7 +139,9 @@ class RunEvents:
         evaluates: bool = False,
         on_row: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
-        self._replicas, self._on_row, self._directory = replicas, on_row, Path(config.output_dir)
+        self._replicas = replicas
+        self._on_row = on_row
+        self._directory = Path(config.output_dir)
         self._args = training_arguments(config, evaluates=evaluates)
         self.state = TrainerState(
             max_steps=num_steps,
@@ -178,8 +181,11 @@ class RunEvents:
             self.fire("on_init_end")
             self.fire("on_train_begin")
             self._go_on_with(self._handler.callbacks)
-        self._handler.model, self._handler.optimizer, self._handler.lr_scheduler = steps.module, optimizer, schedule
-        self._window, self._total = self._opened(), self._opened()
+        self._handler.model = steps.module
+        self._handler.optimizer = optimizer
+        self._handler.lr_scheduler = schedule
+        self._window = self._opened()
+        self._total = self._opened()
         self._window.go_on(carried.get("window", NO_SUMS))
         self._total.go_on(carried.get("whole", NO_SUMS))
         self.signs = Signs(steps.config, getattr(steps.model.split.model.config.get_text_config(), "vocab_size", None))
@@ -202,7 +208,8 @@ class RunEvents:
     def move(self, at: Position) -> None:
         """Be somewhere else in the run."""
         self._at = at
-        self.state.global_step, self.state.epoch = at.step, at.epoch  # type: ignore[assignment] # None is left out
+        self.state.global_step = at.step
+        self.state.epoch = at.epoch  # type: ignore[assignment] # None is left out
 
     @property
     def carried(self) -> dict[str, Any]:
@@ -266,7 +273,8 @@ class RunEvents:
         if not window.trained_tokens:
             return
         assert self._steps is not None
-        seconds, model = time.perf_counter() - window.began, self._steps.model
+        seconds = time.perf_counter() - window.began
+        model = self._steps.model
         self.log(
             {
                 "loss": window.loss / window.trained_tokens,
@@ -288,7 +296,8 @@ class RunEvents:
         total = self._total
         if not total.trained_tokens:
             return {}
-        seconds, loss = time.perf_counter() - total.began, total.loss / total.trained_tokens
+        seconds = time.perf_counter() - total.began
+        loss = total.loss / total.trained_tokens
         return {"train_loss": loss, "train_runtime": seconds, "train_tokens_per_second": total.tokens / seconds}
 
     def log(self, logs: Mapping[str, Any]) -> None:

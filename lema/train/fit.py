@@ -64,7 +64,8 @@ def save_step(
 ) -> None:
     """Write `checkpoint-<global_step>` into `output_dir`, then delete those that are too old, but for the `spared`."""
     output = Path(steps.config.output_dir)
-    directory, keep = output / f"{PREFIX}{steps.global_step}", steps.config.save_total_limit
+    directory = output / f"{PREFIX}{steps.global_step}"
+    keep = steps.config.save_total_limit
     steps.save_checkpoint(directory, extra, writers)
     forget = partial(forget_old_checkpoints, output, directory, keep, spared)
     first_alone(steps.model.backend.replicas, forget)
@@ -76,8 +77,11 @@ class PlainRun:
     trains: str | None = None
 
     def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any, report: Reporter = print) -> None:
-        self.steps, config, self._replicas = steps, steps.config, steps.model.backend.replicas
-        self._config, self._output = config, Path(config.output_dir)
+        self.steps = steps
+        config = steps.config
+        self._replicas = steps.model.backend.replicas
+        self._config = config
+        self._output = Path(config.output_dir)
         self._report: Reporter = report if self._replicas.first else lambda _: None
         if config.mixture is not None and getattr(dataset, "shares", None) != config.mixture:
             what = "it gives shares to the data sets in train_data, but fit got other rows"
@@ -122,7 +126,9 @@ class PlainRun:
         """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`;
         `AdapterError` where there is none, `ConfigError` where it is of another run."""
         self._check_evaluates()
-        steps, candidates, report = self.steps, checkpoints(self._output), self._report
+        steps = self.steps
+        candidates = checkpoints(self._output)
+        report = self._report
         if not candidates:
             what = "there is no checkpoint to resume from"
             raise AdapterError(what, where=str(self._output), how="remove --resume to begin a new run")
@@ -130,13 +136,16 @@ class PlainRun:
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
         changed = check_same_run(path, self._config, adapter, self._sampler.about, steps.model.split.dtype)
         extra = restore(path)
-        self.done, self.pending, self.carried = steps.global_step, extra.get("left"), extra
+        self.done = steps.global_step
+        self.pending = extra.get("left")
+        self.carried = extra
         self.saved = None if weights_only else self.done
         self.sound = self.done if is_sound(extra) else None
         self._past = past_log(path / TRAINER_STATE)
         if self._past.get("best_metric") is not None:
             self.best = {"step": self._past["best_global_step"], self._config.best_by[0]: self._past["best_metric"]}
-        keep, spared = self._config.save_total_limit, [self.best_checkpoint] if self.best_checkpoint else []
+        keep = self._config.save_total_limit
+        spared = [self.best_checkpoint] if self.best_checkpoint else []
         first_alone(self._replicas, lambda: forget_old_checkpoints(self._output, path, keep, spared))
         steps.take_settings({change.name for change in changed})
         report(f"resuming from {path} (step {self.done} of {self.num_steps})")
@@ -182,8 +191,11 @@ class PlainRun:
 
     def leave(self, result: Mapping[str, Any], base: Base, files: ModelFiles | None) -> None:
         """Leave the adapter, or the best, with card and tokenizer, and upload them."""
-        config, backend, alone = self._config, self.steps.model.backend, partial(first_alone, self._replicas)
-        adapter, reference = cast(PeftModel, self.steps.module), self.steps.model.reference
+        config = self._config
+        backend = self.steps.model.backend
+        alone = partial(first_alone, self._replicas)
+        adapter = cast(PeftModel, self.steps.module)
+        reference = self.steps.model.reference
         if config.load_best_model_at_end and self.best is not None:
             self._take_best(adapter)
         writers: list[Writer] = []
@@ -197,7 +209,8 @@ class PlainRun:
 
     def _take_best(self, adapter: PeftModel) -> None:
         """Load the adapter of the best evaluation; if its checkpoint is missing or damaged, the last step's stays."""
-        path, (name, _) = cast(Path, self.best_checkpoint), self._config.best_by
+        path = cast(Path, self.best_checkpoint)
+        name, _ = self._config.best_by
         best = cast("dict[str, Any]", self.best)
         try:
             first_alone(self._replicas, partial(check_sound, path, weights_only=True))
@@ -209,7 +222,8 @@ class PlainRun:
         self._report(f"the adapter of step {best['step']} is kept, the best: {name} {best[name]:.4f}")
 
     def _data_summary(self) -> dict[str, str]:
-        config, summary = self._config, {}
+        config = self._config
+        summary = {}
         for name, source, rows in (
             ("training", config.train_data, self._sampler.dataset),
             ("evaluation", config.eval_data, self._eval_dataset),
@@ -223,7 +237,8 @@ class PlainRun:
     @contextmanager
     def _cached_prefix(self) -> Iterator[None]:
         """Keep the outputs of frozen layers for each batch, if that is requested and a batch comes a second time."""
-        config, model = self._config, self.steps.model
+        config = self._config
+        model = self.steps.model
         if not config.cache_frozen_prefix or not self._sampler.repeats:
             yield
             return
@@ -238,7 +253,8 @@ class PlainRun:
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps."""
-        epoch, is_epoch_end = self._sampler.epoch(done), self._sampler.is_epoch_end(done)
+        epoch = self._sampler.epoch(done)
+        is_epoch_end = self._sampler.is_epoch_end(done)
         where = self._output / f"{PREFIX}{done}"
         return Position(done, epoch, self._sampler.row(done), f"step {done}", where, is_epoch_end)
 
@@ -259,7 +275,8 @@ class PlainRun:
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write `checkpoint-<step>`, and forget those that are too old."""
-        position, data = self._sampler.position(self.done), self._sampler.about
+        position = self._sampler.position(self.done)
+        data = self._sampler.about
         extra = {"data": data, "position": position, "left": pending, **events.carried}
         sound = None if self.sound is None or not events.signs.steps else self.position(self.sound).checkpoint
         save_step(self.steps, extra, [events.save_state], [path for path in (self.best_checkpoint, sound) if path])

@@ -66,7 +66,8 @@ def non_finite_loss(
 @torch.no_grad()
 def first_non_finite(model: StreamedModel, micro_batches: Sequence[Mapping[str, Any]]) -> str | None:
     """Run forward once more and name the first part whose output is not finite; None: all are."""
-    split, backend = model.split, model.backend
+    split = model.split
+    backend = model.backend
     names = ["the embeddings", *(f"{split.layers_name}.{i}" for i in range(split.num_layers)), "the head"]
     first: int | None = None
     for index, hidden in enumerate(model.hidden_states(micro_batches)):
@@ -96,7 +97,8 @@ def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -
         run()
     # Processes that compute a layer together form parts of its gradient: the layer is named if any sees NaN.
     seen = (layer for layer in model.backend.replicas.of_copy(hidden.highest()) if layer is not None)
-    split, handed_down = model.split, max(seen, default=None)
+    split = model.split
+    handed_down = max(seen, default=None)
     reached = -1 if handed_down is None else handed_down
     for layer, name, parameter in _downwards(split):
         if layer < reached:
@@ -158,8 +160,10 @@ class Passes:
     @contextmanager
     def _from(self, drawn: Tensor, mark: Mark) -> Iterator[None]:
         """Have the `with` block draw what dropout drew at a moment, and find what modules kept then; leave no trace."""
-        backend, state = self._model.backend, self._model.split.state
-        after, now = backend.rng_state(), state.mark()
+        backend = self._model.backend
+        state = self._model.split.state
+        after = backend.rng_state()
+        now = state.mark()
         backend.set_rng_state(drawn)
         state.put_back(mark)
         try:
@@ -173,7 +177,9 @@ class Passes:
     ) -> NonFiniteError:
         """Return the error of gradients that are not finite, and drop them; the passes are run `again` to find where.
         All processes call this; the generator is then where it was."""
-        backend, stream, began = self._model.backend, self._model.stream, None
+        backend = self._model.backend
+        stream = self._model.stream
+        began = None
         alone = not stream.sharded and backend.parallel.size == 1  # else other processes run all passes too
         stream.cancel()  # leases announced for the next step
         drop_gradients()

@@ -21,7 +21,8 @@ def check_output_dir(config: LemaConfig) -> None:
     """Make sure that `output_dir` is a directory, if it is anything, and neither is nor lies in one that the run reads:
     that of its model, of the adapter it begins with or of its data; that no file of the data is one that the run writes
     there; and that the other directories it writes to lie in none of these, either. `ConfigError`: it is not so."""
-    output, data = Path(config.output_dir), _data_of(config)
+    output = Path(config.output_dir)
+    data = _data_of(config)
     model_directories = [path.parent for path in _models_of(config) if path.is_file()]
     with named_in("output_dir"):
         check_directory(output)

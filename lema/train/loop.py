@@ -89,11 +89,14 @@ class RunLoop:
     def __init__(
         self, stage: Stage, events: RunEvents, *, at_layer: Stop | None = None, after_step: Stop | None = None
     ) -> None:
-        self._stage, self._events = stage, events
+        self._stage = stage
+        self._events = events
         config = stage.steps.config
-        self._is_phase, (self._metric, self._greater) = stage.trains is not None, config.best_by
+        self._is_phase = stage.trains is not None
+        (self._metric, self._greater) = config.best_by
         self._keeps_best = self._is_phase or config.load_best_model_at_end
-        self._at_layer, self._after = at_layer, after_step
+        self._at_layer = at_layer
+        self._after = after_step
         self._model = stage.steps.model
         self._backend = self._model.backend
         self._go_back: Callable[[], Pending | None] | None = None  # to the point of a stop; returns pending actions
@@ -102,7 +105,8 @@ class RunLoop:
     def run(self) -> None:
         """Take the steps; raise `Stopped`, with a checkpoint of the last step there, where somebody who was asked said
         so, or in a phase a callback; `DiskFull` where there is no space for the checkpoint that the stage ends with."""
-        stage, log = self._stage, self._events.state.log_history
+        stage = self._stage
+        log = self._events.state.log_history
         self._report_best()
         last = next((row for row in reversed(log) if "eval_loss" in row), {})
         self.last_eval = {name: number for name, number in last.items() if name.startswith("eval_")}
@@ -124,7 +128,9 @@ class RunLoop:
     def _cut_short(self, why: str) -> Stopped:
         """Go back to the end of the last step, save that unless it is saved, and return what ends the run."""
         assert self._go_back is not None, "there is no run to stop"
-        stage, pending, stopped = self._stage, self._go_back(), self._stopped(why)
+        stage = self._stage
+        pending = self._go_back()
+        stopped = self._stopped(why)
         if pending is not None or stage.saved != stage.done:
             try:
                 self._save(pending)
@@ -136,9 +142,11 @@ class RunLoop:
 
     def _remember(self, pending: Pending | None = None) -> None:
         """Note what a stop goes back to: what changes from step to step otherwise than by an optimizer's step."""
-        backend, state = self._backend, self._events.state  # not `self`, which holds what is made here
+        backend = self._backend
+        state = self._events.state  # not `self`, which holds what is made here
         generators = Generators.now(backend)
-        fields, num_logged = dict(vars(state)), len(state.log_history)  # the log is long, and not copied
+        fields = dict(vars(state))
+        num_logged = len(state.log_history)  # the log is long, and not copied
 
         def go_back() -> Pending | None:
             generators.put_back(backend)
@@ -149,11 +157,14 @@ class RunLoop:
         self._go_back = go_back
 
     def _stopped(self, why: str) -> Stopped:
-        at, how = self._stage.position(self._stage.done), "continue with --resume (resume=True)"
+        at = self._stage.position(self._stage.done)
+        how = "continue with --resume (resume=True)"
         return Stopped(f"stopped by {why} after {at.name}", where=str(at.checkpoint), how=how)
 
     def _loop(self) -> None:
-        stage, events, in_epoch = self._stage, self._events, False
+        stage = self._stage
+        events = self._events
+        in_epoch = False
         if stage.steps.config.eval_on_start and stage.done == 0 and not events.state.log_history:
             self._remember()
             self._evaluate(counts=False)
@@ -175,8 +186,10 @@ class RunLoop:
     def _end_if_dead(self, numbers: Mapping[str, Any]) -> None:
         """Raise `DeadRun` after many steps in which nothing was learnt, in all processes alike, because all go by the
         same sums. No checkpoint is written: the last of before is worth more."""
-        stage, events = self._stage, self._events
-        sign, count = events.signs.sign, events.signs.steps
+        stage = self._stage
+        events = self._events
+        sign = events.signs.sign
+        count = events.signs.steps
         if sign is None or count < DEAD_STEPS or not stage.steps.config.stop_when_dead:
             return
         events.measured(numbers)
@@ -203,8 +216,10 @@ class RunLoop:
 
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step, all its rows in one layer-major pass; return its learning rate and norm."""
-        stage, events = self._stage, self._events
-        rate, drawn = float(stage.schedule.get_last_lr()[0]), stage.draw(stage.done)
+        stage = self._stage
+        events = self._events
+        rate = float(stage.schedule.get_last_lr()[0])
+        drawn = stage.draw(stage.done)
         more = stage.done + 1 < stage.num_steps
         has_following = more and self._model.prefix is not None
         result = stage.steps.accumulate(
@@ -218,7 +233,8 @@ class RunLoop:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # torch warns if the first was not
                 stage.schedule.step()
-        stage.done, stage.eval_loss = stage.done + 1, None
+        stage.done = stage.done + 1
+        stage.eval_loss = None
         events.move(stage.position(stage.done))
         if (why := result.dropped) is None:
             events.counted(result, rate)
@@ -230,7 +246,8 @@ class RunLoop:
     def _after_step(self, numbers: Mapping[str, Any], after: str = "step") -> bool:
         """Do what is due after a step, and after the epoch if it has ended; return whether it goes on. `numbers` are
         the step's, for its line of metrics; with `after` at `epoch`, what is due after it has been done."""
-        stage, events = self._stage, self._events
+        stage = self._stage
+        events = self._events
         if after == "step":
             self._act(numbers, after)
         if after != "epoch":
@@ -250,8 +267,10 @@ class RunLoop:
 
     def _act(self, numbers: Mapping[str, Any], after: str) -> None:
         """Log, evaluate and save, if callbacks have requested it or a phase ends; stop a phase on request."""
-        stage, events = self._stage, self._events
-        is_last, before = self._is_phase and stage.done == stage.num_steps, stage.best
+        stage = self._stage
+        events = self._events
+        is_last = self._is_phase and stage.done == stage.num_steps
+        before = stage.best
         if events.control.should_log or is_last:
             events.measured(numbers)
         if stage.evaluates and (events.control.should_evaluate or is_last):
@@ -262,7 +281,8 @@ class RunLoop:
             dead = {} if events.signs.verdict is None else {"dead": events.signs.verdict}
             events.event("phase_end", final_eval_loss=stage.eval_loss, best=stage.best, **dead)
         why = self._why() if self._is_phase else None
-        due, better = bool(is_last or events.control.should_save or why), stage.best is not before
+        due = bool(is_last or events.control.should_save or why)
+        better = stage.best is not before
         if better and stage.best is not None:
             stage.best["only"] = not due
         left: Pending | None = None
@@ -278,7 +298,9 @@ class RunLoop:
 
     def _evaluate(self, *, counts: bool = True) -> None:
         """Evaluate, and if it `counts` keep the best so far; or `ConfigError`: its metric was not measured."""
-        stage, events, metric = self._stage, self._events, self._metric
+        stage = self._stage
+        events = self._events
+        metric = self._metric
         self.last_eval = metrics = stage.evaluate()
         stage.eval_loss = metrics["eval_loss"]
         if metric not in metrics:
@@ -287,14 +309,16 @@ class RunLoop:
         events.log(metrics)
         events.fire("on_evaluate", dict(metrics))
         events.agree()
-        value, best = metrics[metric], None if stage.best is None else stage.best[metric]
+        value = metrics[metric]
+        best = None if stage.best is None else stage.best[metric]
         if counts and (best is None or (value > best if self._greater else value < best)):
             stage.best = {"step": stage.done, metric: value}
         self._report_best()
 
     def _report_best(self) -> None:
         """Have callbacks know the best evaluation of the stage so far, and after which step of the run it was made."""
-        best, state = self._stage.best, self._events.state
+        best = self._stage.best
+        state = self._events.state
         state.best_metric = None if best is None else best[self._metric]
         state.best_global_step = None if best is None else self._stage.position(best["step"]).step
 
@@ -308,7 +332,8 @@ class RunLoop:
 
     def _saves_now(self, why: str | None, best: dict[str, Any] | None, left: Pending | None) -> bool:
         """Write a checkpoint; return whether it is there: on a full disk a run that does not end goes on without."""
-        stage, events = self._stage, self._events
+        stage = self._stage
+        events = self._events
         try:
             self._save(left)
         except DiskFull as error:

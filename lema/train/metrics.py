@@ -24,7 +24,9 @@ from lema.storage.diskspace import disk_errors, not_written
 from lema.storage.regular import open_appending, open_regular
 from lema.stream import StreamCounters
 
-METRICS_NAME, PLAN_NAME, PICTURE = "metrics.jsonl", "plan.json", "loss.png"
+METRICS_NAME = "metrics.jsonl"
+PLAN_NAME = "plan.json"
+PICTURE = "loss.png"
 SAMPLES = "samples.jsonl"
 
 # JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as floats.
@@ -100,7 +102,8 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
 def check_unused(config: LemaConfig, ended: Sequence[str] = ("train_loss",)) -> None:
     """Refuse, with `ConfigError`, an `output_dir` with an adapter, or with metrics of which a line has one of the names
     in `ended`, unless they may be replaced by a run that begins."""
-    directory, contents = Path(config.output_dir), ""
+    directory = Path(config.output_dir)
+    contents = ""
     if (directory / CONFIG).is_file():
         contents = "an adapter"
     elif (file := directory / METRICS_NAME).is_file():
@@ -188,7 +191,8 @@ def _plain(value: Any) -> Any:
 
 def _cut_torn_line(file: FileIO) -> None:
     """Cut what follows the last newline; searches backwards, for the file may be long."""
-    end, newline = file.seek(0, os.SEEK_END), -1
+    end = file.seek(0, os.SEEK_END)
+    newline = -1
     position = end
     while position and newline < 0:
         start = max(0, position - 4096)

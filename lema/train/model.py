@@ -117,9 +117,11 @@ class LemaModel:
         num_labels: int | None = None,
     ) -> None:
         config = with_adapter(config, None if files is None else files.adapter)
-        self.config, self.trusted = config, trust_remote_code
+        self.config = config
+        self.trusted = trust_remote_code
         self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
-        self.directory, hf_config = self.files.directory, deepcopy(self.files.config)
+        self.directory = self.files.directory
+        hf_config = deepcopy(self.files.config)
         if config.model_type is not None and config.model_type != hf_config.model_type:
             what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
             raise ConfigError(what, where=str(self.directory / "config.json"), how="correct model_type, or remove it")
@@ -143,7 +145,8 @@ class LemaModel:
         self._reader = LayerReader(trace=trace, guard=guard, first_reads=FirstReads())
         self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")
         name = self.split.layers_name
-        self._trace, self._divided = trace, False  # whether it is divided among processes
+        self._trace = trace
+        self._divided = False  # whether it is divided among processes
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
         self._head, self._tables = open_embed_head(self.skeleton, self._stored, config, self.backend.parallel)
         self.split.tables = self._tables
@@ -197,7 +200,8 @@ class LemaModel:
             model = cls(config, backend=backend, files=files, trust_remote_code=trust_remote_code)
         if has_saved_base:
             check_base(path, model.gbi)
-        then, now = computed_for(path), dtype_name(model.computing.dtype)
+        then = computed_for(path)
+        now = dtype_name(model.computing.dtype)
         if then not in (None, now) and overrides.keys().isdisjoint({"compute_dtype", "dtype"}):
             what = f"the adapter was trained in {then}, and here the model computes in {now}, which rounds otherwise"
             warnings.warn(f"{what}; --compute-dtype {then} computes as the training did", stacklevel=2)
@@ -431,10 +435,8 @@ class LemaModel:
         if "memory" in self.__dict__:
             self.memory.load_residents()  # because free memory is looked at
         adapter = training_bytes(self.skeleton, self.split.layers_name), self.num_adapter_parameters
-        layers, outside = (
-            self._layers,
-            (self.outside_bytes, self._tables, self._head),
-        )  # in this order: ends are divided
+        layers = self._layers
+        outside = (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
         arguments = self.directory, self.skeleton, layers, *outside, *adapter, self.gbi.nbytes, count
         where = self.split.layers_name, self.split.layers, self._tables.names

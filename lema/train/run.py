@@ -77,11 +77,13 @@ def train(
         ```
     """
     shown = console or Console(highlight=False)
-    out, saved = line_printer(shown), checkpoints(Path(config.output_dir)) if resume else []
+    out = line_printer(shown)
+    saved = checkpoints(Path(config.output_dir)) if resume else []
     check_output_dir(config)
     if not resume:
         check_new(config)  # now, because tokenising takes minutes
-    setting_names, config = sorted(config.model_fields_set), as_begun(config, saved[-1]) if saved else config
+    setting_names = sorted(config.model_fields_set)
+    config = as_begun(config, saved[-1]) if saved else config
     adapter = adapter_to_begin(config, saved, weights_only=weights_only)
     files = ModelFiles(config, trust_remote_code=trust_remote_code, adapter=adapter)
     with closing(LemaModel(config, files=files, trust_remote_code=trust_remote_code, trace=trace)) as model:
@@ -141,7 +143,8 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
             yield f"adapter: {config.output_dir}"
             yield f"next: lema report {shlex.quote(config.output_dir)}, then train again with other settings"
             return
-        rate, time = human_count(result["train_tokens_per_second"]), human_duration(result["train_runtime"])
+        rate = human_count(result["train_tokens_per_second"])
+        time = human_duration(result["train_runtime"])
         yield f"ended at step {steps} after {time}: mean loss {result['train_loss']:.4f}, {rate} tokens/s"
         if (step := result.get("best_step")) is not None:
             adapter_note = (

@@ -20,7 +20,8 @@ class StepSampler:
     in the data a step ends follows from its number alone. The last step may take fewer batches than the others."""
 
     def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None) -> None:
-        self.dataset, self._config = dataset, config
+        self.dataset = dataset
+        self._config = config
         self._per_step = config.gradient_accumulation_steps
         self._batches = batches_of(
             dataset,
@@ -35,7 +36,8 @@ class StepSampler:
             separate_batches=not config.shuffle or config.batch_size == 1,
             per_step=self._per_step * config.group_by_length,
         )
-        steps, batches = config.max_steps, self._batches
+        steps = config.max_steps
+        batches = self._batches
         self.num_batches = steps * self._per_step if steps else batches.num_batches(config.num_train_epochs)
         self.num_steps = -(-self.num_batches // self._per_step)
 
@@ -52,7 +54,8 @@ class StepSampler:
     @cached_property
     def about(self) -> dict[str, Any]:
         """What, with the step, says where in the data a run is."""
-        config, fingerprint = self._config, getattr(self.dataset, "fingerprint", None)
+        config = self._config
+        fingerprint = getattr(self.dataset, "fingerprint", None)
         return {
             "rows": len(self.dataset),
             "fingerprint": fingerprint() if callable(fingerprint) else None,

@@ -178,7 +178,9 @@ class Update:
     """Turns micro-batches into gradients, and those of a step, clipped to `max_grad_norm`, into new parameters."""
 
     def __init__(self, model: StreamedModel, max_grad_norm: float | None, *, sharded: bool = False) -> None:
-        self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
+        self._model = model
+        self._backend = model.backend
+        self._max_grad_norm = max_grad_norm
         self.over: Replicas | None = model.backend.replicas if sharded and model.backend.replicas.size > 1 else None
         """Over which the optimizer's state is divided; None: each process has all."""
         self._unscaled = False  # since the scaler was last updated
@@ -202,7 +204,8 @@ class Update:
         def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:  # whose tensors go when it fails
             # The scale stays on the device. It is asked for also where nothing trains: the scaler begins with it. Not
             # where none is wanted, because a lazy device would compile a graph for it.
-            enabled, device = self.scaler.is_enabled(), self._backend.device
+            enabled = self.scaler.is_enabled()
+            device = self._backend.device
             scale = self.scaler.scale(torch.ones((), device=device)) if enabled else 1.0
             if not micro_batches and num_tokens:  # the other processes have some
                 self._model.join_idle()

@@ -32,7 +32,8 @@ class StopOnSignal:
 
     def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: signal.Signals | None = None
-        self._file, self._clock = file, clock
+        self._file = file
+        self._clock = clock
         self._next_poll = 0.0
         self._file_exists = False
         self._before: dict[signal.Signals, Any] = {}

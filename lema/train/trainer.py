@@ -98,10 +98,17 @@ class LemaTrainer:
     ) -> None:
         if memory_manager is not None and memory_manager is not model_adapter.stream:
             raise ConfigError("memory_manager is not the stream of model_adapter", how="leave it out")
-        self.config, self.model, self.gbi, self.peft_model = config, model_adapter, gbi, lora_manager
-        self.memory, self.backend = model_adapter.stream, model_adapter.backend
-        self.module, self.files = lora_manager, files  # the first is what callbacks see as the model
-        self.callbacks, self.optimizer, self._makes_optimizer = list(callbacks), optimizer, optimizer is None
+        self.config = config
+        self.model = model_adapter
+        self.gbi = gbi
+        self.peft_model = lora_manager
+        self.memory = model_adapter.stream
+        self.backend = model_adapter.backend
+        self.module = lora_manager
+        self.files = files  # the first is what callbacks see as the model
+        self.callbacks = list(callbacks)
+        self.optimizer = optimizer
+        self._makes_optimizer = optimizer is None
         if optimizer is not None and lora_manager is not None:
             check_optimizer(optimizer, self._parameters())
             if config.shard_optimizer and type(optimizer) is not torch.optim.AdamW:
@@ -142,7 +149,8 @@ class LemaTrainer:
                 done).
         """
         batch = as_batch(inputs, labels, attention_mask, self.model.split.model.config.get_text_config(), self.files)
-        logits, micro_batches = list[Tensor](), split_batch(batch, self.config.micro_batch_size)
+        logits = list[Tensor]()
+        micro_batches = split_batch(batch, self.config.micro_batch_size)
         result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
         if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
             with one_run(self.backend.replicas, Path(self.config.output_dir)):  # the caller's loop has no other
@@ -184,11 +192,13 @@ class LemaTrainer:
                 dropped.
             Stopped: the run is to stop; no gradient of this step is left.
         """
-        optimizer, replicas = self.ready(), self.backend.replicas
+        optimizer = self.ready()
+        replicas = self.backend.replicas
         location = f"step {self.global_step + 1}{where}"
         trained, tokens = count_tokens(micro_batches, self.model)
         if self.accumulation_step == 0:
-            self._denominator, self._trained_tokens = trained, 0
+            self._denominator = trained
+            self._trained_tokens = 0
         self._trained_tokens += trained
         try:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
@@ -228,7 +238,8 @@ class LemaTrainer:
             self.update.drop()
             self._end_step()
             self.skipped_steps += 1
-            skipped, limit = self.skipped_steps, self.config.max_skipped_steps
+            skipped = self.skipped_steps
+            limit = self.config.max_skipped_steps
             warn_dropped(dropped, self.global_step, skipped, limit, self.backend.replicas)
             return dropped
         with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
@@ -287,7 +298,8 @@ class LemaTrainer:
             rows = read(dataset)
             if self.files is not None:
                 self.files.note_stop_tokens(rows)
-            run, optimizer = PlainRun(self, rows, read(eval_dataset), say), self.ready()
+            run = PlainRun(self, rows, read(eval_dataset), say)
+            optimizer = self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
@@ -307,7 +319,9 @@ class LemaTrainer:
 
     def require_room(self, count: int) -> None:
         """Raise `DiskFull`, in every process, if `output_dir` has no space for this many checkpoints."""
-        optimizer, adapters, reference = self.ready(), nbytes_of(self._parameters()), self.model.reference
+        optimizer = self.ready()
+        adapters = nbytes_of(self._parameters())
+        reference = self.model.reference
         tensors = (tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor))
         moments = nbytes_of(tensors)
         if (not moments or self.update.over) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
@@ -349,7 +363,9 @@ class LemaTrainer:
             "skipped_steps": self.skipped_steps,
             "extra": dict(extra or {}),
         }
-        adapters, parallel, config = self._adapters(), self.backend.parallel, self.config
+        adapters = self._adapters()
+        parallel = self.backend.parallel
+        config = self.config
         reference = self.model.reference
         saved_optimizer = optimizer_state(self.ready(), parallel, self.update.over)
         adapter_state = whole_adapter(adapters, parallel)
@@ -404,7 +420,9 @@ class LemaTrainer:
             AdapterError: the state is damaged, or of another optimizer or model.
             ConfigError: the checkpoint is of another adapter.
         """
-        path, optimizer, adapters = Path(directory), self.ready(), self._adapters()
+        path = Path(directory)
+        optimizer = self.ready()
+        adapters = self._adapters()
         state = read_state(path)
         check_same_adapter(adapters, path)
         check_base(path, self.gbi, exact=True)  # because the numbers of a run may not change within it
@@ -421,7 +439,8 @@ class LemaTrainer:
             self.scaler.load_state_dict(state["scaler"])
             restore_own(self.backend, state, self.config.seed, self.model.split.state)
             self._forget()
-            self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
+            self.global_step = int(state["global_step"])
+            self.skipped_steps = int(state["skipped_steps"])
             return dict(state["extra"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
@@ -475,7 +494,8 @@ class LemaTrainer:
         self.global_step += 1
 
     def _reset_accumulation(self) -> None:
-        self.accumulation_step, self._fault = 0, None
+        self.accumulation_step = 0
+        self._fault = None
         self._passes.clear()
 
     def _refuse(self, error: Callable[[], NonFiniteError]) -> None:

@@ -32,7 +32,8 @@ class QueuedCarrier:
     device = torch.device("cpu")
 
     def __init__(self, device: FakeDevice, memory: Callable[[int], Tensor]) -> None:
-        self._copies, self._memory = Copies(device), memory
+        self._copies = Copies(device)
+        self._memory = memory
 
     def device_slots(self, nbytes: int, count: int) -> Slots:
         return Slots(self._copies, [self._memory(nbytes) for _ in range(count)])
@@ -60,7 +61,8 @@ class CalmDevice(FakeDevice):
 
     @contextmanager
     def calmly(self) -> Iterator[None]:
-        before, self.stepping = self.stepping, True
+        before = self.stepping
+        self.stepping = True
         yield
         self.stepping = before
 
@@ -107,7 +109,8 @@ class Course:
     """
 
     def __init__(self, code: SimpleNamespace, seed: int, *, cycles: bool = False) -> None:
-        self.chance, self.cycles = Random(seed), cycles
+        self.chance = Random(seed)
+        self.cycles = cycles
         self.device = (CalmDevice if cycles else FakeDevice)(self.chance)
         self.alive = dict[int, str]()  # device memory by address: whose it is
         self.store: FakeStore = self.chance.choice((HostOnly, HostOnly, ThroughBuffers))(self.device, self.chance)
@@ -117,7 +120,8 @@ class Course:
             lambda _: None, self.store, lambda _: carrier,
             stash=self.stash, fetch=self.chance.random() < 0.7,
         )  # fmt: skip
-        self.sources, self.graphs = list[Source](), [Graph(None)]
+        self.sources = list[Source]()
+        self.graphs = [Graph(None)]
         self.held = list[tuple[Tensor, int, bytes]]()  # what was unpacked and is in use: the read there is, expected
         self.reads = list[tuple[str, bytes, bytearray]]()
 
@@ -224,7 +228,8 @@ class Course:
     def some_view(self, memory: Tensor) -> Tensor:
         """Return the whole, or a part of it, of some dtype and strides."""
         tensor = memory.view(self.chance.choice((torch.uint8, torch.float16, torch.float32, torch.int64)))
-        kind, count = self.chance.randrange(5), len(tensor)
+        kind = self.chance.randrange(5)
+        count = len(tensor)
         if kind == 1:
             tensor = tensor[self.chance.randrange(count) :]
         elif kind == 2:
@@ -311,7 +316,8 @@ class Course:
                     raise GivenUp
 
         before = set(self.alive)  # some came back before, as what was expected
-        within, given_up = self.chance.random() < 0.7, False
+        within = self.chance.random() < 0.7
+        given_up = False
         try:
             in_a_backward(ask) if within else ask()
         except GivenUp:
@@ -347,7 +353,8 @@ class Course:
 
     def drop(self, graphs: list[Graph]) -> None:
         for graph in list(graphs):
-            gone, graph.saved = graph.saved, []
+            gone = graph.saved
+            graph.saved = []
             if graph in self.graphs and len(self.graphs) > 1:
                 self.graphs.remove(graph)
             self.leave_alone(gone)

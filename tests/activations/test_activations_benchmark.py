@@ -14,7 +14,10 @@ import torch
 from forked import run_forked
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-HIDDEN, LAYERS, ROWS, TOKENS = 64, 16, 2, 256  # activations outweigh the gradients of adapters
+HIDDEN = 64
+LAYERS = 16
+ROWS = 2
+TOKENS = 256  # activations outweigh the gradients of adapters
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +62,8 @@ def run_benchmark(arguments: list[str]) -> None:
         activations_child.main()
         return 0
 
-    begun, started = activations._memory, []
+    begun = activations._memory
+    started = []
 
     def measure(task: Any, arm: Any) -> dict[str, Any]:
         started.append(arm)

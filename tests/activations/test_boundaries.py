@@ -101,9 +101,11 @@ def test_copies_are_right_on_a_device_that_works_as_late_as_it_may(
     arena_on: Callable[..., BoundaryArena], tier: TierName
 ) -> None:
     backend = LateBackend()
-    arena, hidden = arena_on(tier, backend), states(6, 4)
+    arena = arena_on(tier, backend)
+    hidden = states(6, 4)
     for _ in range(2):
-        step, sums = arena.step(hidden, LAYERS), dict[tuple[int, int], Tensor]()
+        step = arena.step(hidden, LAYERS)
+        sums = dict[tuple[int, int], Tensor]()
         for layer in LAYERS:
             for index, state in enumerate(hidden):
                 step.keep(layer, index, state + layer)
@@ -121,7 +123,8 @@ def test_copies_are_right_on_a_device_that_works_as_late_as_it_may(
 def test_memory_is_taken_once_and_grows_only_for_a_larger_step(
     arena_on: Callable[..., BoundaryArena], tier: TierName
 ) -> None:
-    arena, held = arena_on(tier), []
+    arena = arena_on(tier)
+    held = []
     for length in (64, 64, 16, 128, 64):
         run(arena, states(length, length))
         held.append(arena.memory_bytes)
@@ -130,7 +133,8 @@ def test_memory_is_taken_once_and_grows_only_for_a_larger_step(
 
 
 def test_the_boundaries_of_a_step_lie_in_one_allocation(arena_on: Callable[..., BoundaryArena]) -> None:
-    arena, hidden = arena_on("device"), states(5, 3)
+    arena = arena_on("device")
+    hidden = states(5, 3)
     for _ in range(2):
         step = arena.step(hidden, LAYERS)
         for layer in LAYERS:
@@ -163,7 +167,8 @@ class CountingBackend(CpuBackend):
 
 @pytest.mark.parametrize("depth", [3, 60])
 def test_memory_for_boundaries_on_disk_does_not_grow_with_depth(tmp_path: Path, depth: int) -> None:
-    backend, hidden = CountingBackend(), states(256, 128)
+    backend = CountingBackend()
+    hidden = states(256, 128)
     arena = BoundaryArena(backend, "disk", tmp_path)
     for _ in range(3):
         step = arena.step(hidden, range(depth))
@@ -205,7 +210,8 @@ def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch:
 def test_a_step_that_waits_keeps_its_boundaries_while_another_runs(
     arena_on: Callable[..., BoundaryArena], tier: TierName
 ) -> None:
-    arena, hidden = arena_on(tier), states(5)
+    arena = arena_on(tier)
+    hidden = states(5)
     waiting = arena.step(hidden, LAYERS)
     for layer in LAYERS:
         waiting.keep(layer, 0, hidden[0] + layer)
@@ -220,9 +226,11 @@ def test_a_step_that_waits_keeps_its_boundaries_while_another_runs(
 def test_a_step_that_is_given_up_leaves_its_memory_to_the_next(
     arena_on: Callable[..., BoundaryArena], tier: TierName, num_kept: int
 ) -> None:
-    arena, hidden = arena_on(tier), states(40)
+    arena = arena_on(tier)
+    hidden = states(40)
     run(arena, hidden)
-    held, kept_in = arena.memory_bytes, arena._storage_tier
+    held = arena.memory_bytes
+    kept_in = arena._storage_tier
     gc.disable()  # nothing waits for the collector
     try:
         step = arena.step(hidden, LAYERS)
@@ -240,7 +248,8 @@ def test_a_step_that_is_given_up_leaves_its_memory_to_the_next(
 
 
 def test_a_graph_holds_nothing_of_its_input_and_hands_on_the_gradient() -> None:
-    anchor, found = torch.zeros((), requires_grad=True), dict[int, Tensor]()
+    anchor = torch.zeros((), requires_grad=True)
+    found = dict[int, Tensor]()
     state = torch.randn(3, 4)
     given = graph_input(anchor, state, found, 7)
     out = (given + given * 2).sum()

@@ -19,7 +19,9 @@ from lema.activations.lazy import ByValue
 from lema.activations.protocols import StayReason
 from lema.errors import ConfigError
 
-BLOCKS, ROWS, WIDTH = 8, 6, 16
+BLOCKS = 8
+ROWS = 6
+WIDTH = 16
 NBYTES = ROWS * WIDTH * 4
 
 
@@ -45,7 +47,9 @@ class Stack:
     """
 
     def __init__(self, device: torch.device, reentrant: bool | None, num_blocks: int = BLOCKS) -> None:
-        self.reentrant, self.marked, self.num_blocks = reentrant, Marked(), num_blocks
+        self.reentrant = reentrant
+        self.marked = Marked()
+        self.num_blocks = num_blocks
         generator = torch.Generator().manual_seed(5)
         weights = [torch.randn(WIDTH, WIDTH, generator=generator) / 4 for _ in range(2 * num_blocks)]
         self.weights = [weight.to(device).requires_grad_() for weight in weights]
@@ -237,7 +241,8 @@ def test_b6_the_contexts_that_users_open_move_values_there(lazy: LazyDevice, ree
         model(state).sum().backward()
         return [leaf.grad.to("cpu") for leaf in (state, *model.parameters()) if leaf.grad is not None]
 
-    whole, model = gradients(stack(torch.device("cpu")), torch.device("cpu")), stack(DEVICE)
+    whole = gradients(stack(torch.device("cpu")), torch.device("cpu"))
+    model = stack(DEVICE)
     with pytest.raises(ConfigError, match="storages"):
         get_lora_act_offloading_ctx_manager(model, warn_if_no_head=False)
     context = get_lora_act_offloading_ctx_manager(model, warn_if_no_head=False, mode="hidden_states", sync=lazy.run)

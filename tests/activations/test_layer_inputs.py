@@ -65,7 +65,9 @@ class Moving:
     """What a forward saves, moved away where the choice says so: copies take its place, as from another memory."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.scope, self.inputs, self.choice = Scope(), LayerInputs(model), only_layer_inputs
+        self.scope = Scope()
+        self.inputs = LayerInputs(model)
+        self.choice = only_layer_inputs
         self.moved: list[Tensor] = []
         self.storages: list[StorageWeakRef] = []
         self.stayed = 0
@@ -173,7 +175,8 @@ def test_without_a_checkpoint_only_what_shares_memory_with_an_input_moves(name: 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, hidden_states: Tensor, scale: float = 1.0) -> Tensor:
         return hidden_states + scale * self.down(torch.relu(self.up(hidden_states)))
@@ -278,7 +281,8 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 def test_checkpoints_are_wrapped_once_and_only_while_a_context_is_open() -> None:
     model = adapted("llama", use_reentrant=False)
-    one, other = LayerInputs(model), LayerInputs(model)
+    one = LayerInputs(model)
+    other = LayerInputs(model)
     before = functions(model)
     assert len(before) >= len(layers_of("llama", model))
     for _ in range(3):
@@ -300,7 +304,8 @@ def test_checkpointing_may_be_turned_on_and_off_between_steps_and_within(inside:
     bare = model.get_base_model()
     step(model, batch).backward()
     expected = gradients(model)
-    moving, num_layers = Moving(model), len(layers_of("llama", model))
+    moving = Moving(model)
+    num_layers = len(layers_of("llama", model))
     with moving.opened():
         if inside:
             turn_on(bare, use_reentrant=True)
@@ -367,7 +372,8 @@ def test_evaluation_marks_nothing_that_stays_and_a_lost_model_is_no_error() -> N
     with moving.opened(), torch.no_grad():
         model(**batch)
     assert moving.moved == [] and moving.stayed == 0
-    gone, inputs = weakref.ref(model), moving.inputs
+    gone = weakref.ref(model)
+    inputs = moving.inputs
     del model, moving
     gc.collect()
     assert gone() is None
@@ -382,7 +388,9 @@ def hooks_on(model: nn.Module) -> list[tuple[list[int], list[int]]]:
 def test_hooks_of_sites_and_layers_leave_nothing_behind() -> None:
     model = adapted("mixtral", use_reentrant=True)
     before = hooks_on(model)
-    sites, one, other = ModelHooks(model), LayerInputs(model), LayerInputs(model)
+    sites = ModelHooks(model)
+    one = LayerInputs(model)
+    other = LayerInputs(model)
     with one.opened(), other.opened():
         within = hooks_on(model)
     assert hooks_on(model) == within
@@ -412,8 +420,10 @@ def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(use
         compilations.append(graph)
         return graph.forward
 
-    compiled, sites = torch.compile(model, backend=backend, fullgraph=True), ModelHooks(model, warn_if_no_head=False)
-    inputs, scope = LayerInputs(model), Scope()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    sites = ModelHooks(model, warn_if_no_head=False)
+    inputs = LayerInputs(model)
+    scope = Scope()
     for _ in range(3):
         with entered(scope), inputs.opened():
             compiled(start().detach())

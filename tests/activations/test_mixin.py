@@ -21,7 +21,10 @@ from lema.activations import hooks as scope
 from lema.backend.torchstreams import TorchCarrier
 from lema.errors import ConfigError
 
-VOCABULARY, TOKENS, LAYERS, STEPS = 64, 16, 3, 3
+VOCABULARY = 64
+TOKENS = 16
+LAYERS = 3
+STEPS = 3
 MODES = (True, "legacy", "hidden_states", "disk")
 CHECKPOINTED = {"plain": None, "reentrant": True, "not reentrant": False}
 RENAMED = any(field.name == "activation_checkpointing" for field in fields(TrainingArguments))
@@ -217,7 +220,8 @@ def test_a2_evaluation_moves_nothing_and_allocates_nothing(tmp_path: Path, monke
 
 
 def test_buffers_are_used_again_from_step_to_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers, after_step = [], []
+    buffers = []
+    after_step = []
     allocate = TorchCarrier.host_buffer
     monkeypatch.setattr(
         TorchCarrier, "host_buffer", lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes)

@@ -101,7 +101,8 @@ def test_a3_no_more_than_the_stash_stays_on_the_device(
     held = sum(not one.expired() for one in storages[:-1])
     assert held == 0, "after the context nothing is held"
     with offloading(max_fwd_stash_size=stash):
-        storages, state = [], big()
+        storages = []
+        state = big()
         for _ in range(9):
             state = (state * 1.5).sin()
             storages.append(StorageWeakRef(state.untyped_storage()))
@@ -139,7 +140,8 @@ def test_a6_host_tensors_small_ones_and_special_classes_stay(offloading: Callabl
         assert context.counters.kept[StayReason.QUANTIZED] == 1
         (torch.randn(64, 64, dtype=torch.complex64).conj() * big()).abs().sum()
         assert context.counters.kept[StayReason.LAYOUT] == 1
-        parameter, buffer = nn.Parameter(torch.randn(64, 64)), nn.Buffer(torch.randn(64, 64))
+        parameter = nn.Parameter(torch.randn(64, 64))
+        buffer = nn.Buffer(torch.randn(64, 64))
         (big() * parameter * buffer).sum()
         assert context.counters.kept[StayReason.WEIGHT] == 2
     elsewhere = everything(WeightStorages(), {"meta"})
@@ -220,7 +222,8 @@ def test_a7_weights_that_are_swapped_in_for_the_forward_are_not_moved(
 
 def test_b1_a_view_of_a_weight_pins_nothing_and_is_found_again(offloading: Callable[..., OffloadActivations]) -> None:
     linear = nn.Linear(64, 64)
-    kept, given = linear.weight.detach().clone(), big()
+    kept = linear.weight.detach().clone()
+    given = big()
     expected = torch.autograd.grad(linear(given).sum(), given)[0]
     with offloading(linear, warn_if_no_head=False):
         output = linear(given).sum()
@@ -237,7 +240,8 @@ def test_b1_a_view_of_a_weight_pins_nothing_and_is_found_again(offloading: Calla
 def test_a7_a_weight_written_into_before_its_backward_is_still_an_error(
     offloading: Callable[..., OffloadActivations],
 ) -> None:
-    linear, given = nn.Linear(64, 64), big()
+    linear = nn.Linear(64, 64)
+    given = big()
     with offloading(linear, warn_if_no_head=False):
         output = linear(given).sum()
         with torch.no_grad():
@@ -312,7 +316,8 @@ def test_a11_shape_strides_and_values_come_back(layout: str, offloading: Callabl
     tensor = LAYOUTS[layout]()
     context = offloading(min_offload_size=1, max_fwd_stash_size=1)
     offload = context.offload
-    packed, other = offload.pack(tensor), offload.pack(torch.randn(64))
+    packed = offload.pack(tensor)
+    other = offload.pack(torch.randn(64))
     offload.let_go()
     back = packed.unpack()
     assert back.untyped_storage()._cdata != tensor.untyped_storage()._cdata
@@ -355,7 +360,8 @@ def test_a12_memory_that_was_used_again_for_another_tensor_is_another_piece(
     offloading: Callable[..., OffloadActivations],
 ) -> None:
     offload = offloading(max_fwd_stash_size=1).offload
-    packed, expected = [], []
+    packed = []
+    expected = []
     for value in range(30):  # the allocator gives out the same addresses again and again
         tensor = torch.full((64, 64), float(value))
         packed.append(offload.pack(tensor))
@@ -436,7 +442,8 @@ def test_a15_an_unused_branch_an_exception_and_a_backward_that_fails_leave_nothi
     context = offloading(max_fwd_stash_size=1)
     with context:
         value = big()
-        used, unused = value.sin().exp(), value.cos().exp().sin()
+        used = value.sin().exp()
+        unused = value.cos().exp().sin()
         used.sum().backward()
         assert context.live_bytes > 0
         del unused, used
@@ -470,7 +477,8 @@ def test_a14_a_backward_may_come_when_nobody_holds_the_context(options: dict[str
     """As TRL and torchtune write it; the pieces keep their file open, and it is closed with the last of them."""
     model = tiny_model()
     options = {**options, "offload_dir": tmp_path} if "offload_dir" in options else options
-    expected, files = step(model), len(list(Path("/proc/self/fd").iterdir()))
+    expected = step(model)
+    files = len(list(Path("/proc/self/fd").iterdir()))
     with OffloadActivations(min_offload_size=1, **{**options, "model": model if options.get("model") else None}):
         torch.manual_seed(7)
         loss = loss_of(model)
@@ -567,7 +575,8 @@ def test_a19_wrong_settings_are_refused(options: dict[str, Any], message: str) -
 
 
 def test_a20_everything_seen_is_counted_once(offloading: Callable[..., OffloadActivations]) -> None:
-    linear, given = nn.Linear(64, 64), big()
+    linear = nn.Linear(64, 64)
+    given = big()
     context = offloading(linear, warn_if_no_head=False, max_fwd_stash_size=1)
     with context:
         state = given.sin()  # saves `given`

@@ -125,7 +125,8 @@ def test_a_plan_says_where_activations_wait(base: Path, tmp_path: Path, mode: An
         config.activation_offloading = setting
         planner = planner_of(config, PROFILES["4090"])
         plans[setting] = plan_with(planner)
-    plan, without = plans[mode], plans[False]
+    plan = plans[mode]
+    without = plans[False]
     place = {True: "host", "disk": "disk"}[mode]
     assert ("a step", "activations wait", f"on the {place}") in list(rows(plan))
     assert ("a step", "layers' inputs wait", "on the device") in list(rows(without))

@@ -27,7 +27,8 @@ from lema.backend.torchstreams import TorchCarrier
 from lema.errors import ConfigError, LemaError
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-MM, DROPOUT = "aten::mm", "aten::native_dropout"
+MM = "aten::mm"
+DROPOUT = "aten::native_dropout"
 
 
 def everything(tensor: Tensor) -> StayReason | None:
@@ -62,7 +63,9 @@ class Block(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.qkv, self.out, self.dropout = nn.Linear(16, 48), nn.Linear(16, 16), dropout
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.view(2, 5, 2, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -160,7 +163,8 @@ def test_gradients_of_gradients_are_the_same() -> None:
 
 
 def test_a_region_inside_a_region_is_right() -> None:
-    block, away = Block(0.5), offload()
+    block = Block(0.5)
+    away = offload()
     context_fn = offloaded_ops(away)
 
     def outer(x: Tensor) -> Tensor:
@@ -197,7 +201,8 @@ def test_an_operator_that_draws_leaves_the_draws_after_it_as_they_were(preserve:
 
 
 def test_every_tensor_of_a_tuple_is_packed() -> None:
-    x, away = start(), offload()
+    x = start()
+    away = offload()
 
     def normed(x: Tensor) -> Tensor:
         out, mean, rstd = torch.native_layer_norm(torch.exp(x), [16], None, None, 1e-5)
@@ -321,7 +326,9 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 def test_where_only_layer_inputs_are_chosen_a_chosen_operator_is_chosen_too() -> None:
-    block, scope, away = Block(), Scope(), offload(only_layer_inputs)
+    block = Block()
+    scope = Scope()
+    away = offload(only_layer_inputs)
     expected = gradients(run(block).sum(), block)
     with entered(scope):
         loss = run(block, context_fn=offloaded_ops(away)).sum()

@@ -167,7 +167,8 @@ def test_a_head_that_was_replaced_is_found_as_it_is_called(settings: dict[str, A
     head = output_head(model)
     assert head is not None and head is wrapped(model)[-1].lm_head and not isinstance(head, nn.Linear)
     sites = ModelHooks(model)
-    scope, inside = Scope(), []
+    scope = Scope()
+    inside = []
     inner = [module for module in head.modules() if isinstance(module, nn.Linear)]
     for module in inner:
         module.register_forward_pre_hook(lambda *_: inside.append(scope.past_head))
@@ -180,7 +181,8 @@ def test_a_head_that_was_replaced_is_found_as_it_is_called(settings: dict[str, A
 def test_tied_embeddings_are_no_head_when_tokens_are_looked_up() -> None:
     model = whole(tie_word_embeddings=True)
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    sites, seen = ModelHooks(model), Seen(*model.model.layers)
+    sites = ModelHooks(model)
+    seen = Seen(*model.model.layers)
     with entered(seen.scope):
         model(**micro_batches(1)[0])
     assert sites.head and not any(seen.past_head) and seen.scope.past_head
@@ -215,7 +217,9 @@ class Probe(nn.Module):
 
     def __init__(self, scope: Scope, depths: list[int], *, fails: bool = False) -> None:
         super().__init__()
-        self.scope, self.depths, self.fails = scope, depths, fails
+        self.scope = scope
+        self.depths = depths
+        self.fails = fails
 
     def forward(self, x: Tensor) -> Tensor:
         self.depths.append(self.scope.excluded)
@@ -231,7 +235,8 @@ def blocks(scope: Scope, depths: list[int], *, fails: bool = False) -> nn.Module
 
 
 def test_excluded_modules_nest() -> None:
-    scope, depths = Scope(), []
+    scope = Scope()
+    depths = []
     model = blocks(scope, depths)
     ModelHooks(model, exclude=["outer"])
     kept = ModelHooks(model, exclude=["outer.inner", r"out.*\.probe"])
@@ -249,7 +254,8 @@ def test_excluded_modules_nest() -> None:
 
 
 def test_an_exception_leaves_excluded_modules() -> None:
-    scope, depths = Scope(), []
+    scope = Scope()
+    depths = []
     model = blocks(scope, depths, fails=True)
     sites = ModelHooks(model, exclude=["outer", "inner", "probe"])
     with entered(scope), pytest.raises(Fails):
@@ -269,7 +275,8 @@ def test_where_a_hook_of_others_raises_the_excluded_module_around_is_still_one()
     def fail(*_: Any) -> None:
         raise Fails
 
-    scope, depths = Scope(), []
+    scope = Scope()
+    depths = []
     inner = Probe(scope, depths)
     model = Named("outer", outer=Survives(inner=inner, after=Probe(scope, depths)))
     inner.register_forward_pre_hook(fail)
@@ -289,7 +296,8 @@ class LigerBlock(Named):
 
 
 def test_kernels_that_keep_what_they_save_are_excluded_and_blocks_around_them_are_not() -> None:
-    scope, depths = Scope(), []
+    scope = Scope()
+    depths = []
     block = LigerBlock("norm", "probe", norm=LigerNorm(scope, depths), probe=Probe(scope, depths))
     named = Probe(scope, depths)
     model = Named("block", "my_Liger_loss", "head", block=block, my_Liger_loss=named, head=Probe(scope, depths))
@@ -409,7 +417,8 @@ def modules_in(model: nn.Module, batch: dict[str, Tensor], scope: Scope) -> Iter
 @pytest.mark.parametrize("make", [whole, adapted])
 def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Module]) -> None:
     model, (batch,) = make(), micro_batches(1)
-    sites, scope = ModelHooks(model), Scope()
+    sites = ModelHooks(model)
+    scope = Scope()
     running = set(modules_in(model, batch, scope)) - {None}
     assert scope.modules == []
     linears = {module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".0." not in name}
@@ -421,7 +430,8 @@ def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Mod
 def test_modules_with_weights_are_left_by_an_exception() -> None:
     layer = nn.Linear(4, 4)
     model = Named("layer", "head", layer=layer, head=linear())
-    sites, scope = ModelHooks(model), Scope()
+    sites = ModelHooks(model)
+    scope = Scope()
     with entered(scope), torch.autocast("cpu"), pytest.raises(RuntimeError):
         model(torch.ones(1, 5))
     assert scope.modules == []
@@ -433,8 +443,10 @@ def test_hooks_of_one_owner_outlive_none_of_another() -> None:
         counted.append(module)
 
     counted: list[nn.Module] = []
-    module, hooks = linear(), Hooks(count)
-    one, other = Hooked(), Hooked()
+    module = linear()
+    hooks = Hooks(count)
+    one = Hooked()
+    other = Hooked()
     for owner in (one, one, other):
         owner.add(module, hooks)
     module(torch.ones(1, 4))

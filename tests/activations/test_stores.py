@@ -110,7 +110,9 @@ def test_steps_that_are_alike_allocate_once() -> None:
 
 
 def test_batches_of_all_lengths_do_not_add_up() -> None:
-    one, chance, most = pool(), Random(0), 0
+    one = pool()
+    chance = Random(0)
+    most = 0
     for _ in range(100):
         length = chance.randint(32, 64)
         buffers = [taken(one, length * width) for width in (4096, 4096, 12_288)]
@@ -123,7 +125,8 @@ def test_batches_of_all_lengths_do_not_add_up() -> None:
 
 def test_free_buffers_of_other_sizes_make_room() -> None:
     one = pool(limit=10 * BLOCK)
-    first, second = taken(one, 8 * BLOCK), taken(one, 2 * BLOCK)
+    first = taken(one, 8 * BLOCK)
+    second = taken(one, 2 * BLOCK)
     assert one.take(1) is None
     one.give(first)
     assert len(taken(one, BLOCK)) == BLOCK
@@ -192,7 +195,8 @@ class Owner:
     """Drops a place when it is collected, and is collected by nothing but the garbage collector."""
 
     def __init__(self, place: WaitingPiece | None) -> None:
-        self.place, self.me = place, self
+        self.place = place
+        self.me = self
 
     def __del__(self) -> None:
         assert self.place is not None
@@ -218,10 +222,12 @@ def test_a_garbage_collector_gives_back_in_the_middle_of_a_call() -> None:
 
 
 def test_threads_share_a_pool() -> None:
-    one, wrong = pool(limit=64 * BLOCK), []
+    one = pool(limit=64 * BLOCK)
+    wrong = []
 
     def work(seed: int) -> None:
-        chance, mine = Random(seed), list[Tensor]()
+        chance = Random(seed)
+        mine = list[Tensor]()
         for _ in range(400):
             found = one.take(chance.randint(1, 5 * BLOCK)) if chance.random() < 0.5 else None
             if found is not None:
@@ -246,7 +252,8 @@ def test_threads_share_a_pool() -> None:
 
 def test_a_place_in_host_memory_holds_its_bytes_until_it_is_dropped() -> None:
     store = HostStore(pool(limit=2 * BLOCK))
-    first, second = store.allocate(5000), None
+    first = store.allocate(5000)
+    second = None
     assert first is not None
     first.fill().fill_(7)
     first.filled(lambda: None)

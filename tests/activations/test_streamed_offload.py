@@ -65,7 +65,8 @@ def graphs_of(model: LemaModel) -> SavedGraphs:
 def test_a_step_is_the_whole_models_with_its_graphs_away(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, mode: Any, name: str, dropout: float
 ) -> None:
-    checkpoint, expected = checkpoint_of(name, False, dropout), outcome_of(name, False, dropout, 4, True)
+    checkpoint = checkpoint_of(name, False, dropout)
+    expected = outcome_of(name, False, dropout, 4, True)
     options = {"lora_dropout": dropout, "activation_offloading": mode}
     with model_on(CpuBackend(poison=True), checkpoint, tmp_path, **options) as model:
         for step in range(1, 4):
@@ -81,7 +82,8 @@ def test_a_step_is_the_whole_models_with_its_graphs_away(
 def test_with_recomputation_the_layers_inputs_wait_instead(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, mode: Any
 ) -> None:
-    checkpoint, expected = checkpoint_of("gpt2", False, 0.1), outcome_of("gpt2", False, 0.1, 4, True)
+    checkpoint = checkpoint_of("gpt2", False, 0.1)
+    expected = outcome_of("gpt2", False, 0.1, 4, True)
     options = {"gradient_checkpointing": True, "lora_dropout": 0.1, "activation_offloading": mode}
     for backend in (CpuBackend(poison=True), LateDevice()):
         with model_on(backend, checkpoint, tmp_path, **options) as model:
@@ -122,7 +124,8 @@ def test_a_device_that_computes_in_host_memory_is_no_exception(
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_a_run_leaves_the_same_adapter_with_any_mode(tmp_path: Path, recompute: bool) -> None:
-    base, rows = write_model(tmp_path / "model"), token_rows(16)
+    base = write_model(tmp_path / "model")
+    rows = token_rows(16)
     options: dict[str, Any] = {
         "gradient_checkpointing": recompute,
         "gradient_accumulation_steps": 2,
@@ -137,7 +140,8 @@ def test_a_run_leaves_the_same_adapter_with_any_mode(tmp_path: Path, recompute: 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_mode(tmp_path: Path) -> None:
-    base, rows = write_model(tmp_path / "model"), token_rows(16)
+    base = write_model(tmp_path / "model")
+    rows = token_rows(16)
     options: dict[str, Any] = {"gradient_checkpointing": False, "lora_dropout": 0.1, "lr_scheduler_type": "constant"}
     expected = run_fit(settings(base, tmp_path / "off", max_steps=4, **options), rows)[1]
     options["save_steps"] = 2
@@ -154,7 +158,8 @@ def test_compiled_layers_have_their_graphs_away_too(
 ) -> None:
     monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")  # what it makes is bitwise what runs without it
     torch.compiler.reset()
-    batches, outcomes = micro_batches(3, lengths=(12, 12, 12) if alike else (12, 9, 14)), []
+    batches = micro_batches(3, lengths=(12, 12, 12) if alike else (12, 9, 14))
+    outcomes = []
     for mode in (False, True):
         options = {"torch_compile": True, "activation_offloading": mode}
         with model_on(LateDevice(), checkpoint_of("llama"), tmp_path, **options) as model:
@@ -185,7 +190,8 @@ class Watched(LateDevice):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
 def test_no_byte_of_a_weight_is_moved(checkpoint_of: CheckpointOf, tmp_path: Path, name: str) -> None:
-    backend, seen = Watched(), 0
+    backend = Watched()
+    seen = 0
     with model_on(backend, checkpoint_of(name), tmp_path, activation_offloading=True) as model:
         own = {
             one.untyped_storage()._cdata: name
@@ -208,12 +214,15 @@ def test_no_byte_of_a_weight_is_moved(checkpoint_of: CheckpointOf, tmp_path: Pat
 
 def test_casts_of_weights_are_no_activations(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     """Autocast casts adapters in every forward: what they were cast from is there, and they are cast again."""
-    checkpoint, batches, outcomes = checkpoint_of("llama", dtype="bfloat16"), micro_batches(3, padding=True), []
+    checkpoint = checkpoint_of("llama", dtype="bfloat16")
+    batches = micro_batches(3, padding=True)
+    outcomes = []
     for mode in (False, True):
         with model_on(LateDevice(), checkpoint, tmp_path, activation_offloading=mode) as model:
             outcomes.append(streamed_step(model, batches))
     assert_same(outcomes[1], outcomes[0])
-    kept, moved = graphs_of(model).counters.kept, graphs_of(model).counters.moved
+    kept = graphs_of(model).counters.kept
+    moved = graphs_of(model).counters.moved
     targets = len(checkpoint.architecture.targets)
     assert kept[StayReason.CAST] >= 3 * (NUM_LAYERS - 1) * targets  # of A's and B's, those that a gradient goes through
     assert moved > 0
@@ -231,7 +240,8 @@ def test_graphs_that_wait_hold_no_slot_and_little_else(
         return slot
 
     monkeypatch.setattr(DeviceSlot, "lease", noting)
-    left, batches = {}, micro_batches(2, lengths=(60, 60))
+    left = {}
+    batches = micro_batches(2, lengths=(60, 60))
     for mode in (False, True):
         with counted(checkpoint_of("llama").streamed, tmp_path, mode, batches) as (model, tally):
             slots.clear()
@@ -270,7 +280,8 @@ def counted(base: Path, directory: Path, mode: Any, batches: Any) -> Iterator[tu
 @pytest.mark.slow
 def test_what_a_step_takes_on_the_device_does_not_grow_with_depth(tmp_path: Path) -> None:
     ids = torch.randint(1, 300, (4, 120), generator=torch.Generator().manual_seed(0))
-    batches, peaks = [{"input_ids": ids, "labels": ids}] * 2, dict[Any, list[int]]()
+    batches = [{"input_ids": ids, "labels": ids}] * 2
+    peaks = dict[Any, list[int]]()
     for depth in (6, 12):
         base = write_model(tmp_path / f"{depth}", num_hidden_layers=depth)
         for mode in (False, True, "disk"):
@@ -312,7 +323,8 @@ def test_copies_of_the_next_graph_begin_while_one_is_differentiated(
 ) -> None:
     """Of every graph but the first, what its backward looks at first is on its way before the backward begins."""
     late: list[bool] = []
-    memory, fetch = Piece.memory, Piece.fetch
+    memory = Piece.memory
+    fetch = Piece.fetch
 
     def asked(piece: Piece) -> Tensor:
         late.append(not piece.here)
@@ -358,7 +370,8 @@ def test_a_step_that_is_given_up_is_gone_at_once(
 def test_two_steps_at_once_and_one_that_is_given_up(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, mode: Any
 ) -> None:
-    expected, batches = outcome_of("llama", False, 0.0, 4, True), micro_batches(4, padding=True)
+    expected = outcome_of("llama", False, 0.0, 4, True)
+    batches = micro_batches(4, padding=True)
     with model_on(LateDevice(), checkpoint_of("llama"), tmp_path, activation_offloading=mode) as model:
         one, other, never = (model.adapter.loss(batches) for _ in range(3))
         assert torch.equal(one, expected.loss)
@@ -379,7 +392,8 @@ def test_two_steps_at_once_and_one_that_is_given_up(
 def test_a_disk_that_is_full_stops_the_step_and_the_next_is_whole(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, batches = outcome_of("llama", False, 0.0, 4, True), micro_batches(4, padding=True)
+    expected = outcome_of("llama", False, 0.0, 4, True)
+    batches = micro_batches(4, padding=True)
 
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -403,7 +417,8 @@ def test_layers_that_some_memory_was_spent_on_may_have_their_graphs_away(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, name: str
 ) -> None:
     """Some layers recomputed, the graphs of others kept elsewhere: what an allocation may say, an engine does."""
-    expected, batches = outcome_of("llama", False, 0.0, 4, True), micro_batches(4, padding=True)
+    expected = outcome_of("llama", False, 0.0, 4, True)
+    batches = micro_batches(4, padding=True)
     spent = {"saved": frozenset({2, 3, 7}), "saved_on": "host", "boundaries": "disk" if name == "spent" else "device"}
     options = {"gradient_checkpointing": True, "offload_dir": tmp_path}
     with streamed_model(checkpoint_of("llama"), spent=spent, **options) as model:

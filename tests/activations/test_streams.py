@@ -140,7 +140,8 @@ def test_a14_compute_is_the_stream_that_is_current_when_it_is_asked(monkeypatch:
     fake.device = device = FakeDevice(Random(0), holds_tensors=True)
     device._eager = 0.0
     carrier = TorchCarrier(DEVICE, at_once=False)
-    first, theirs = device.compute, device.queues[1]
+    first = device.compute
+    theirs = device.queues[1]
     with theirs.current():
         download = carrier.download(torch.full((64,), 7, dtype=torch.uint8), carrier.host_buffer(64))
         download.release()

@@ -44,7 +44,8 @@ def test_nothing_is_copied_where_the_host_is_the_device() -> None:
 
 
 def test_a_host_buffer_takes_no_memory_until_it_is_written() -> None:
-    process, size = psutil.Process(), 256 << 20
+    process = psutil.Process()
+    size = 256 << 20
     before = process.memory_info().rss
     buffer = CpuBackend().host_buffer(size)
     assert process.memory_info().rss - before < size // 4

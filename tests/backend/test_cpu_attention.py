@@ -19,7 +19,8 @@ SIZES = (2, 4, 2, 6)  # rows, heads, heads of keys, of a head
 class Attending(nn.Module):
     """What transformers hands to an attention function as its module."""
 
-    is_causal, num_key_value_groups = True, 2
+    is_causal = True
+    num_key_value_groups = 2
 
 
 def tensors(length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -46,7 +47,8 @@ def masked(length: int) -> Tensor:
 @pytest.mark.parametrize("flags", [False, True], ids=["causal", "mask of flags"])
 @pytest.mark.parametrize("length", [2, 128, 300, 512])
 def test_it_is_sdpa_but_for_rounding(length: int, flags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, mask = tensors(length), masked(length) if flags else None
+    given = tensors(length)
+    mask = masked(length) if flags else None
     expected = gradients(sdpa_attention_forward, given, mask, scaling=0.3)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", None)  # which would be called, and fail
     for one, other in zip(gradients(attention.attend, given, mask, scaling=0.3), expected, strict=True):
@@ -54,7 +56,8 @@ def test_it_is_sdpa_but_for_rounding(length: int, flags: bool, monkeypatch: pyte
 
 
 def test_in_bfloat16_it_is_as_near_to_the_exact_result_as_transformers_own_products_are() -> None:
-    given, length = tensors(256, torch.bfloat16), 256
+    given = tensors(256, torch.bfloat16)
+    length = 256
     exact = gradients(sdpa_attention_forward, [one.detach().double().requires_grad_() for one in given], None)
     added = torch.zeros(length, length).masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
 

@@ -8,8 +8,10 @@ from smallrun import batch, opened, settings, write_model
 
 from lema_cpu import CpuBackend, heap
 
-PLENTY, SCARCE = 1 << 50, 0
-COUNT, SIZE = 200, 1 << 20  # tensors, of bytes that malloc takes from its heap once it has seen some freed
+PLENTY = 1 << 50
+SCARCE = 0
+COUNT = 200
+SIZE = 1 << 20  # tensors, of bytes that malloc takes from its heap once it has seen some freed
 
 
 @pytest.fixture
@@ -38,7 +40,8 @@ def own_bytes() -> int:
 
 
 def test_free_memory_goes_back_when_memory_is_scarce_and_no_value_changes(looks: list[int]) -> None:
-    backend, stay = CpuBackend(), scattered()
+    backend = CpuBackend()
+    stay = scattered()
     before = own_bytes()
     backend.end_visit()
     assert own_bytes() > before - COUNT * SIZE // 8, "memory was given back though there was enough"

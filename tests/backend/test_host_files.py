@@ -25,7 +25,8 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_threads_write_and_read_at_offsets_of_one_file(tmp_path: Path, calls: None) -> None:
-    size, count = 4096, 64
+    size = 4096
+    count = 64
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     wrong = list[int]()
 
@@ -80,7 +81,8 @@ def a_console(taken: list[int]) -> ModuleType:
             raise PermissionError(13, "Permission denied")
         taken.append(place)
 
-    module.LK_NBLCK, module.locking = 2, locking
+    module.LK_NBLCK = 2
+    module.locking = locking
     return module
 
 

@@ -43,7 +43,9 @@ def all_shards(full: Tensor, layout: Layout) -> list[Tensor]:
 @st.composite
 def attentions(draw: st.DrawFn) -> tuple[int, int, int, str, int]:
     """Ranks, query heads, heads of keys, how these lie, and how often: all that can be divided."""
-    ranks_per_chunk, chunks, per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    ranks_per_chunk = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 4))
+    per_rank = draw(st.integers(1, 3))
     kv_heads = chunks * per_rank
     heads = kv_heads * ranks_per_chunk * draw(st.integers(1, 3))
     return ranks_per_chunk * chunks, heads, kv_heads, draw(KV_LAYOUTS), ranks_per_chunk
@@ -53,7 +55,8 @@ def attentions(draw: st.DrawFn) -> tuple[int, int, int, str, int]:
 def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     """A layout and the length of the axis it cuts."""
     kind = draw(st.sampled_from(["replicated", "column", "row", "embedding", "query", "kv", "fused", "packed"]))
-    tp, each = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    tp = draw(st.integers(1, 9))
+    each = draw(st.integers(1, 4))
     if kind == "replicated":
         return replicated(tp), each
     if kind in ("column", "row"):
@@ -175,7 +178,10 @@ def test_the_columns_after_attention_follow_the_queries() -> None:
 
 def test_attention_over_shards_is_attention() -> None:
     """The sum over ranks of each rank's attention and projection is that of all heads."""
-    heads, kv_heads, width, hidden = 8, 2, 4, 12
+    heads = 8
+    kv_heads = 2
+    width = 4
+    hidden = 12
     torch.manual_seed(0)
     x = torch.randn(5, hidden, dtype=torch.float64)
     q, k, v = (torch.randn(n * width, hidden, dtype=torch.float64) for n in (heads, kv_heads, kv_heads))
@@ -184,7 +190,8 @@ def test_attention_over_shards_is_attention() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
         queries, keys, values = ((x @ w.t()).view(5, -1, width).transpose(0, 1) for w in (q, k, v))
         times = queries.shape[0] // keys.shape[0]
-        keys, values = keys.repeat_interleave(times, 0), values.repeat_interleave(times, 0)
+        keys = keys.repeat_interleave(times, 0)
+        values = values.repeat_interleave(times, 0)
         mixed = torch.softmax(queries @ keys.transpose(1, 2), -1) @ values
         return mixed.transpose(0, 1).reshape(5, -1) @ o.t()
 
@@ -202,7 +209,8 @@ def test_attention_over_shards_is_attention() -> None:
 @pytest.mark.parametrize("where", ["tile", "interleave"])
 def test_the_rank_of_an_adapter_is_never_cut(where: str) -> None:
     """Rank 4 over 8 ranks, for every kind of module."""
-    tp, rank = 8, 4
+    tp = 8
+    rank = 4
     modules = [
         (column(tp), 16, 24),
         (row(tp), 16, 24),

@@ -57,7 +57,8 @@ def test_nothing_is_nothing() -> None:
 
 
 def test_memory_that_is_given_is_locked_where_it_is() -> None:
-    driver, memory = WatchfulDriver(), anonymous(3 * PAGE)
+    driver = WatchfulDriver()
+    memory = anonymous(3 * PAGE)
     host = HostMemory(driver)
     buffers = [host.buffer(PAGE, memory[:PAGE]), host.buffer(2 * PAGE, memory[PAGE:])]
     buffers[1].fill_(8)
@@ -121,7 +122,8 @@ class Allocator:
 
 def test_without_a_driver_torch_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
-    host, memory = HostMemory(None), anonymous(PAGE)
+    host = HostMemory(None)
+    memory = anonymous(PAGE)
     assert host.buffer(PAGE).shape == (PAGE,) and host.buffer(0).shape == (0,)
     assert host.buffer(PAGE, memory) is memory, "it cannot be locked, and need not be"
     assert allocator.allocated == [PAGE]
@@ -141,7 +143,8 @@ def test_what_torch_cannot_allocate_is_pageable_or_an_error(monkeypatch: pytest.
 
 def test_what_the_driver_has_locked_is_reached_until_it_is_dropped() -> None:
     host = HostMemory(FakeDriver())
-    buffer, other = host.buffer(2 * PAGE), anonymous(PAGE)
+    buffer = host.buffer(2 * PAGE)
+    other = anonymous(PAGE)
     assert host.reached(buffer[PAGE:].view(torch.int32)) and not host.reached(other)
     del buffer
     assert not host._locked

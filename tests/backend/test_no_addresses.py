@@ -99,7 +99,8 @@ def test_a_model_that_looks_at_values_is_learnt_with_them(tmp_path: Path, monkey
 
 
 def test_a_mask_is_made_whatever_its_values() -> None:
-    config, states = LlamaConfig(attn_implementation="sdpa"), torch.zeros(1, 4, 8)
+    config = LlamaConfig(attn_implementation="sdpa")
+    states = torch.zeros(1, 4, 8)
     given: dict[str, Any] = {"config": config, "inputs_embeds": states, "cache": None}
     given["attention_mask"] = torch.ones(1, 4, dtype=torch.long)
     assert create_causal_mask(**given) is None

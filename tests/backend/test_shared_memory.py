@@ -31,7 +31,8 @@ class OneMachine(ProcessGroup):
 
 def two_maps(nbytes: int) -> list[Tensor]:
     """Return what two processes of a machine get when both ask for memory that they share."""
-    values, barrier = [None, None], Barrier(2, timeout=60)
+    values = [None, None]
+    barrier = Barrier(2, timeout=60)
 
     def told(rank: int, value: Any) -> list[Any]:
         values[rank] = value
@@ -67,7 +68,8 @@ def test_without_that_call_it_is_a_file_whose_name_goes_once_both_have_it(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    made, make = list[str](), tempfile.mkstemp
+    made = list[str]()
+    make = tempfile.mkstemp
 
     def noted(**options: Any) -> tuple[int, str]:
         descriptor, name = make(**options)

@@ -17,7 +17,8 @@ from lema.errors import DiskError
 from lema.stream.schedule import fetched, training_order
 from lema.train.metrics import read_metrics
 
-STEPS, MICRO_BATCHES = 2, 2
+STEPS = 2
+MICRO_BATCHES = 2
 
 
 class Clock:
@@ -177,7 +178,8 @@ def test_every_layer_is_read_uploaded_and_computed(events: list[dict[str, Any]])
         track: Counter(event["name"] for event in events if event.get("cat") == track)
         for track in ("read", "upload", "forward", "backward", "optimizer", "stall: upload")
     }
-    top, layers = f"layer {NUM_LAYERS - 1}", [f"layer {number}" for number in range(NUM_LAYERS)]
+    top = f"layer {NUM_LAYERS - 1}"
+    layers = [f"layer {number}" for number in range(NUM_LAYERS)]
     passes = dict.fromkeys(layers, STEPS)
     # Where the pass turns, each micro-batch goes up and down by itself, through the head.
     at_the_turn = {top: STEPS * MICRO_BATCHES}

@@ -19,7 +19,9 @@ class Fake:
     """A run whose moves, and whose time, are what a test says."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        self.now, self.layers, self.bytes = 1000.0, 0, 0
+        self.now = 1000.0
+        self.layers = 0
+        self.bytes = 0
         self.ended: list[int] = []
         self.directory = directory
         self.dog = Watchdog(
@@ -33,11 +35,13 @@ class Fake:
 
     def go(self, seconds: float, *, every: float | None = None) -> None:
         """Let time go by, one layer moving every so many seconds."""
-        begun, done = self.now, 0
+        begun = self.now
+        done = 0
         while self.now < begun + seconds:
             self.now += INTERVAL
             if every is not None and (count := int((self.now - begun) / every)) > done:
-                self.layers, done = self.layers + count - done, count
+                self.layers = self.layers + count - done
+                done = count
             self.dog.poll()
 
     @property
@@ -143,7 +147,9 @@ class Blocked:
     """A disk that answers no read of one file's bytes from some moment on, until it is let go."""
 
     def __init__(self) -> None:
-        self.armed, self.reached, self.answers = False, threading.Event(), threading.Event()
+        self.armed = False
+        self.reached = threading.Event()
+        self.answers = threading.Event()
         self._read = reader.read_all
 
     def __call__(self, *arguments: Any) -> None:

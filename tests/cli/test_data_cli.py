@@ -90,7 +90,8 @@ def test_pairs_are_shown_row_by_row(write_config: Any, tmp_path: Path, capfd: py
 def test_data_sets_by_name_are_read_one_after_the_other(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = write_rows(tmp_path / "one.jsonl", TEXTS), write_rows(tmp_path / "two.jsonl", CHATS)
+    one = write_rows(tmp_path / "one.jsonl", TEXTS)
+    other = write_rows(tmp_path / "two.jsonl", CHATS)
     config = write_config(train_data={"texts": str(one), "chats": [str(other)]}, eval_data={"texts": str(one)})
     assert json.loads(shown(capfd, config, "--json"))["sources"] == {str(one): 8, str(other): 8}
     assert lema("train", config) == 0

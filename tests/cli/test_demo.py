@@ -105,7 +105,8 @@ def test_it_prints_what_it_measured(finished: Finished) -> None:
     assert 2 <= len(steps) <= STEPS // 5
     for words in (r"8 layers, .* in 5 files", r"3 layers at a time", r"\d+ steps in .* tokens/s, .* streamed"):
         assert any(re.search(words, line) for line in lines), words
-    before, after = (finished.outcome.before, finished.outcome.after)
+    before = finished.outcome.before
+    after = finished.outcome.after
     assert f"before   held-out loss {before.loss:.3f}, perplexity {before.perplexity:.1f}" in lines
     assert f"after    held-out loss {after.loss:.3f}, perplexity {after.perplexity:.1f}" in lines
     assert f"PEFT: {finished.outcome.logit_difference:.2e}" in finished.printed
@@ -152,7 +153,8 @@ def test_the_model_is_a_sharded_hub_checkpoint(there: Finished) -> None:
             found.update(dict.fromkeys(tensors.keys(), shard))
     assert found == index
     assert len(set(index.values())) > 1
-    config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     assert len(tokenizer) == config.vocab_size
     assert (model / "generation_config.json").is_file()
     text = "In January the harbour sleeps under snow; \u00e9\u4e2d\U0001f409."

@@ -65,7 +65,9 @@ class Timed(CpuBackend):
 
     def __init__(self, seconds: list[float]) -> None:
         super().__init__(poison=True)
-        self.seconds, self.now, self.landed = iter(seconds), 0.0, 0
+        self.seconds = iter(seconds)
+        self.now = 0.0
+        self.landed = 0
 
     def synchronize(self) -> None:
         self.now += next(self.seconds)

@@ -48,7 +48,9 @@ def test_writing_ends_after_some_seconds(tmp_path: Path) -> None:
 
 def test_what_is_read_is_on_the_disk_and_not_in_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    sync, advise, submit = os.fsync, os.posix_fadvise, LayerReader.submit
+    sync = os.fsync
+    advise = os.posix_fadvise
+    submit = LayerReader.submit
     monkeypatch.setattr(os, "fsync", lambda number: (order.append("sync"), sync(number)))
 
     def dropped(number: int, offset: int, length: int, advice: int) -> None:

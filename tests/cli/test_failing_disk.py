@@ -103,7 +103,8 @@ def test_a_disk_that_fails_is_named_with_the_bytes_and_nothing_is_left(
 def test_reads_that_return_less_than_they_are_asked_for_change_nothing(
     command: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     capfd.readouterr()
     assert lema(*trained.words(command, whole)) == 0
     printed = capfd.readouterr().out

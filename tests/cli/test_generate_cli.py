@@ -46,7 +46,8 @@ def test_a_file_of_prompts_becomes_a_file_of_results(config: Path, tmp_path: Pat
 
 def test_a_run_that_was_stopped_goes_on_and_ends_the_same(config: Path, tmp_path: Path, capfd: Any) -> None:
     rows = [{"prompt": text, "id": number} for number, text in enumerate(SENTENCES[:7])]
-    prompts, out = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl"
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
+    out = tmp_path / "out.jsonl"
     command = ["generate", config, "--prompts", prompts, "--output", out, "--max-new-tokens", 4, "--batch-size", 2]
     command += ["--temperature", 0.9, "--seed", 5]
     assert lema(*command) == 0
@@ -90,8 +91,10 @@ def test_results_are_there_when_a_later_batch_fails(
 ) -> None:
     from lema.train.inference import texts
 
-    prompts, out = write_rows(tmp_path / "prompts.txt", [{"text": one} for one in SENTENCES[:6]]), tmp_path / "o.jsonl"
-    real, calls = texts.complete, []
+    prompts = write_rows(tmp_path / "prompts.txt", [{"text": one} for one in SENTENCES[:6]])
+    out = tmp_path / "o.jsonl"
+    real = texts.complete
+    calls = []
 
     def complete(*args: Any, **options: Any) -> Any:
         calls.append(args)

@@ -64,7 +64,8 @@ def test_what_was_trained_on_chats_stops_as_they_do_and_so_does_what_it_is_merge
 def test_a_special_token_that_the_settings_of_generation_name_ends_a_text_unseen(base: Path, tmp_path: Path) -> None:
     config = config_writer(base, tmp_path)()
     asked = ["-p", SENTENCES[0], "--max-new-tokens", 6]
-    encode, whole = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    encode = AutoTokenizer.from_pretrained(base)
+    whole = AutoModelForCausalLM.from_pretrained(base)
     inputs = encode(SENTENCES[0], return_tensors="pt", return_token_type_ids=False)
     made = whole.generate(**inputs, max_new_tokens=6, do_sample=False)
     ids = made[0, inputs["input_ids"].shape[1] :].tolist()
@@ -92,7 +93,8 @@ def test_a_token_that_the_model_has_no_row_for_is_named(
     asked = ["--prompts", file] if prompts else ["-p", texts[0], "-p", texts[1]]
     assert lema("generate", config_writer(base, tmp_path)(), *asked, "--max-new-tokens", 2) == 3
     said = capfd.readouterr().err
-    number, place = len(tokenizer()), len(tokenizer()("corn ").input_ids)
+    number = len(tokenizer())
+    place = len(tokenizer()("corn ").input_ids)
     assert f"the prompt holds {number}, which is outside the vocabulary of {number} tokens" in said
     assert f"{file if prompts else '--prompt'}:2, position {place}" in said
 

@@ -50,7 +50,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("run")
     settings: dict[str, Any] = {"model_name_or_path": str(write_model(place / "model")), "train_data": "rows.jsonl"}
     settings |= {"device": "cpu", "lora_rank": 2, "max_steps": 2, "save_steps": 0, "max_length": 16}
-    rows, config, output = place / "rows.jsonl", place / "run.yaml", place / "output"
+    rows = place / "rows.jsonl"
+    config = place / "run.yaml"
+    output = place / "output"
     rows.write_text("".join(json.dumps(row) + "\n" for row in token_rows(4)), encoding="utf-8")
     settings |= {"train_data": str(rows), "output_dir": str(output)}
     config.write_text("\n".join(f"{name}: {value}" for name, value in settings.items()), encoding="utf-8")

@@ -65,7 +65,8 @@ def test_another_error_or_a_package_that_is_not_installed_is_left_alone(
 
 def test_a_command_ends_in_that_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers finds the package as it finds a real one, and imports it as it builds its models."""
-    site, source = tmp_path / "site", f"raise RuntimeError({MISSING!r})"
+    site = tmp_path / "site"
+    source = f"raise RuntimeError({MISSING!r})"
     with installed(site, monkeypatch, "torchvision", {}, {"torchvision": source}, version="0.1.2"):
         done = subprocess.run(
             [sys.executable, "-m", "lema", "demo", "demo"],

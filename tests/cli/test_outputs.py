@@ -144,7 +144,8 @@ def test_the_metrics_are_not_written_into_the_data(model: Path, tmp_path: Path, 
 
 
 def test_a_run_does_not_log_through_a_link(model: Path, tmp_path: Path, capfd: Any) -> None:
-    victim, config = tmp_path / "victim", config_writer(model, tmp_path)(max_steps=4, save_steps=2)
+    victim = tmp_path / "victim"
+    config = config_writer(model, tmp_path)(max_steps=4, save_steps=2)
     victim.write_text("one\nlast line without newline")
     assert lema("train", config) == 0
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
@@ -284,7 +285,8 @@ def place(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_output_dir_lies_in_no_directory_that_the_run_reads(
     which: str, named: Link, place: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    output, before = named(place / which, tmp_path / "out"), contents(place)
+    output = named(place / which, tmp_path / "out")
+    before = contents(place)
     more = {"adapter_name_or_path": str(place / "adapter")} if which == "adapter" else {}
     write = config_writer(place / "model", tmp_path)
     config = write(output_dir=str(output), train_data=str(place / "rows"), **more)
@@ -301,7 +303,9 @@ def test_nothing_is_written_into_a_model_or_an_adapter_that_is_read(
 ) -> None:
     if verb == "consolidate" and which == "adapter":
         which = "shards"
-    adapter, target, before = place / "adapter", named(place / which, tmp_path / "out"), contents(place)
+    adapter = place / "adapter"
+    target = named(place / which, tmp_path / "out")
+    before = contents(place)
     words: dict[str, list[Any]] = {
         "merge": ["merge", adapter, target],
         "shard": ["shard", adapter, target, "--tp", 2],
@@ -319,7 +323,8 @@ def test_nothing_is_written_into_a_model_or_an_adapter_that_is_read(
 def test_nothing_is_written_into_a_model_that_is_read(
     verb: str, named: Link, config: Path, model: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    target, before = named(model, tmp_path / "other"), contents(model)
+    target = named(model, tmp_path / "other")
+    before = contents(model)
     words: dict[str, list[Any]] = {
         "prepare": ["prepare", model, target],
         "prove": ["prove", model, "--output", target],

@@ -30,7 +30,8 @@ def test_only_text_is_written_and_on_a_terminal_what_draws() -> None:
         TextStream(stream).write(EVIL + "\n\t\r")
         assert stream.getvalue() == SHOWN + "\n\t\r"
     coloured = "\x1b[31mred\x1b[0m\x1b[2K\x1b[1A\x1b[?25l"
-    terminal, file = Terminal(), io.StringIO()
+    terminal = Terminal()
+    file = io.StringIO()
     TextStream(terminal).write(coloured)
     TextStream(file).write(coloured)
     assert terminal.getvalue() == coloured
@@ -49,7 +50,8 @@ def test_what_the_encoding_lacks_is_written_out() -> None:
 def test_libraries_log_and_warn_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    logger, form = logging.getLogger("a library"), warnings.formatwarning
+    logger = logging.getLogger("a library")
+    form = warnings.formatwarning
     with text_streams():
         handler = logging.StreamHandler(sys.stderr)
         logger.addHandler(handler)
@@ -120,7 +122,8 @@ def test_a_reader_who_has_read_enough_is_no_error(words: list[str], config: Path
 
 
 def test_a_run_goes_on_without_its_terminal(llama: Path, tmp_path: Path) -> None:
-    config, out = config_writer(llama, tmp_path)(max_steps=6, save_steps=2), tmp_path / "out"
+    config = config_writer(llama, tmp_path)(max_steps=6, save_steps=2)
+    out = tmp_path / "out"
     with start("train", config, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         while run.poll() is None and not (out / "metrics.jsonl").exists():
             time.sleep(0.01)

@@ -193,7 +193,8 @@ def test_generation_prints_what_the_whole_model_says(
     config = write_config()
     assert lema("train", config) == 0
     capfd.readouterr()
-    encode, expected = tokenizer(), []
+    encode = tokenizer()
+    expected = []
     whole = whole_model(llama, tmp_path / "out")
     for prompt in ("the miller", "corn"):
         ids = encode(prompt, return_tensors="pt")["input_ids"]

@@ -369,7 +369,8 @@ def test_a_refused_assignment_leaves_the_config_as_it_was() -> None:
 
 
 def test_defaults_are_not_shared_between_configs() -> None:
-    one, other = LemaConfig("model"), LemaConfig("model")
+    one = LemaConfig("model")
+    other = LemaConfig("model")
     assert isinstance(one.report_to, list)
     one.report_to.append("wandb")
     assert other.report_to == []

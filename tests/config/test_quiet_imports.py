@@ -89,7 +89,9 @@ except SystemExit as end:
     "asked", [pytest.param("adamw_torch", id="neither"), pytest.param("adamw_8bit", marks=pytest.mark.exhaustive)]
 )
 def test_a_run_imports_the_libraries_only_if_it_asks_for_one(tmp_path: Path, asked: str) -> None:
-    model, rows, config = write_model(tmp_path / "model"), tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    model = write_model(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    config = tmp_path / "run.yaml"
     rows.write_text("".join(json.dumps(row) + "\n" for row in token_rows(2)), encoding="utf-8")
     settings = {"model_name_or_path": str(model), "train_data": str(rows), "device": "cpu", "lora_rank": 2}
     settings |= {"max_steps": 1, "save_steps": 0, "optim": asked, "output_dir": str(tmp_path / "output")}

@@ -36,7 +36,9 @@ class Slots:
 
 class Upload:
     def __init__(self, slots: Slots, source: Tensor) -> None:
-        self.slots, self.slot, self.source = slots, slots.take(), source
+        self.slots = slots
+        self.slot = slots.take()
+        self.source = source
         self.copy()
 
     def copy(self) -> None:
@@ -139,7 +141,8 @@ class Odd(Slots):
 
 
 class Reversed:
-    rank, size = 1, 2
+    rank = 1
+    size = 2
 
     def shard(self, layer: Any) -> None: ...
 
@@ -189,7 +192,8 @@ class LandsLate:
     """Copies when somebody waits for it."""
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
-        self.source, self.target = source, target
+        self.source = source
+        self.target = target
 
     def release(self) -> None: ...
 

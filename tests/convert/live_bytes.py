@@ -20,7 +20,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, place: Path) -> None:
         super().__init__()
-        self.place, self.peak, self._alive = place, 0, dict[int, tuple[StorageWeakRef, int]]()
+        self.place = place
+        self.peak = 0
+        self._alive = dict[int, tuple[StorageWeakRef, int]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -39,7 +41,8 @@ class AssembledBytes:
     """Counts the bytes of memory alive at once that tensors are put together in: now, and at most."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.peak, self._made = 0, list[StorageWeakRef]()
+        self.peak = 0
+        self._made = list[StorageWeakRef]()
         self._bytes: list[int] = []
         monkeypatch.setattr(outer_weights, "anonymous", self._take)
 

@@ -35,7 +35,8 @@ IN_PIECES = ("dots3_note", "inkling2", "inkling2_text")
 def test_a_prepared_file_is_read_as_its_source_by_every_class_and_needs_no_assembling(
     model_type: str, tmp_path: Path
 ) -> None:
-    source, one = publish(model_type, tmp_path / "source"), tmp_path / "one"
+    source = publish(model_type, tmp_path / "source")
+    one = tmp_path / "one"
     shutil.copytree(source, one, ignore=shutil.ignore_patterns("model*"))
     prepare(source, one / SINGLE_NAME)
     for kind in classes(source):
@@ -54,7 +55,8 @@ def test_a_prepared_file_is_read_as_its_source_by_every_class_and_needs_no_assem
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_5"])
 def test_an_adapter_of_a_prepared_file_is_merged_into_what_is_published(model_type: str, tmp_path: Path) -> None:
-    source, one = publish(model_type, tmp_path / "source"), tmp_path / "one"
+    source = publish(model_type, tmp_path / "source")
+    one = tmp_path / "one"
     shutil.copytree(source, one, ignore=shutil.ignore_patterns("model*"))
     prepare(source, one / SINGLE_NAME)
     found = []
@@ -70,7 +72,8 @@ def test_an_adapter_of_a_prepared_file_is_merged_into_what_is_published(model_ty
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gemma3", "qwen3_5"])
 def test_a_model_in_memory_is_written_as_save_pretrained_does_or_put_together(model_type: str, tmp_path: Path) -> None:
-    source, one = publish(model_type, tmp_path / "source"), tmp_path / "one"
+    source = publish(model_type, tmp_path / "source")
+    one = tmp_path / "one"
     kind = published_class(tiny_config(model_type))
     model, _ = read(kind, source)
     assert shapes(prepare(model, tmp_path / "out").path) == shapes(source)
@@ -125,7 +128,8 @@ def test_a_quantised_directory_is_read_by_the_class_that_its_config_names(
     source = quantizable(model_type, tmp_path / "source")
     quantized = prepare(source, tmp_path / "out", quantize=kind).path
     named = getattr(transformers, json.loads((quantized / "config.json").read_text())["architectures"][0])
-    before, after = whole_state(named, source), whole_state(named, quantized)
+    before = whole_state(named, source)
+    after = whole_state(named, quantized)
     towers = [name for name in before if "visual" in name]
     assert bool(towers) == (model_type == "qwen3_5")
     assert all(torch.equal(after[name], before[name]) for name in towers)

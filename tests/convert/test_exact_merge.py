@@ -38,13 +38,15 @@ def base_and_adapter(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 
 def changes(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     """Return the weights that merging should give, in fp64."""
-    values, weights = load_file(adapter / WEIGHTS), tensors(base)
+    values = load_file(adapter / WEIGHTS)
+    weights = tensors(base)
     config = json.loads((adapter / "adapter_config.json").read_text())
     found = {}
     for key in values:
         if key.endswith(".lora_A.weight"):
             module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            a, b = values[key], values[key.replace("lora_A", "lora_B")]
+            a = values[key]
+            b = values[key.replace("lora_A", "lora_B")]
             found[f"{module}.weight"] = exact_sum(weights[f"{module}.weight"], a, b, config["lora_alpha"] / config["r"])
     assert len(found) == 7 * NUM_LAYERS
     return found
@@ -53,7 +55,8 @@ def changes(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_a_merged_weight_is_the_exact_sum_rounded_once(base_and_adapter: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = base_and_adapter
-    before, merged = tensors(base), tensors(merge_adapter(adapter, tmp_path / "merged"))
+    before = tensors(base)
+    merged = tensors(merge_adapter(adapter, tmp_path / "merged"))
     expected = changes(base, adapter)
     for name, weight in merged.items():
         if name in expected:
@@ -91,7 +94,9 @@ def test_the_same_seed_gives_the_same_bits_however_the_files_are_cut(tmp_path: P
     def merge(name: str, size: int, seed: int) -> dict[str, torch.Tensor]:
         return tensors(merge_adapter(adapter, tmp_path / name, size, rounding="stochastic", seed=seed))
 
-    one, same, other = merge("one", 5_000_000, 1), merge("same", 20_000, 1), merge("other", 5_000_000, 2)
+    one = merge("one", 5_000_000, 1)
+    same = merge("same", 20_000, 1)
+    other = merge("other", 5_000_000, 2)
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
     first, second = (one[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in (0, 1))
@@ -110,7 +115,8 @@ def test_a_small_change_is_kept_in_the_mean_and_lost_by_the_nearest(dtype: torch
     nearest = rounded(exact, dtype, "nearest", 0, "weight").double() - weight.double()
     if dtype == torch.bfloat16:
         # As it was measured of a trainer that merges at every step: of 1e-6, 98 % of weights see nothing.
-        unchanged, kept = float((nearest == 0).double().mean()), float(nearest.mean()) / delta
+        unchanged = float((nearest == 0).double().mean())
+        kept = float(nearest.mean()) / delta
         assert (unchanged > 0.97 and kept < 0.04) if abs(delta) == 1e-6 else (0.8 < unchanged < 0.9 and kept < 0.3)
 
 
@@ -127,12 +133,14 @@ def test_each_neighbour_is_as_likely_as_it_is_near(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_ends_of_the_numbers_are_kept(dtype: torch.dtype) -> None:
-    top, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    top = torch.finfo(dtype).max
+    tiny = torch.finfo(dtype).smallest_normal
     whole = torch.tensor([0.0, -0.0, 1.0, -2.0, top, -top, tiny, tiny / 4, float("inf"), float("-inf"), float("nan")])
     found = rounded(whole, dtype, "stochastic", 0, "weight")
     assert torch.equal(found.view(torch.int16), whole.to(dtype).view(torch.int16))
     below = torch.full((40_000,), tiny / 3)  # among numbers with fewer digits
-    mean, error = float(rounded(below, dtype, "stochastic", 0, "weight").double().mean()), tiny * 1e-3 / 2
+    mean = float(rounded(below, dtype, "stochastic", 0, "weight").double().mean())
+    error = tiny * 1e-3 / 2
     assert abs(mean - tiny / 3) < 4 * error
     assert set(rounded(-below, dtype, "stochastic", 0, "weight").sign().tolist()) == {-1.0}
 

@@ -202,8 +202,10 @@ def peak_of_a_merge(tmp_path: Path, layers: int) -> int:
 
 @pytest.mark.slow
 def test_merging_holds_one_module_however_deep_the_model(tmp_path: Path) -> None:
-    module, embeddings = 64 * 128 * 4, 4000 * 64 * 4
-    shallow, deep = peak_of_a_merge(tmp_path, 2), peak_of_a_merge(tmp_path, 8)
+    module = 64 * 128 * 4
+    embeddings = 4000 * 64 * 4
+    shallow = peak_of_a_merge(tmp_path, 2)
+    deep = peak_of_a_merge(tmp_path, 8)
     assert module < shallow <= 4 * module < embeddings  # its weights, and PEFT's terms of the sum
     assert deep == shallow
 
@@ -232,7 +234,8 @@ def test_an_empty_directory_is_filled(llama: tuple[Checkpoint, Path], tmp_path: 
 def test_a_full_disk_leaves_nothing_behind(
     llama: tuple[Checkpoint, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = os.pwrite, iter(range(1000))
+    real = os.pwrite
+    calls = iter(range(1000))
 
     def full_after_ten(*arguments: Any) -> int:
         if next(calls) >= 10:

@@ -123,7 +123,8 @@ def test_a_checkpoint_without_the_base_prefix_is_given_it(tmp_path: Path) -> Non
 
 def content(file: Path) -> tuple[Any, bytes]:
     """Return what a file says of its tensors, and their bytes, without the metadata that tells where it comes from."""
-    size, whole = 8 + int.from_bytes(file.read_bytes()[:8], "little"), file.read_bytes()
+    size = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    whole = file.read_bytes()
     about = json.loads(whole[8:size])
     return {name: one for name, one in about.items() if name != "__metadata__"}, whole[size:]
 
@@ -287,7 +288,8 @@ def test_copying_and_casting_hold_pieces_and_not_tensors(
     config = llama(layers=1)
     config.vocab_size = 2_000_000
     source = saved(config, tmp_path / "model")
-    pages, mapped = blockfile._pages, list[int]()
+    pages = blockfile._pages
+    mapped = list[int]()
     monkeypatch.setattr(blockfile, "_pages", lambda nbytes: (mapped.append(nbytes), pages(nbytes))[1])
     tracemalloc.start()  # sees the buffers read into
     with LiveBytes(tmp_path) as live:  # sees what they are cast to
@@ -302,13 +304,15 @@ def test_copying_and_casting_hold_pieces_and_not_tensors(
 
 def test_the_source_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(mixtral(tie_word_embeddings=False), tmp_path / "model", max_shard_size="4KB")
-    real, read = tensorfile.read_into, dict[str, int]()
+    real = tensorfile.read_into
+    read = dict[str, int]()
 
     def counted(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
         read[record.name] = read.get(record.name, 0) + len(buffer)
         real(record, buffer, start)
 
-    real_reader, assembled = LayerReader.submit, list[int]()
+    real_reader = LayerReader.submit
+    assembled = list[int]()
 
     def noted(reader: LayerReader, layer: LayerBytes, *arguments: Any, **options: Any) -> Any:
         assembled.append(layer.read_bytes)
@@ -406,7 +410,8 @@ def test_a_single_file_may_be_given(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(mixtral(), tmp_path / "model")
-    real, calls = os.pwrite, iter(range(100))
+    real = os.pwrite
+    calls = iter(range(100))
 
     def full_after_one(*arguments: Any) -> int:
         if next(calls) >= 1:

@@ -69,7 +69,8 @@ def test_transformers_loads_what_it_would_have_quantised_itself(source: Path, qu
     found, report = AutoModelForCausalLM.from_pretrained(quantized(kind).path, output_loading_info=True)
     assert {what: names for what, names in report.items() if names} == {}
     assert found.dtype == expected.dtype == torch.bfloat16
-    weights, theirs = dict(expanded_by_the_library(found)), dict(expanded_by_the_library(expected))
+    weights = dict(expanded_by_the_library(found))
+    theirs = dict(expanded_by_the_library(expected))
     assert weights.keys() == theirs.keys()
     assert len(weights) == LINEARS * NUM_LAYERS
     for name, weight in theirs.items():
@@ -314,7 +315,8 @@ def test_what_is_quantised_is_written_as_what_it_expands_to(quantized: Any, tmp_
     source = quantized(kind).path
     out = prepare(source, tmp_path / "out").path
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    plain, loaded = load_file(out / SINGLE_NAME), AutoModelForCausalLM.from_pretrained(source)
+    plain = load_file(out / SINGLE_NAME)
+    loaded = AutoModelForCausalLM.from_pretrained(source)
     for name, weight in expanded_by_the_library(loaded):
         assert torch.equal(plain[f"{name}.weight"], weight.to(plain[f"{name}.weight"].dtype))
     again = prepare(source, tmp_path / "again", quantize="int8").path
@@ -377,7 +379,8 @@ def damage(directory: Path, out: Path, change: Any) -> GlobalBinaryIndex:
     """Copy the weights of a quantised directory, changed."""
     index = GlobalBinaryIndex(directory)
     (metadata,) = index.metadata.values()
-    tensors, changed = load_file(directory / SINGLE_NAME), dict(metadata)
+    tensors = load_file(directory / SINGLE_NAME)
+    changed = dict(metadata)
     change(tensors, changed)
     save_file(tensors, out / SINGLE_NAME, changed)
     return GlobalBinaryIndex(out)

@@ -85,7 +85,8 @@ def test_quantised_experts_have_the_numbers_of_the_librarys_weights(tmp_path: Pa
                 whole.get_parameter(name).copy_(parameter.data.dequantize())
     whole.save_pretrained(tmp_path / "whole")
     compared = Checkpoint(source.architecture, tmp_path / "whole", small)
-    with_peft, batches = whole_model(compared), micro_batches(2, padding=True)
+    with_peft = whole_model(compared)
+    batches = micro_batches(2, padding=True)
     draw_b(with_peft)
     with streamed_model(compared, lora_target_modules=sorted(source.architecture.targets)) as model:
         draw_b(model.lora_manager)
@@ -98,7 +99,8 @@ def test_quantised_experts_have_the_numbers_of_the_librarys_weights(tmp_path: Pa
 def test_what_stays_on_the_device_or_in_host_memory_stays_quantised(
     quantized: CheckpointOf, whole_outcome: Any, kind: str, recompute: bool
 ) -> None:
-    residents, cached = frozenset({1, 4, 7}), frozenset({0, 3, 6})
+    residents = frozenset({1, 4, 7})
+    cached = frozenset({0, 3, 6})
     with streamed_model(
         quantized(kind),
         gradient_checkpointing=recompute,
@@ -161,7 +163,8 @@ def test_slots_are_small_and_every_layer_is_expanded_into_one_buffer(tmp_path: P
         assert all(len(layer.runs) == 1 and not layer.casts for layer in stream.layers)  # read in place, at one go
         with stream.lease(0) as lease:
             assert lease.expanded is not None
-            place, room = lease.expanded.data_ptr(), lease.expanded.numel()
+            place = lease.expanded.data_ptr()
+            room = lease.expanded.numel()
             assert lease.weights["mlp.up_proj.weight"].dtype == torch.bfloat16
         assert room == max(layer.expanded_bytes for layer in stream.layers)
         with stream.lease(1) as lease:
@@ -196,7 +199,8 @@ def test_references_find_expanded_weights_and_stored_ones_in_another_lease(quant
         for name in ("self_attn.k_proj.weight", "input_layernorm.weight"):
             with model.memory.lease(5) as lease:
                 turned = lease.weights[name].t()
-                reference, expected = lease.refer(turned), turned.clone()
+                reference = lease.refer(turned)
+                expected = turned.clone()
             assert reference is not None
             with model.memory.lease(5) as again:
                 assert torch.equal(again.resolve(reference), expected)

@@ -69,7 +69,8 @@ def row_of(results: dict[str, Any], arm: str, micro_batches: int) -> dict[str, A
 @pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
 def test_an_arm_is_measured_in_turn_with_peft_and_has_its_loss(results: dict[str, Any]) -> None:
     for count in (1, 4):
-        ours, peft = row_of(results, "lema", count), row_of(results, "peft", count)
+        ours = row_of(results, "lema", count)
+        peft = row_of(results, "peft", count)
         assert ours["status"] == peft["status"] == "measured"
         assert ours["losses"] == pytest.approx(peft["losses"], rel=1e-5)
         assert ours["ratio"] == pytest.approx(peft["seconds"] / ours["seconds"])
@@ -124,14 +125,18 @@ class Clock:
 class Slow:
     """A child that takes so long for each thing; it is left when what it was given is over, as the real one is."""
 
-    seconds, clock = 0.0, Clock()
+    seconds = 0.0
+    clock = Clock()
     device_memory = 80 * 10**9
     started: ClassVar[list[Any]] = []  # the job of each
     busy: ClassVar[list[str]] = []  # the arm that took each step
 
     def __init__(self, job: Any) -> None:
         self.started.append(job)
-        self.job, self.ended, self.micro_batches, self.host_peak = job, False, None, 0
+        self.job = job
+        self.ended = False
+        self.micro_batches = None
+        self.host_peak = 0
 
     def ready(self, seconds: float) -> dict[str, Any]:
         return self.ask("ready", seconds)
@@ -341,7 +346,8 @@ def test_weights_are_random_and_as_their_header_says(model: ModuleType, tmp_path
 
 def test_files_spread_over_places_and_layers_without_room_are_told(model: ModuleType, tmp_path: Path) -> None:
     shape = model.TINY["8B"]
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     outside = 2 * shape.vocabulary * shape.hidden * 2 + shape.hidden * 2
     room = [outside + 2 * shape.layer_bytes, shape.layer_bytes + 1]
     places = [model.Place(first, room[0]), model.Place(second, room[1])]

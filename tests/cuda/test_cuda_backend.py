@@ -53,7 +53,8 @@ class Library:
     """The runtime library itself: its last error, and what it says of a device."""
 
     def __init__(self, *errors: int, pageable: int = 0) -> None:
-        self.errors, self.pageable = list(errors), pageable
+        self.errors = list(errors)
+        self.pageable = pageable
 
     def cudaGetLastError(self) -> int:
         return self.errors.pop() if self.errors else 0
@@ -70,14 +71,16 @@ class FakeStream:
     current: Any = None
 
     def __init__(self, device: Any = None) -> None:
-        self.device, self.device_index = device, 0
+        self.device = device
+        self.device_index = 0
         self._before: Any = None
 
     def wait_event(self, event: FakeTorchEvent) -> None:
         assert event.recorded
 
     def __enter__(self) -> FakeStream:
-        self._before, FakeStream.current = FakeStream.current, self
+        self._before = FakeStream.current
+        FakeStream.current = self
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -235,7 +238,8 @@ def test_memory_is_registered_for_every_device_and_unregistered(runtime: Runtime
 
 def test_a_refusal_is_passed_on_and_forgotten_by_the_runtime(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last error is what the next kernel would report. No kernel is run to clear it, and no memory is taken."""
-    runtime.result, library = 2, Library(2, 2)
+    runtime.result = 2
+    library = Library(2, 2)
     monkeypatch.setattr(driver, "_library", lambda: library)
     for name in ("ones", "empty", "zeros"):
         monkeypatch.setattr(torch, name, None)
@@ -279,7 +283,8 @@ def test_a_device_without_memory_of_its_own_registers_only_what_it_does_not_reac
 
 def test_the_library_that_is_loaded_is_called(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the file that it was loaded from."""
-    file, loaded = tmp_path / "maps", list[str]()
+    file = tmp_path / "maps"
+    loaded = list[str]()
     monkeypatch.setattr(driver, "MAPS", file)
     monkeypatch.setattr(ctypes, "CDLL", loaded.append)
     find = driver._library.__wrapped__

@@ -46,7 +46,8 @@ def model_on(backend: Backend, checkpoint: Checkpoint, directory: Path, **settin
 def test_a_step_is_the_whole_models_however_late_copies_come(
     checkpoint_of: CheckpointOf, outcome_of: OutcomeOf, tmp_path: Path, tier: str, seed: int | None
 ) -> None:
-    checkpoint, expected = checkpoint_of("llama"), outcome_of("llama", False, 0.0, COUNT, True)
+    checkpoint = checkpoint_of("llama")
+    expected = outcome_of("llama", False, 0.0, COUNT, True)
     assert NUM_LAYERS >= 8
     depth = 1 if seed is None else seed
     with model_on(LateDevice(seed), checkpoint, tmp_path, boundary_activations=tier, prefetch_depth=depth) as model:
@@ -121,10 +122,13 @@ def test_replicas_gather_while_copies_come_late(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_few_boundaries_are_held_while_they_leave_and_none_at_the_turn(tmp_path: Path, tier: TierName) -> None:
-    hidden, layers = [torch.zeros(2, 8, 16)], range(20)
+    hidden = [torch.zeros(2, 8, 16)]
+    layers = range(20)
     backend = LateDevice()
     arena = BoundaryArena(backend, tier, tmp_path)
-    step, sources, held = arena.step(hidden, layers), list[StorageWeakRef](), list[int]()
+    step = arena.step(hidden, layers)
+    sources = list[StorageWeakRef]()
+    held = list[int]()
     for layer in layers:
         state = torch.full((2, 8, 16), float(layer))
         sources.append(StorageWeakRef(state.untyped_storage()))

@@ -91,7 +91,8 @@ class StandIn:
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Have the package be installed, as far as this project can tell."""
-    stand_in, module = StandIn(), ModuleType("liger_kernel.transformers.monkey_patch")
+    stand_in = StandIn()
+    module = ModuleType("liger_kernel.transformers.monkey_patch")
     known = {"llama": stand_in.apply(modeling_llama), "mixtral": stand_in.apply(modeling_mixtral)}
     module.MODEL_TYPE_TO_APPLY_LIGER_FN = known  # type: ignore[attr-defined]
     for name in ("liger_kernel", "liger_kernel.transformers"):

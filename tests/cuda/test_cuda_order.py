@@ -58,7 +58,8 @@ def mapped_course(code: SimpleNamespace, seed: int) -> None:
     device = FakeDevice(Random(seed))
     copies = code.Copies(device)
     slots = code.MappedSlots(copies, lambda source: source, lambda: None)
-    host, outcome = bytes_of(0), [bytes_of(0) for _ in range(3)]
+    host = bytes_of(0)
+    outcome = [bytes_of(0) for _ in range(3)]
     download = code.CopyDown(copies, bytes_of(5), host)
     upload = slots.upload(host)
     device.compute.copy(outcome[0], upload.wait())
@@ -177,7 +178,8 @@ def waits(queue: FakeQueue) -> list[FakeEvent]:
 def test_compute_goes_on_while_a_layer_is_gathered() -> None:
     device = idle_device()
     copies = Copies(device)
-    slots, whole = Slots(copies, [bytes_of(0)]), bytes_of(0)
+    slots = Slots(copies, [bytes_of(0)])
+    whole = bytes_of(0)
     gathering = QueuedReplicas(Sender(device), device).gather(slots.upload(bytes_of(3)), whole)
     assert not waits(device.queues[0]), "compute waits for what it does not need yet"
     assert waits(device.gathers), "this test sees nobody wait at all"
@@ -196,7 +198,8 @@ def test_weights_do_not_stand_behind_boundaries() -> None:
     device.compute.do(lambda: None)
     download = CopyDown(copies, bytes_of(5), host)
     device.uploads.work.clear()
-    back, weights = rings[0].upload(host), rings[1].upload(bytes_of(7))
+    back = rings[0].upload(host)
+    weights = rings[1].upload(bytes_of(7))
     (free,) = waits(device.uploads)
     assert waits(device.returns) and waits(device.downloads)
     device.run_until(free)

@@ -48,7 +48,9 @@ def refuse(*_):
 
 def test_kept_tokens_are_those_made_in_memory(write, make):
     data = write_all(write)
-    memory, first, second = make(data, kept=False), make(data), make(data)
+    memory = make(data, kept=False)
+    first = make(data)
+    second = make(data)
     assert memory.counts.truncated and memory.counts.dropped and memory.counts.left_out == 35
     assert memory.counts.rows == 120 + 90 + 60 + 35 + 200 - memory.counts.dropped
     assert all_of(memory) == all_of(first) == all_of(second)
@@ -58,7 +60,8 @@ def test_kept_tokens_are_those_made_in_memory(write, make):
 
 def test_parts_of_kept_tokens_are_those_of_tokens_in_memory(write, make):
     data = write_all(write)
-    memory, kept = make(data, kept=False), make(data)
+    memory = make(data, kept=False)
+    kept = make(data)
     for one, other in zip(memory.split(0.2, seed=3), kept.split(0.2, seed=3), strict=True):
         assert all_of(one)[:4] == all_of(other)[:4] and one.notes == tuple(notes_of(other))
     assert all_of(memory.select([7, 3, 200]))[:4] == all_of(kept.select([7, 3, 200]))[:4]
@@ -124,7 +127,8 @@ def test_a_bad_row_is_the_same_error(write, make, tmp_path, row):
 
 def test_an_error_of_a_later_file_comes_after_one_of_an_earlier_row(write, make):
     lines = [json.dumps(chat) for chat in chats(80)]
-    good, empty = write("a.jsonl", "\n".join([*lines, '{"messages": []}'])), write("b.jsonl", "\n\n")
+    good = write("a.jsonl", "\n".join([*lines, '{"messages": []}']))
+    empty = write("b.jsonl", "\n\n")
     for kept in (False, True):
         with pytest.raises(DataError, match=r"a\.jsonl:81"):
             make([good, empty], kept=kept)
@@ -222,7 +226,8 @@ def test_data_that_change_while_they_are_read_are_not_kept(write, make, tmp_path
 
 def test_the_entry_used_longest_ago_goes_unless_it_is_in_use(write, make, tmp_path, monkeypatch):
     paths = [write(f"{name}.jsonl", list(chats(30))) for name in "abcd"]
-    made, places = [], []
+    made = []
+    places = []
     for number, path in enumerate(paths[:3]):
         made.append(make(path))
         [place] = set(entries(tmp_path)) - set(places)
@@ -280,7 +285,8 @@ def test_kept_preferences_are_those_made_in_memory(write, make_tokenizer, templa
     pairs = [{"prompt": said(n, 6), "chosen": said(n, 7) + " yes", "rejected": said(n, 5 + n % 30)} for n in range(90)]
     if labelled:
         pairs = pairs[:60]
-    path, tokenizer = write("pairs.jsonl", pairs), make_tokenizer(templates["plain"])
+    path = write("pairs.jsonl", pairs)
+    tokenizer = make_tokenizer(templates["plain"])
     how = {"labelled": labelled, "max_length": 40}
     memory, *kept = (
         prepare_preferences(path, tokenizer, **how, cache=folder) for folder in (None, tmp_path / "c", tmp_path / "c")

@@ -50,7 +50,8 @@ def learnt(tokenizer_of):
     def learn(family: Family, messages: list[dict[str, Any]], tools: Any = None, **forms: Any) -> list[str]:
         tokenizer = tokenizer_of(family)
         values = {"messages": messages, "tools": tools}
-        row, as_given = Row(values, "data.jsonl", 3), deepcopy(values)
+        row = Row(values, "data.jsonl", 3)
+        as_given = deepcopy(values)
         reading = Reading(tokenizer, Forms(**forms))
         ids, labels = tokenized(row, detect(row), reading)
         # What is remembered of the template is right, for this chat and for others of its shape.
@@ -114,7 +115,8 @@ def test_words_in_parts_are_learnt_as_they_are_in_one_and_as_they_are_generated(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_answer_that_is_not_to_be_learnt_is_not(name, learnt):
     family = FAMILIES[name]
-    first, last = family.learnt("Long.", False), family.learnt("Old, the mill is old.", True)
+    first = family.learnt("Long.", False)
+    last = family.learnt("Old, the mill is old.", True)
     quiet = [ASKED[0], ANSWERED[0] | {"train": False}, ASKED[1], ANSWERED[1]]
     assert learnt(family, quiet) == [last]
     assert learnt(family, [*CHAT[:3], ANSWERED[1] | {"weight": 0}]) == [first]

@@ -294,7 +294,8 @@ def test_a_tokenizer_that_panics_is_an_error_that_names_it(tmp_path):
     tokenizer = word_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    first, text = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    first = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
     content["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [first, text],

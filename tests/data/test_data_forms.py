@@ -178,7 +178,8 @@ def test_marks_in_the_data_are_refused(learn):
 def test_a_template_is_rendered_once_for_a_chat_of_a_shape_seen_before(make_tokenizer, templates, monkeypatch):
     from lema.data.chat.template import Template
 
-    rendered, render = [], Template.render
+    rendered = []
+    render = Template.render
     monkeypatch.setattr(Template, "render", lambda self, *a, **k: rendered.append(1) or render(self, *a, **k))
     tokenizer = make_tokenizer(templates["plain"])
     chats = [{"messages": [dict(one, content=f"{one['content']} {n}") for one in CHAT]} for n in range(50)]

@@ -39,7 +39,9 @@ def make(make_tokenizer, templates, tmp_path):
 @pytest.fixture
 def tokenised(tmp_path, monkeypatch):
     """Count the rows tokenised since this was asked before, without those of killed workers that are not gone yet."""
-    log, original, turn = tmp_path / "tokenised", read.tokenize_rows, [0]
+    log = tmp_path / "tokenised"
+    original = read.tokenize_rows
+    turn = [0]
     log.touch()
 
     def counted(*arguments):
@@ -92,10 +94,13 @@ class Whole:
     def __init__(self, data, make, folder, tokenised, monkeypatch):
         with monkeypatch.context() as patch:
             told = when(-1, None, patch)
-            self.data, made = data, make(data)
+            self.data = data
+            made = make(data)
         [self.entry] = entries(folder)
-        self.files, self.known = self.written(), all_of(made)
-        self.num_parts, self.rows = len(told), tokenised()
+        self.files = self.written()
+        self.known = all_of(made)
+        self.num_parts = len(told)
+        self.rows = tokenised()
         shutil.rmtree(folder / "cache")
 
     def written(self):
@@ -150,7 +155,8 @@ DAMAGES = {
 def test_parts_that_do_not_read_back_are_made_anew(whole, make, tokenised, monkeypatch, damage):
     killed(lambda: make(whole.data), 12, monkeypatch)
     name, change, good = DAMAGES[damage]
-    found, file = parts_of(whole.entry), whole.entry / "unfinished" / name
+    found = parts_of(whole.entry)
+    file = whole.entry / "unfinished" / name
     if name == "skipped.jsonl":
         good = next(number for number, part in enumerate(found) if part["sizes"][2])
     before = file.read_bytes()
@@ -253,7 +259,9 @@ def test_ctrl_c_leaves_no_process_and_its_parts(whole, make, tokenised, monkeypa
 def test_a_killed_worker_is_an_error_and_the_next_start_goes_on(whole, make, tokenised, monkeypatch):
     # A worker that holds no lock and writes to no pipe: it dies as it begins its piece. Of the pieces before it, all
     # but the few that are under way at once have been written by then.
-    begun, original, parent = FORK.Value("i", 0), read.tokenize_rows, os.getpid()
+    begun = FORK.Value("i", 0)
+    original = read.tokenize_rows
+    parent = os.getpid()
 
     def dies(*arguments):
         with begun.get_lock():

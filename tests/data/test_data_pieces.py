@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lema.data.chat.pieces import _PIECE, Pieces
 
-SHORT, BLANKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 CASED = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 # What the files of published tokenizers say; None: GPT-2's, which the library has.
 EXPRESSIONS = {

@@ -107,7 +107,8 @@ def test_labelled_rows_come_with_the_completion_of_the_row_before(tokenizer: Pre
     batch: Any = data.batch_of([1, 2, 0], [1, 2, 0])
     assert batch[EXAMPLE][:, ExampleColumn.LABEL].tolist() == [0, 1, 1]
     for row, before in ((0, 0), (1, 1), (2, 2)):
-        own, other = rows[[1, 2, 0][row]], rows[[0, 1, 2][before]]
+        own = rows[[1, 2, 0][row]]
+        other = rows[[0, 1, 2][before]]
         ids = batch["mismatched_input_ids"][row][batch["mismatched_attention_mask"][row] == 1].tolist()
         expected = tokenizer(own["prompt"])["input_ids"] + tokenizer(other["completion"] + "</s>")["input_ids"][1:]
         assert ids == expected

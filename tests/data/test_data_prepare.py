@@ -118,7 +118,8 @@ def test_a_row_with_nothing_to_learn_is_named(write):
 
 
 def test_only_tokens_do_without_a_tokenizer(write, tokenizer):
-    tokens, text = write("a.jsonl", ids(3)), write("b.jsonl", [{"text": "the river"}])
+    tokens = write("a.jsonl", ids(3))
+    text = write("b.jsonl", [{"text": "the river"}])
     assert not needs_tokenizer(tokens)
     assert needs_tokenizer([tokens, text])
     with pytest.raises(DataError, match="no tokenizer") as caught:
@@ -140,7 +141,8 @@ def test_wrong_options_are_named(option, value):
 
 def test_the_same_data_give_the_same_data_set(write):
     path = write("a.jsonl", ids(3, 4, 5))
-    one, two = prepare_data(path, max_length=8), prepare_data(path, max_length=8)
+    one = prepare_data(path, max_length=8)
+    two = prepare_data(path, max_length=8)
     assert list(one) == list(two) and one.fingerprint() == two.fingerprint()
     other = prepare_data([*ids(3, 4), *ids(5, first=2)], max_length=8)
     assert other.fingerprint() != one.fingerprint()

@@ -33,10 +33,8 @@ def hub(monkeypatch, tmp_path):
         asked.append((path, options))
         if path == "org/none":
             raise FileNotFoundError("there is no org/none on the hub")
-        table, file = (
-            pa.Table.from_pylist([{"text": "the river"}, {"text": f"the mill of {path}"}]),
-            tmp_path / "x.arrow",
-        )
+        table = pa.Table.from_pylist([{"text": "the river"}, {"text": f"the mill of {path}"}])
+        file = tmp_path / "x.arrow"
         with pa.ipc.new_stream(str(file), table.schema) as out:
             out.write_table(table)
         return SimpleNamespace(cache_files=[{"filename": str(file)}])
@@ -58,7 +56,8 @@ class Stream:
     """A stand-in for `datasets.IterableDataset`, which tells what is read of it."""
 
     def __init__(self, asked, rows):
-        self.asked, self.rows = asked, rows
+        self.asked = asked
+        self.rows = rows
 
     def __iter__(self):
         for row in self.rows:
@@ -214,7 +213,8 @@ def test_rows_that_say_not_to_be_trained_on_are_left_out_of_what_fit_is_given(ma
         for number in range(8)
     ]
     files = SimpleNamespace(config=LlamaConfig(), tokenizer=make_tokenizer(templates["plain"]))
-    config, said = config_of(device="cpu"), []
+    config = config_of(device="cpu")
+    said = []
     whole = as_rows(rows, config, files, said.append)
     assert len(whole) == 8 and (whole is rows) == (kind == "tokens")
     flagged = [row | ({"train": wrapped(number not in (2, 5))} if number else {}) for number, row in enumerate(rows)]

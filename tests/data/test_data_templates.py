@@ -47,7 +47,8 @@ def test_a_hostile_template_is_an_error_of_the_row(what: str, monkeypatch: pytes
 
 def test_a_slow_template_is_not_tried_again_with_messages_in_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that refuses the first form is given two others; with all three, it would take three times as long."""
-    tokenizer, rendered = word_tokenizer(HOSTILE["loops for ever"][0]), []
+    tokenizer = word_tokenizer(HOSTILE["loops for ever"][0])
+    rendered = []
     render = type(tokenizer).apply_chat_template
     monkeypatch.setattr(template, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(

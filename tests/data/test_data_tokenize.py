@@ -22,14 +22,16 @@ ANSWERS = ["Long.<|im_end|>", "Old, the mill is old.<|im_end|>"]
 
 
 def tokenize(tokenizer, values, **forms):
-    vocab_size, forms = forms.pop("vocab_size", None), Forms(**forms)
+    vocab_size = forms.pop("vocab_size", None)
+    forms = Forms(**forms)
     row = forms.renamed(Row(values, "data.jsonl", 3))
     return tokenized(row, detect(row, forms), Reading(tokenizer, forms, vocab_size))
 
 
 def learnt_stretches(tokenizer, ids, labels):
     """The learnt text, one string for each unbroken stretch."""
-    stretches, current = [], []
+    stretches = []
+    current = []
     for token, label in zip([*ids, -1], [*labels, -100], strict=True):
         assert label in (token, -100)
         if label != -100:

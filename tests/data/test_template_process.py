@@ -108,7 +108,8 @@ def test_texts_places_and_errors_are_those_of_transformers(name: str, monkeypatc
 @pytest.mark.parametrize("text", ["a", "a ", [{"type": "text", "text": "a"}], None])
 def test_a_last_message_that_is_continued_ends_as_with_transformers(text: Any) -> None:
     template = "{% for m in messages %}{{ m.role }}{{ m.content if m.content is string else m.content[0].text }}</s>"
-    tokenizer, chat = word_tokenizer(template + "{% endfor %}"), [CHAT[0], {"role": "assistant", "content": text}]
+    tokenizer = word_tokenizer(template + "{% endfor %}")
+    chat = [CHAT[0], {"role": "assistant", "content": text}]
     found = []
     for render in (
         lambda: open_template(tokenizer, None, ROW).render(chat, ROW, continued=True),

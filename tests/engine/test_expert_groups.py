@@ -129,10 +129,12 @@ def test_a_step_is_that_of_whole_layers(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_all_micro_batches_go_through_a_group_before_the_next_is_leased(kind: str, tmp_path: Path) -> None:
     """So leases do not depend on how many there are, reads are those of the formula, and no bit depends on slots."""
-    directory, first = write_model(CONFIGS[kind], tmp_path), None
+    directory = write_model(CONFIGS[kind], tmp_path)
+    first = None
     for depth in (1, 6):
         with opened(directory, experts_per_slot=3, prefetch_depth=depth, **ADAPTED) as model:
-            stream, reads = model.memory, list[int]()
+            stream = model.memory
+            reads = list[int]()
             assert [len(own) for own in stream.parts.values()] == [3] * SPARSE[kind]
             for _ in range(2):
                 loss, found = step(model)
@@ -192,7 +194,8 @@ def test_so_is_the_loss_of_routers_with_inputs_that_wait_elsewhere(tmp_path: Pat
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of every pass through the groups of a layer for what experts make, whether it was in the forward or later."""
-    found, results = list[str](), grouped._Groups.results
+    found = list[str]()
+    results = grouped._Groups.results
 
     def watched(*args: Any) -> list[Tensor]:
         found.append(args[2] if len(args) > 2 else "forward")
@@ -235,7 +238,8 @@ def test_what_comes_before_experts_is_run_twice_with_no_other_numbers(
 ) -> None:
     """Where it would take too much while it waits. Bitwise, with what dropout draws, the loss of routers, and backwards
     that look at what experts made; leases are as many."""
-    directory, found = write_model(CONFIGS.get(kind) or tiny_config(kind), tmp_path), list[Any]()
+    directory = write_model(CONFIGS.get(kind) or tiny_config(kind), tmp_path)
+    found = list[Any]()
     for again in (False, True):
         with opened(directory, **{"experts_per_slot": 3, **ADAPTED, **settings}) as model:
             model.allocation = replace(model.allocation, runs_again=again)
@@ -252,7 +256,8 @@ def test_what_comes_before_experts_is_run_twice_with_no_other_numbers(
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Has memory run out in a group of experts, as often as the list that is yielded says why: it is asked for each."""
-    asked, run = list[Any](), NarrowedExperts.run
+    asked = list[Any]()
+    run = NarrowedExperts.run
 
     def watched(experts: NarrowedExperts, given: Any) -> Tensor:
         made = run(experts, given)
@@ -271,7 +276,8 @@ def test_memory_that_runs_out_in_a_group_is_answered_as_in_a_layer(way: str, tmp
     with opened(
         write_model(CONFIGS["qwen3_moe"], tmp_path), experts_per_slot=3, prefetch_depth=3, learning_rate=0.0
     ) as model:
-        trainer, batches = model.get_trainer(), micro_batches()
+        trainer = model.get_trainer()
+        batches = micro_batches()
         expected = trainer.accumulate(batches, more=True).loss
         group = model.split.groups[5][1]
         assert model.memory.name_of(group.number) == "experts 3 to 5 of layer 5"
@@ -292,7 +298,8 @@ def test_memory_that_runs_out_in_a_group_is_answered_as_in_a_layer(way: str, tmp
 
 def test_gradients_of_experts_adapters_are_formed_of_a_group_alone(tmp_path: Path) -> None:
     """So however many groups there are, no more tensors as large as an adapter of all experts are made in a step."""
-    directory, made = write_model(CONFIGS["qwen3_moe"], tmp_path), dict[int, int]()
+    directory = write_model(CONFIGS["qwen3_moe"], tmp_path)
+    made = dict[int, int]()
     for size in (1, 4):
         with opened(directory, experts_per_slot=size, lora_rank=11, **ADAPTED) as model:
             draw_b(model.lora_manager)
@@ -322,7 +329,8 @@ def test_gradients_of_experts_adapters_are_formed_of_a_group_alone(tmp_path: Pat
 def test_device_memory_says_how_many_experts_are_leased_together(tmp_path: Path) -> None:
     """As many as it holds; all, in whole layers, where it holds these. The slots are those of the plan. What comes
     before the experts is run twice where with no size all that waits for them fits."""
-    directory, found = write_model(CONFIGS["qwen3_moe"], tmp_path), dict[str, tuple[int, bool]]()
+    directory = write_model(CONFIGS["qwen3_moe"], tmp_path)
+    found = dict[str, tuple[int, bool]]()
     for limit in ("800KB", "640KB", "610KB", "570KB"):
         settings = {"lora_rank": 2, "batch_size": 4, "micro_batch_size": 1, "max_length": 12, "save_steps": 0}
         config = LemaConfig(str(directory), device="cpu", device_memory=limit, **settings)
@@ -396,7 +404,8 @@ def test_experts_that_are_stored_quantised_are_those_of_the_dequantised_model(fo
         stored = prepare(write_model(config, tmp_path / "published"), tmp_path / "stored", quantize=form).path
         plain = write_expanded(config, stored, tmp_path / "plain")
     whole = prepare(plain, tmp_path / "whole").path
-    found, read = list[tuple[Tensor, Gradients]](), list[int]()
+    found = list[tuple[Tensor, Gradients]]()
+    read = list[int]()
     for directory in (whole, stored):
         for size in (1, 3):
             with opened(directory, experts_per_slot=size, dtype="float32", **ADAPTED) as model:

@@ -18,7 +18,8 @@ from lema.errors import ConfigError, DiskError
 from lema.storage.spillfile import whole_blocks
 from lema_cpu import CpuBackend
 
-NUM_LAYERS, LOWEST = 6, 4
+NUM_LAYERS = 6
+LOWEST = 4
 FULL = 2 * NUM_LAYERS - 1 - LOWEST  # leases of a step: all layers up, and down to the lowest that trains
 SPARED = FULL - LOWEST
 
@@ -50,7 +51,8 @@ class Leases(TrainerCallback):
         self.read: list[set[int]] = [set()]
 
     def watch(self, stream: Any) -> None:
-        self.stream, self.before = stream, stream.counters.leases
+        self.stream = stream
+        self.before = stream.counters.leases
         submit = stream._reader.submit
 
         def noting(layer: Any, *arguments: Any, **options: Any) -> Any:
@@ -109,7 +111,8 @@ def test_nothing_is_run_backward_below_the_lowest_adapter(llama: Path, tmp_path:
 
 
 def test_an_evaluation_in_between_changes_nothing(llama: Path, tmp_path: Path) -> None:
-    rows, held_back = token_rows(8), token_rows(3, seed=5)
+    rows = token_rows(8)
+    held_back = token_rows(3, seed=5)
     config = upper(llama, tmp_path / "with", cache_frozen_prefix=True, eval_steps=1)
     _, found = run_fit(config, rows, held_back)
     _, expected = run_fit(upper(llama, tmp_path / "without"), rows)
@@ -182,7 +185,8 @@ def test_what_is_fetched_is_what_was_kept_and_labels_make_no_difference(tmp_path
 
 
 def test_what_modules_before_the_layers_keep_makes_a_difference(tmp_path: Path) -> None:
-    kept, one = cache(tmp_path), batch(9)
+    kept = cache(tmp_path)
+    one = batch(9)
     for table in ({"inv_freq": 1}, {"inv_freq": 2}):
         state = torch.full((2, 9, 8), float(table["inv_freq"]))
         kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, stateful=False)

@@ -48,7 +48,8 @@ def complaints() -> Iterator[list[str]]:
 
 
 def streamed_tokens(model: LemaModel, prompts: list[str], new: int = NEW, **options: Any) -> Tensor:
-    ids, end = encoded(model.tokenizer, prompts), model.tokenizer.eos_token_id
+    ids = encoded(model.tokenizer, prompts)
+    end = model.tokenizer.eos_token_id
     made = complete(model.split, model.memory, model.files.generation_config(), model.tokenizer, ids, new, options)
     width = max(len(one.tokens) for one in made)
     return torch.tensor([[*one.tokens, *[end] * (width - len(one.tokens))] for one in made])
@@ -84,7 +85,8 @@ def test_tokens_are_those_of_transformers(
         torch.manual_seed(5)
         texts = model.generate(prompts, max_new_tokens=NEW, **options)
     assert complaints == []
-    whole, bare = whole_model(base, tmp_path / "adapter"), whole_model(base)
+    whole = whole_model(base, tmp_path / "adapter")
+    bare = whole_model(base)
     torch.manual_seed(5)
     expected = whole_tokens(whole, prompts, **options)
     assert found.shape == (len(prompts), NEW)
@@ -226,7 +228,8 @@ def test_settings_stored_with_the_model_are_used_and_not_warned_of(
 
 @pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_been_generated(llama: Path, tmp_path: Path) -> None:
-    batch, found = collate(token_rows(4)), []
+    batch = collate(token_rows(4))
+    found = []
     for between in (False, True):
         with opened(settings(llama, tmp_path, lora_dropout=0.1)) as model:
             trainer = model.get_trainer()

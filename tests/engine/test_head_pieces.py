@@ -113,7 +113,8 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
 
 
 def test_dropout_draws_as_the_whole_model(tmp_path: Path, three_pieces: None) -> None:
-    stored, batches = write_checkpoint("llama", tmp_path, dropout=0.1), micro_batches(2, padding=True)
+    stored = write_checkpoint("llama", tmp_path, dropout=0.1)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(stored, dropout=0.1)
     draw_b(whole)
     expected = whole_step(whole, batches, layer_major=layers_of(whole, stored))
@@ -126,7 +127,8 @@ def test_dropout_draws_as_the_whole_model(tmp_path: Path, three_pieces: None) ->
 
 def test_layers_round_as_below_a_whole_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one piece the head's gradient differs by rounding alone; given the same one, the layers' do not differ."""
-    stored, batches = write_checkpoint("llama", tmp_path), micro_batches(2)
+    stored = write_checkpoint("llama", tmp_path)
+    batches = micro_batches(2)
     seen: dict[str, list[Tensor]] = {}
     steps = {}
     for head in ("device", "stream"):
@@ -150,7 +152,8 @@ def test_layers_round_as_below_a_whole_head(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_half_precision_differs_by_its_rounding(tmp_path: Path, three_pieces: None) -> None:
-    stored, batches = write_checkpoint("llama", tmp_path, dtype=torch.bfloat16), micro_batches(2)
+    stored = write_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
+    batches = micro_batches(2)
     steps = []
     for head in ("device", "stream"):
         with streamed_model(stored, head=head, gradient_checkpointing=True) as model:
@@ -203,11 +206,13 @@ def test_the_head_moves_twice_less_one_piece_and_the_plan_says_so(many_words: Ch
     settings = {"head": "stream", "gradient_checkpointing": True, "batch_size": 2, "max_length": 12}
     batches = micro_batches(2, lengths=(12, 12))
     with streamed_model(many_words, spent={"slots": slots}, **settings) as model:
-        stream, count = model.memory, len(model.memory.layers)
+        stream = model.memory
+        count = len(model.memory.layers)
         streamed_step(model, batches)
         before = stream.counters
         streamed_step(model, batches)
-        moved, read = stream.counters.bytes_uploaded - before.bytes_uploaded, stream.counters.bytes_read
+        moved = stream.counters.bytes_uploaded - before.bytes_uploaded
+        read = stream.counters.bytes_read
         pieces = stream.layers[NUM_LAYERS:]
         assert len(pieces) > 3
         assert stream.slot_bytes == max(layer.nbytes for layer in stream.layers[:NUM_LAYERS])
@@ -257,7 +262,8 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
         config = LemaConfig(str(many_words.streamed), head=head, **base)
         return sum(planner_of(config, machine_state=machine_state_of(config)).needs().device.values())
 
-    whole, least = needed("device"), needed("stream")
+    whole = needed("device")
+    least = needed("stream")
     assert least < whole - 2500 * 32 * 4
     (batch,) = micro_batches(1, lengths=(12,))
     with streamed_model(many_words, **settings) as model:
@@ -293,7 +299,8 @@ def test_a_head_that_trains_is_whole(
     adapter: dict[str, Any], tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
-    stored, batches = write_checkpoint("llama", tmp_path, tied=tied), micro_batches(1)
+    stored = write_checkpoint("llama", tmp_path, tied=tied)
+    batches = micro_batches(1)
     with pytest.raises(ConfigError, match="the head cannot stream in pieces"), opened(stored, head="stream", **adapter):
         pass
     with opened(stored, **adapter) as model:
@@ -371,7 +378,8 @@ def test_a_head_whose_logits_need_each_other_is_whole(
 
 
 def test_a_logit_that_is_not_finite_is_the_heads(tmp_path: Path, three_pieces: None) -> None:
-    stored, batches = write_checkpoint("llama", tmp_path), micro_batches(2)
+    stored = write_checkpoint("llama", tmp_path)
+    batches = micro_batches(2)
     with opened(stored, head="stream", check_base_weights=False) as model:
         stored_pieces = model.memory.host_cached
         assert not stored_pieces

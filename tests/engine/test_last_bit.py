@@ -20,7 +20,8 @@ def at_offset(values: Tensor, floats: int) -> Tensor:
 def test_a_product_is_the_same_wherever_its_weight_begins_modulo_16_bytes(rows: int, columns: int) -> None:
     """At other addresses it may differ: on the machine that this was written on, for one row it did."""
     torch.manual_seed(0)
-    hidden, weight = torch.randn(rows, 100), torch.randn(columns, 100)
+    hidden = torch.randn(rows, 100)
+    weight = torch.randn(columns, 100)
     products = [hidden @ at_offset(weight, floats).t() for floats in range(2 * FLOATS)]
     for floats in range(FLOATS):
         assert torch.equal(products[floats], products[floats + FLOATS])

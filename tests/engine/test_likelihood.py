@@ -21,9 +21,11 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def micro_batches(rows: int) -> list[dict[str, Tensor]]:
     made = []
     for first in range(0, len(ROWS), rows):
-        some, asked = ROWS[first : first + rows], ASKED[first : first + rows]
+        some = ROWS[first : first + rows]
+        asked = ASKED[first : first + rows]
         width = max(map(len, some)) - 1
-        ids, labels = torch.zeros(len(some), width, dtype=torch.long), torch.full((len(some), width), -100)
+        ids = torch.zeros(len(some), width, dtype=torch.long)
+        labels = torch.full((len(some), width), -100)
         for place, (row, count) in enumerate(zip(some, asked, strict=True)):
             ids[place, : len(row) - 1] = torch.tensor(row[:-1])
             labels[place, len(row) - 1 - count : len(row) - 1] = torch.tensor(row[-count:])

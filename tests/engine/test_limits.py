@@ -17,7 +17,9 @@ from lema.plan.cost import Speeds
 from lema.plan.meter import Tally
 from lema.plan.step import LayerSeconds
 
-LENGTH, ROWS, COUNT = 64, 2, 3
+LENGTH = 64
+ROWS = 2
+COUNT = 3
 LAYER = 765_952  # bytes
 
 

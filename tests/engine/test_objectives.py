@@ -57,7 +57,8 @@ def outcome(model: Any, parts: list[dict[str, torch.Tensor]]) -> Outcome:
 def test_loss_and_gradients_are_those_of_the_whole_model(
     checkpoint_of: CheckpointOf, objective: str, cuts: tuple[int, ...]
 ) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples(labelled=objective == "kto"))
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples(labelled=objective == "kto"))
     whole = whole_outcome(checkpoint, objective, batch)
     with streamed_model(checkpoint, gradient_checkpointing=True, objective=objective) as model:
         draw_b(model.lora_manager)
@@ -76,7 +77,8 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
     ids=lambda one: "-".join(sorted(one)),
 )
 def test_memory_settings_change_no_number(checkpoint_of: CheckpointOf, settings: dict[str, Any]) -> None:
-    checkpoint, batch = checkpoint_of("qwen3"), batch_of(examples())
+    checkpoint = checkpoint_of("qwen3")
+    batch = batch_of(examples())
     alone = {"gradient_checkpointing": True, "objective": "dpo"}
     alone |= {name: settings[name] for name in ("lora_layers_to_transform",) if name in settings}
     with streamed_model(checkpoint, **alone) as model:
@@ -91,7 +93,8 @@ def test_memory_settings_change_no_number(checkpoint_of: CheckpointOf, settings:
 def test_what_trains_outside_the_layers_has_its_gradient_and_the_reference_has_not_got_it(
     checkpoint_of: CheckpointOf, saved: list[str]
 ) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples())
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples())
     base = AutoModelForCausalLM.from_pretrained(checkpoint.published)
     torch.manual_seed(SEED)
     targets = sorted(checkpoint.architecture.targets)
@@ -111,7 +114,8 @@ def test_what_trains_outside_the_layers_has_its_gradient_and_the_reference_has_n
 
 
 def test_dropout_of_the_model_draws_once_for_the_loss_and_its_gradient(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, batch = checkpoint_of("llama", dropout=0.2), batch_of(examples())
+    checkpoint = checkpoint_of("llama", dropout=0.2)
+    batch = batch_of(examples())
     whole = whole_model(checkpoint)
     draw_b(whole)
     torch.manual_seed(4)
@@ -150,7 +154,8 @@ def test_a_step_computes_little_more_than_the_reference(
     checkpoint_of: CheckpointOf, objective: str, most: float
 ) -> None:
     """A third for the reference of pairs; KTO's mismatched rows are two thirds more, and the top layer runs twice."""
-    batch, flops = batch_of(examples(labelled=objective == "kto")), []
+    batch = batch_of(examples(labelled=objective == "kto"))
+    flops = []
     for given in ("sft", objective):
         with streamed_model(checkpoint_of("llama"), gradient_checkpointing=True, objective=given) as model:
             outcome(model, [batch])
@@ -181,7 +186,8 @@ def test_evaluation_is_the_loss_without_adapters_moved_or_gradients(checkpoint_o
 def test_grpo_clips_the_ratio_to_the_model_that_made_the_rows(
     checkpoint_of: CheckpointOf, loss_type: str, level: str
 ) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples())
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples())
     del batch["example"]
     draw = torch.Generator().manual_seed(1)
     batch["advantages"] = torch.randn(8, generator=draw)
@@ -194,7 +200,8 @@ def test_grpo_clips_the_ratio_to_the_model_that_made_the_rows(
     batch["old_logps"] = torch.nn.functional.pad(old, (1, 0))
     logps = row_logps(whole, batch, batch["labels"])
     apart = logps - old if level == "token" else (((logps - old) * mask).sum(1) / mask.sum(1))[:, None]
-    ratio, advantage = apart.exp(), batch["advantages"][:, None]
+    ratio = apart.exp()
+    advantage = batch["advantages"][:, None]
     losses = -torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.3) * advantage) * mask
     reference = whole_reference(whole, batch)
     losses = losses + 0.04 * (torch.exp(reference - logps) - (reference - logps) - 1) * mask
@@ -236,7 +243,8 @@ def test_rows_of_which_nothing_is_said_are_refused(checkpoint_of: CheckpointOf) 
 def test_memory_that_runs_out_cuts_rows_apart_and_changes_no_number(
     checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples())
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples())
     whole = whole_outcome(checkpoint, "dpo", batch)
     with streamed_model(checkpoint, gradient_checkpointing=True, objective="dpo") as model:
         draw_b(model.lora_manager)
@@ -261,7 +269,8 @@ def test_memory_that_runs_out_cuts_rows_apart_and_changes_no_number(
 
 def test_two_batches_of_a_step_count_alike_whatever_their_rows(checkpoint_of: CheckpointOf) -> None:
     """As accumulation over two batches does in a trainer: the mean of their means."""
-    checkpoint, data = checkpoint_of("llama"), examples()
+    checkpoint = checkpoint_of("llama")
+    data = examples()
     batches = [{**data.batch_of(rows, rows)} for rows in ([0, 1, 2], [3])]
     for number, batch in enumerate(batches):
         batch["example"][:, 0], batch["example"][:, 4] = number, 2

@@ -85,8 +85,10 @@ class _Trap(torch.autograd.Function):
 @contextmanager
 def device(model: LemaModel, short: Callable[[int, str, int], bool]) -> Iterator[Device]:
     """Let memory run out, for the length of a `with` block, after a layer or a head has been computed."""
-    found, split = Device(model, short), model.split
-    run_layer, head = split.run_layer, split.head
+    found = Device(model, short)
+    split = model.split
+    run_layer = split.run_layer
+    head = split.head
 
     def run(index: int, weights: Mapping[str, Tensor], call: Any, hidden: Tensor, **options: Any) -> Tensor:
         rows = len(hidden)
@@ -109,7 +111,8 @@ def device(model: LemaModel, short: Callable[[int, str, int], bool]) -> Iterator
             found.ask(TOP, "head", len(hidden))
         return made
 
-    split.run_layer, split.head = run, to_logits
+    split.run_layer = run
+    split.head = to_logits
     try:
         yield found
     finally:
@@ -218,7 +221,8 @@ def undisturbed(checkpoint_of: CheckpointOf, tmp_path_factory: pytest.TempPathFa
 def test_with_fewer_slots_every_number_is_as_if_nothing_had_happened(
     checkpoint_of: CheckpointOf, undisturbed: Callable[..., Seen], tmp_path: Path, point: str, recompute: bool
 ) -> None:
-    checkpoint, settings = checkpoint_of("llama"), {"gradient_checkpointing": recompute}
+    checkpoint = checkpoint_of("llama")
+    settings = {"gradient_checkpointing": recompute}
     expected = undisturbed(recompute, 3)
     with opened(checkpoint, tmp_path, **settings) as model, device(model, at(point, model, slots=1)) as failing:
         with pytest.warns(UserWarning, match="ran out") as said:
@@ -251,7 +255,8 @@ def test_a_forward_that_ran_out_of_memory_goes_on_in_the_same_layer(
         leases = model.memory.counters.leases
         Seen().step(trainer, in_rows(3)(wide_batch()))
         leases = model.memory.counters.leases - leases
-        failing.short, before = at(point, model, slots=1), model.memory.counters.leases
+        failing.short = at(point, model, slots=1)
+        before = model.memory.counters.leases
         failing.made.clear()
         with pytest.warns(UserWarning, match="ran out"):
             Seen().step(trainer, in_rows(3)(wide_batch()))
@@ -267,7 +272,8 @@ def test_a_forward_that_ran_out_of_memory_goes_on_in_the_same_layer(
 def test_with_smaller_micro_batches_every_number_is_as_if_they_had_been_so_from_the_start(
     checkpoint_of: CheckpointOf, undisturbed: Callable[..., Seen], tmp_path: Path, point: str, recompute: bool
 ) -> None:
-    checkpoint, settings = checkpoint_of("llama"), {"gradient_checkpointing": recompute}
+    checkpoint = checkpoint_of("llama")
+    settings = {"gradient_checkpointing": recompute}
     expected = undisturbed(recompute, 2)
     with opened(checkpoint, tmp_path, **settings) as model, device(model, at(point, model, rows=2)) as failing:
         with pytest.warns(UserWarning, match="ran out") as said:
@@ -299,7 +305,8 @@ def test_inputs_of_layers_that_wait_elsewhere_are_those_of_the_pass_begun_again(
             found = two_steps(model.get_trainer(), in_rows(given))
         assert_same(found, undisturbed(True, expected))
         if tier == "host":
-            ids, hidden_bytes = wide_batch()["input_ids"], 32 * 4
+            ids = wide_batch()["input_ids"]
+            hidden_bytes = 32 * 4
             assert model.adapter.arena.memory_bytes == ids.numel() * hidden_bytes * TOP, "a pass kept its own beside"
 
 
@@ -336,7 +343,8 @@ def test_a_fit_goes_on_as_if_its_micro_batches_had_been_smaller(
 @pytest.mark.slow
 def test_a_later_step_that_needs_more_is_cut_once_more(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
-        trainer, announced = model.get_trainer(), list[int]()
+        trainer = model.get_trainer()
+        announced = list[int]()
         prelude = model.split.prelude
 
         def look(*arguments: Any, **options: Any) -> Any:
@@ -369,7 +377,8 @@ def test_gradients_of_passes_before_are_put_back(
     def run(model: LemaModel, between: Callable[[LemaTrainer], None]) -> tuple[list[Tensor], list[float], Seen]:
         trainer = model.get_trainer()
         torch.manual_seed(DRAWS)
-        logits, losses = [], []
+        logits = []
+        losses = []
         for number in range(2):
             if number:
                 between(trainer)
@@ -409,7 +418,8 @@ def test_what_trains_at_the_ends_gets_its_gradient_once(
     given = micro_batches(3, padding=True)
 
     def run(model: LemaModel) -> Seen:
-        trainer, seen = model.get_trainer(), Seen()
+        trainer = model.get_trainer()
+        seen = Seen()
         torch.manual_seed(DRAWS)
         for _ in range(2):
             seen.step(trainer, given)
@@ -418,7 +428,8 @@ def test_what_trains_at_the_ends_gets_its_gradient_once(
     with opened(checkpoint_of("llama"), tmp_path, **settings) as model, device(model, nothing):
         expected = run(model)
     with opened(checkpoint_of("llama"), tmp_path, **settings) as model, device(model, nothing) as failing:
-        calls, short = 0, at(point, model, slots=2)
+        calls = 0
+        short = at(point, model, slots=2)
 
         def later(layer: int, way: str, rows: int) -> bool:  # in the second block of a micro-batch
             nonlocal calls
@@ -440,7 +451,8 @@ def test_nothing_of_a_failed_attempt_is_kept(
 ) -> None:
     """Not even until the collector of garbage comes of itself: errors hold what their functions had in hand."""
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
-        trainer, short = model.get_trainer(), at(point, model, **limit)
+        trainer = model.get_trainer()
+        short = at(point, model, **limit)
         Seen().step(trainer, in_rows(3)(wide_batch()))  # what is learnt in the first step is learnt
         failing.made.clear()
         attempts: list[list[weakref.ref[Tensor]]] = []
@@ -457,7 +469,8 @@ def test_nothing_of_a_failed_attempt_is_kept(
             assert model.adapter.arena._step() is None, "the boundaries of another pass are kept"
             return prelude(*arguments, **options)
 
-        prelude, failing.short = model.split.prelude, fail
+        prelude = model.split.prelude
+        failing.short = fail
         monkeypatch.setattr(model.split, "prelude", run_prelude)
         gc.collect()
         gc.disable()
@@ -503,8 +516,10 @@ def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
 ) -> None:
     """What a model is like is learnt by running it, and errors there are taken for answers."""
     with opened(checkpoint_of("llama"), tmp_path) as model:
-        split, calls = model.split, 0
-        layer, head = split.call_layer, split.head
+        split = model.split
+        calls = 0
+        layer = split.call_layer
+        head = split.head
 
         def fail(run: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -516,7 +531,8 @@ def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
 
             return wrapped
 
-        split.call_layer, split.head = fail(layer), fail(head)
+        split.call_layer = fail(layer)
+        split.head = fail(head)
         with pytest.warns(UserWarning, match="ran out before the layers"):
             model.get_trainer().train_step(wide_batch())
         assert split._mark_absent
@@ -524,7 +540,8 @@ def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
 
 def test_other_errors_are_not_taken_for_it(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model:
-        trainer, calls = model.get_trainer(), 0
+        trainer = model.get_trainer()
+        calls = 0
 
         def fail(*_: Any, **__: Any) -> Tensor:
             nonlocal calls
@@ -567,12 +584,14 @@ def test_evaluation_cuts_its_own_micro_batches(checkpoint_of: CheckpointOf, tmp_
         with pytest.warns(UserWarning, match="micro-batches of at most 2 rows instead of 6") as said:
             assert trainer.evaluate(rows) == expected
         assert len(said) == 1
-        count, logits = len(failing.failures), list[Tensor]()
+        count = len(failing.failures)
+        logits = list[Tensor]()
         model.adapter.evaluate([wide_batch()], logits)
         assert torch.equal(torch.cat(logits), torch.cat(whole))
         assert len(failing.failures) == count
         # Training takes more memory than evaluation, which so tells nothing of it.
-        failing.short, largest = nothing, list[int]()
+        failing.short = nothing
+        largest = list[int]()
         run_layer = model.split.run_layer
         model.split.run_layer = lambda index, weights, call, hidden, **options: (
             largest.append(len(hidden)) or run_layer(index, weights, call, hidden, **options)
@@ -632,7 +651,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_from_the_command_line_goes_on(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run_layer, failures = Split.run_layer, 0
+    run_layer = Split.run_layer
+    failures = 0
 
     def fail(self: Split, index: int, weights: Any, call: Any, hidden: Tensor, **options: Any) -> Tensor:
         nonlocal failures

@@ -29,7 +29,8 @@ def test_a_pass_begun_again_has_its_graphs_away_again(
     limit: dict[str, int],
 ) -> None:
     given, cut = (3, 3) if "slots" in limit else (6, 2)
-    expected, options = undisturbed(False, cut), {"gradient_checkpointing": False}
+    expected = undisturbed(False, cut)
+    options = {"gradient_checkpointing": False}
     with opened(checkpoint_of("llama"), tmp_path, activation_offloading=mode, **options) as model:
         with device(model, at(point, model, **limit)) as failing, pytest.warns(UserWarning, match="ran out"):
             found = two_steps(model.get_trainer(), in_rows(given))

@@ -145,7 +145,8 @@ def test_an_optimizer_is_transformers_own_and_goes_on_from_its_checkpoint_to_the
     given = {"learning_rate": 0.01, "weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6}
     config = LemaConfig("m", optim=name, **given)
     one, other, theirs = (large() for _ in range(3))
-    ours, second = make_optimizer([one], config), make_optimizer([other], config)
+    ours = make_optimizer([one], config)
+    second = make_optimizer([other], config)
     check_savable(ours)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(
         TrainingArguments(optim=name, use_cpu=True, report_to="none", **given)

@@ -56,7 +56,8 @@ def test_numbers_are_those_without_padding(tmp_path: Path, name: str, recompute:
 
 @pytest.mark.slow
 def test_a_run_evaluates_trains_and_counts_as_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = write_model(tmp_path / "model"), token_rows(12)
+    model = write_model(tmp_path / "model")
+    rows = token_rows(12)
     seen = []
     place = StreamedModel._prepare
 

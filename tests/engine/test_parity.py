@@ -50,7 +50,8 @@ def test_an_adapter_starts_with_the_values_peft_draws(checkpoint_of: CheckpointO
 @pytest.mark.sampled(1)
 @architectures
 def test_every_layer_passes_on_the_whole_models_hidden_state(checkpoint_of: CheckpointOf, name: str) -> None:
-    checkpoint, batches = checkpoint_of(name), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(checkpoint).eval()
     draw_b(whole)
     layers = layers_of(whole, checkpoint)
@@ -91,7 +92,8 @@ def hidden_states(model: nn.Module, layers: nn.ModuleList, batch: dict[str, Tens
     ("name", "attention"), [(name, one) for name, found in ARCHITECTURES.items() for one in found.attentions]
 )
 def test_either_attention_streams(checkpoint_of: CheckpointOf, name: str, attention: str) -> None:
-    checkpoint, batches = checkpoint_of(name), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(checkpoint, attn_implementation=attention)
     draw_b(whole)
     with streamed_model(checkpoint, attn_implementation=attention) as model:
@@ -103,7 +105,8 @@ def test_either_attention_streams(checkpoint_of: CheckpointOf, name: str, attent
 @recomputed_or_not
 @pytest.mark.parametrize("layers", [(0,), (3, 4), (NUM_LAYERS - 1,), (1, NUM_LAYERS - 1)], ids=str)
 def test_adapters_on_some_layers_only(checkpoint_of: CheckpointOf, layers: tuple[int, ...], recompute: bool) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(2)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(2)
     targets = rf".*\.layers\.({'|'.join(map(str, layers))})\.(self_attn\.q_proj|mlp\.up_proj)"
     whole = whole_model(checkpoint, targets=targets)
     draw_b(whole)
@@ -120,7 +123,8 @@ def test_adapters_on_some_layers_only(checkpoint_of: CheckpointOf, layers: tuple
 @pytest.mark.slow
 @recomputed_or_not
 def test_a_micro_batch_without_trained_tokens(checkpoint_of: CheckpointOf, recompute: bool) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3)
     batches[1]["labels"].fill_(-100)
     whole = whole_model(checkpoint)
     draw_b(whole)
@@ -132,7 +136,8 @@ def test_a_micro_batch_without_trained_tokens(checkpoint_of: CheckpointOf, recom
 @pytest.mark.sampled(1)
 @architectures
 def test_documents_packed_in_one_row(checkpoint_of: CheckpointOf, name: str) -> None:
-    checkpoint, batch = checkpoint_of(name), micro_batches(1)[0]
+    checkpoint = checkpoint_of(name)
+    batch = micro_batches(1)[0]
     batch["position_ids"] = torch.tensor([[*range(7), *range(5)], [*range(4), *range(8)]])
     whole = whole_model(checkpoint)
     whole.config.use_cache = False  # as transformers' Trainer trains; it sees packing only where there is no cache
@@ -147,7 +152,8 @@ def test_documents_packed_in_one_row(checkpoint_of: CheckpointOf, name: str) -> 
 @pytest.mark.slow
 @recomputed_or_not
 def test_a_forward_without_its_backward_leaves_no_trace(checkpoint_of: CheckpointOf, recompute: bool) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(2)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(2)
     whole = whole_model(checkpoint)
     draw_b(whole)
     with streamed_model(checkpoint, gradient_checkpointing=recompute) as model:
@@ -159,7 +165,8 @@ def test_a_forward_without_its_backward_leaves_no_trace(checkpoint_of: Checkpoin
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "chunk"), [("llama", 1), *product(ARCHITECTURES, (5, 30))])
 def test_a_loss_in_chunks_agrees_to_rounding(checkpoint_of: CheckpointOf, name: str, chunk: int) -> None:
-    checkpoint, batches = checkpoint_of(name), [wide_batch()]
+    checkpoint = checkpoint_of(name)
+    batches = [wide_batch()]
     whole = whole_model(checkpoint)
     draw_b(whole)
     expected = whole_step(whole, batches)
@@ -179,7 +186,8 @@ def test_a_loss_in_chunks_agrees_to_rounding(checkpoint_of: CheckpointOf, name: 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_bfloat16_weights_with_float32_adapters(checkpoint_of: CheckpointOf, name: str, stored: str) -> None:
     """No tolerance: the same casts of the same values in the same order, whole or streamed."""
-    checkpoint, batches = checkpoint_of(name, dtype=stored), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name, dtype=stored)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(checkpoint, dtype=torch.bfloat16)
     draw_b(whole)
     expected = whole_step(whole, batches, autocast=torch.bfloat16)

@@ -119,7 +119,8 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.mark.slow
 def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, case: Case) -> None:
     name, options = case
-    checkpoint, batches = checkpoint_of(name), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name)
+    batches = micro_batches(2, padding=True)
     whole = by_peft(checkpoint, options)
     first = {key: parameter.clone() for key, parameter in trained(whole).items()}
     draw_b(whole)
@@ -137,10 +138,12 @@ def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, case: Ca
 def test_so_is_a_step_over_half_precision_weights(checkpoint_of: CheckpointOf, key: str) -> None:
     """Experts are not among them, because products with their adapters are not bitwise PEFT's in any type."""
     name, options = CASES[key]
-    checkpoint, batches = checkpoint_of(name, dtype="bfloat16"), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name, dtype="bfloat16")
+    batches = micro_batches(2, padding=True)
     whole = by_peft(checkpoint, options, dtype=torch.bfloat16)
     with streamed_model(checkpoint, **as_settings(options)) as model:
-        drawn, expected = trained(model.lora_manager), trained(whole)
+        drawn = trained(model.lora_manager)
+        expected = trained(whole)
         assert all(torch.equal(drawn[one], expected[one]) for one in expected)
         draw_b(model.lora_manager)
         draw_b(whole)
@@ -150,7 +153,8 @@ def test_so_is_a_step_over_half_precision_weights(checkpoint_of: CheckpointOf, k
 @pytest.mark.slow
 def test_files_say_the_same_to_peft_and_to_us(checkpoint_of: CheckpointOf, case: Case, tmp_path: Path) -> None:
     name, options = case
-    checkpoint, ids = checkpoint_of(name), micro_batches(1)[0]["input_ids"]
+    checkpoint = checkpoint_of(name)
+    ids = micro_batches(1)[0]["input_ids"]
     with streamed_model(checkpoint, **as_settings(options)) as model:
         disturb(model.lora_manager)
         model.save_pretrained(tmp_path / "adapter")

@@ -44,7 +44,8 @@ def test_a_step_is_the_whole_models_wherever_boundaries_wait(
     count: int,
     poison: bool,
 ) -> None:
-    checkpoint, expected = checkpoint_of(name, False, dropout), outcome_of(name, False, dropout, count, True)
+    checkpoint = checkpoint_of(name, False, dropout)
+    expected = outcome_of(name, False, dropout, count, True)
     options = {"gradient_checkpointing": True, "lora_dropout": dropout, "offload_dir": tmp_path, "poison": poison}
     with streamed_model(checkpoint, boundary_activations=tier, **options) as model:
         draw_b(model.lora_manager)

@@ -37,7 +37,9 @@ def label(case: Case) -> str:
 @pytest.fixture
 def compare(checkpoint_of: Any, outcome_of: Any) -> Callable[..., None]:
     def open_and_compare(name: str, opened: Case, steps: list[Case], targets: tuple[str, ...] | None = None) -> None:
-        tied, dropout, depth = opened["tied"], opened["dropout"], opened["prefetch_depth"]
+        tied = opened["tied"]
+        dropout = opened["dropout"]
+        depth = opened["prefetch_depth"]
         everything = OPENED | STEPPED
         places = [everything[factor].index(level) for factor, level in opened.items()]
         with streamed_model(

@@ -77,7 +77,8 @@ def test_adapters_of_two_layers_changed_over_are_seen(checkpoint_of: CheckpointO
 
 def test_dropout_drawn_in_another_order_is_seen(checkpoint_of: CheckpointOf) -> None:
     """At several micro-batches a plain loop draws in another order: states must be given, and the right ones."""
-    checkpoint, batches = checkpoint_of("llama", dropout=0.1), micro_batches(2)
+    checkpoint = checkpoint_of("llama", dropout=0.1)
+    batches = micro_batches(2)
     whole = whole_model(checkpoint, dropout=0.1)
     draw_b(whole)
     with streamed_model(checkpoint, lora_dropout=0.1) as model:

@@ -139,7 +139,8 @@ def test_a_float16_run_resumes_bitwise_with_its_scaler(llama: Path, tmp_path: Pa
             assert skipped == (step == overflows)
         trainer.save_checkpoint(tmp_path / "saved")
         saved = trainer.scaler.state_dict()
-        expected, scales = [], []
+        expected = []
+        scales = []
         for step in range(4, 8):
             expected.append(take(trainer, step))
             scales.append(trainer.scaler.get_scale())

@@ -99,7 +99,8 @@ def skips_counted(model: LemaModel) -> Iterator[list[int]]:
     unformed = Product.unformed
 
     def count(self: Product, given: Tensor) -> Tensor | None:
-        made, form = unformed(self, given), self.form
+        made = unformed(self, given)
+        form = self.form
         while isinstance(form, Product):  # the one that keeps the product, which is not asked for it
             form = form.form
         counts[layer_of[id(form.__self__)]] += made is not None  # type: ignore[attr-defined] # a bound method
@@ -172,13 +173,15 @@ def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
 def test_kept_products_are_not_formed_again_and_take_the_bytes_of_the_plan(
     checkpoint_of: CheckpointOf, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, drop = list[tuple[int, list[weakref.ref[Tensor]]]](), SavedProducts.drop
+    held = list[tuple[int, list[weakref.ref[Tensor]]]]()
+    drop = SavedProducts.drop
 
     def noted(self: SavedProducts, last: LastLinear, total: int) -> None:
         drop(self, last, total)
         held.append((self.nbytes, [weakref.ref(one.output) for made in self._outputs.values() for one in made]))
 
-    settings, batches = RECOMPUTED | {"arithmetic": arithmetic, "max_length": 12}, micro_batches(1)
+    settings = RECOMPUTED | {"arithmetic": arithmetic, "max_length": 12}
+    batches = micro_batches(1)
     rows, length = batches[0]["input_ids"].shape
     with streamed_model(checkpoint_of("llama"), settings) as model:
         model.adapter.products = frozenset(range(NUM_LAYERS))
@@ -195,7 +198,8 @@ def test_kept_products_are_not_formed_again_and_take_the_bytes_of_the_plan(
 
 
 def test_a_product_that_a_layer_writes_into_is_formed_again(tmp_path: Path) -> None:
-    checkpoint, batches = write_checkpoint("llama", tmp_path), micro_batches(2)
+    checkpoint = write_checkpoint("llama", tmp_path)
+    batches = micro_batches(2)
     found = []
     for products in (frozenset[int](), frozenset(range(NUM_LAYERS))):
         with streamed_model(checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]) as model:
@@ -212,7 +216,8 @@ def test_a_product_that_a_layer_writes_into_is_formed_again(tmp_path: Path) -> N
 @pytest.mark.parametrize("apart", [False, True], ids=["contiguous", "apart"])
 def test_a_kept_product_has_its_bias_once(apart: bool, tmp_path: Path) -> None:
     """To inputs that are not contiguous torch adds the bias after the product."""
-    config, found = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True), []
+    config = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
+    found = []
     directory = write_model(config, tmp_path / "model")
     checkpoint = Checkpoint(Architecture(lambda: config, layers="model.layers", targets=frozenset()), *[directory] * 2)
     for products in (frozenset[int](), frozenset(range(DEPTH))):
@@ -264,7 +269,8 @@ def flops(step: Callable[[], Any]) -> int:
 def test_a_step_costs_what_checkpointing_costs_less_the_last_product_of_each_layer(
     checkpoint_of: CheckpointOf, targets: list[str] | None, spared: int
 ) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3)
     options = {} if targets is None else {"target_modules": targets}
     whole = whole_model(checkpoint, **options)
     kept = flops(lambda: whole_step(whole, batches))
@@ -298,7 +304,8 @@ def test_a_step_costs_what_checkpointing_costs_less_the_last_product_of_each_lay
 def test_adapters_share_their_input_in_half_precision_where_no_bit_changes(
     checkpoint_of: CheckpointOf, name: str, recompute: bool, options: dict[str, Any], as_it_is: bool
 ) -> None:
-    checkpoint, batches = checkpoint_of(name, dtype="bfloat16"), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name, dtype="bfloat16")
+    batches = micro_batches(2, padding=True)
     whole = whole_model(checkpoint, dtype=torch.bfloat16, **options)
     disturb(whole)
     layers = layers_of(whole, checkpoint) if options.get("lora_dropout") else None

@@ -133,7 +133,8 @@ def test_loss_and_gradients_are_those_of_peft_with_a_second_adapter(
 def test_memory_settings_change_no_number(
     checkpoint_of: CheckpointOf, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    checkpoint, batch = checkpoint_of("qwen3"), batch_of(examples())
+    checkpoint = checkpoint_of("qwen3")
+    batch = batch_of(examples())
     adapter = supervised(checkpoint, tmp_path / "supervised")
     whole = whole_with_reference(checkpoint, adapter)
     moved(whole)
@@ -157,8 +158,10 @@ def test_compiled_layers_compare_with_the_same_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")  # torch's own kernels, which make the same bits
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples(labelled=objective == "kto"))
-    adapter, outcomes = supervised(checkpoint, tmp_path / "supervised"), []
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples(labelled=objective == "kto"))
+    adapter = supervised(checkpoint, tmp_path / "supervised")
+    outcomes = []
     settings = {"objective": objective, "gradient_checkpointing": recompute}
     for compiled in (False, True):
         torch.compiler.reset()
@@ -179,7 +182,8 @@ def test_compiled_layers_compare_with_the_same_adapter(
 
 
 def test_reference_base_compares_with_the_model_without_adapters(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples())
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples())
     adapter = supervised(checkpoint, tmp_path / "supervised")
     whole = PeftModel.from_pretrained(base_of(checkpoint), str(adapter), is_trainable=True).train()
     loss = BY_HAND["dpo"](whole, batch)
@@ -194,7 +198,8 @@ def test_reference_base_compares_with_the_model_without_adapters(checkpoint_of: 
 
 def test_trained_biases_can_be_compared_with_what_they_were(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     """PEFT has no second adapter with biases, so the reference is a second model."""
-    checkpoint, batch = checkpoint_of("gpt2"), batch_of(examples())
+    checkpoint = checkpoint_of("gpt2")
+    batch = batch_of(examples())
     adapter = supervised(checkpoint, tmp_path / "supervised", bias="lora_only", fan_in_fan_out=True)
     whole, other = (PeftModel.from_pretrained(base_of(checkpoint), str(adapter), is_trainable=True) for _ in range(2))
     moved(whole)
@@ -226,8 +231,10 @@ def test_trained_biases_can_be_compared_with_what_they_were(checkpoint_of: Check
 def test_no_byte_of_a_weight_is_read_for_the_adapter_of_the_reference(
     checkpoint_of: CheckpointOf, objective: str, tmp_path: Path
 ) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples(labelled=objective == "kto"))
-    adapter, costs = supervised(checkpoint, tmp_path / "supervised"), []
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples(labelled=objective == "kto"))
+    adapter = supervised(checkpoint, tmp_path / "supervised")
+    costs = []
     for chosen in ("sft", objective):
         with begun(checkpoint, adapter, objective=chosen) as model:
             for _ in range(2):  # the first step finds nothing kept from a step before
@@ -241,8 +248,10 @@ def test_no_byte_of_a_weight_is_read_for_the_adapter_of_the_reference(
 
 
 def test_the_reference_is_frozen_and_in_the_plan(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples())
-    adapter, planned = supervised(checkpoint, tmp_path / "supervised"), {}
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples())
+    adapter = supervised(checkpoint, tmp_path / "supervised")
+    planned = {}
     for reference in ("base", "adapter"):
         settings = {"objective": "dpo", "reference": reference}
         with begun(checkpoint, adapter, **settings) as model:

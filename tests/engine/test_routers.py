@@ -72,7 +72,8 @@ def whole_step(model: PeftModel, batches: Sequence[Mapping[str, Tensor]]) -> Out
 def test_a_step_is_that_of_the_whole_model(
     name: str, padding: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, batches = checkpoint(name, tmp_path, monkeypatch), micro_batches(3, padding=padding)
+    written = checkpoint(name, tmp_path, monkeypatch)
+    batches = micro_batches(3, padding=padding)
     whole = whole_model(written)
     draw_b(whole)
     expected = whole_step(whole, batches)
@@ -109,7 +110,8 @@ def test_one_batch_of_a_model_that_asks_for_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_layers_below_the_lowest_adapter_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, batches = checkpoint("mixtral", tmp_path, monkeypatch), micro_batches(2, padding=True)
+    written = checkpoint("mixtral", tmp_path, monkeypatch)
+    batches = micro_batches(2, padding=True)
     base = AutoModelForCausalLM.from_pretrained(written.published)
     base.config.use_cache = False
     torch.manual_seed(SEED)
@@ -127,20 +129,24 @@ def test_layers_below_the_lowest_adapter_count_too(tmp_path: Path, monkeypatch: 
 
 def test_the_head_may_stream_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadCut, "spans", lambda *_: ((0, 40), (40, 80), (80, 96)))
-    written, batches = checkpoint("mixtral", tmp_path, monkeypatch), micro_batches(2, padding=True)
+    written = checkpoint("mixtral", tmp_path, monkeypatch)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(written)
     draw_b(whole)
     with streamed_model(written, router_aux_loss_coef=COEFFICIENT, head="stream") as model:
         model.get_trainer()
         draw_b(model.lora_manager)
-        found, expected = streamed_step(model, batches), whole_step(whole, batches)
+        found = streamed_step(model, batches)
+        expected = whole_step(whole, batches)
     assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-6)
     assert relative_difference(all_gradients(found), all_gradients(expected)) < 1e-6
 
 
 def test_it_is_measured_beside_the_loss_and_costs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, batches = checkpoint("mixtral", tmp_path, monkeypatch), micro_batches(2, padding=True)
-    whole, uploads = whole_model(written), []
+    written = checkpoint("mixtral", tmp_path, monkeypatch)
+    batches = micro_batches(2, padding=True)
+    whole = whole_model(written)
+    uploads = []
     for settings in ({}, {"router_aux_loss_coef": COEFFICIENT}):
         with streamed_model(written, **settings) as model:
             trainer = model.get_trainer()
@@ -156,7 +162,8 @@ def test_it_is_measured_beside_the_loss_and_costs_no_lease(tmp_path: Path, monke
 
 def test_micro_batches_are_not_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of smaller ones the loss is another."""
-    written, batches = checkpoint("mixtral", tmp_path, monkeypatch), micro_batches(2, padding=True)
+    written = checkpoint("mixtral", tmp_path, monkeypatch)
+    batches = micro_batches(2, padding=True)
     with streamed_model(written, router_aux_loss_coef=COEFFICIENT) as model:
         trainer = model.get_trainer()
 

@@ -24,8 +24,10 @@ names = st.sampled_from(sorted(SCHEDULES))
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, int, Spans]:
     """A schedule, how long it is, and parts that fit into it."""
-    name, total = draw(names), draw(st.integers(1, 400))
-    left, lengths = total, {}
+    name = draw(names)
+    total = draw(st.integers(1, 400))
+    left = total
+    lengths = {}
     for part in takes(name):
         lengths[part] = draw(st.integers(0, left))
         left -= lengths[part]
@@ -57,7 +59,8 @@ def test_factors_stay_between_0_and_1_rise_in_the_warm_up_and_never_after(case: 
     factor = factor_of(name, total, spans)
     trace = [factor(step) for step in range(total + 1)]
     assert all(0.0 <= one <= 1.0 + 1e-12 for one in trace)
-    rise, fall = trace[: spans.warmup], trace[spans.warmup :]
+    rise = trace[: spans.warmup]
+    fall = trace[spans.warmup :]
     assert rise == sorted(rise)
     assert all(one >= other - 1e-12 for one, other in pairwise(fall))
     if spans.warmup + spans.decay + spans.tail < total:

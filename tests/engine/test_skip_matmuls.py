@@ -53,11 +53,13 @@ class Layer(nn.Module):
     def __init__(self, after: Callable[[Tensor, Tensor, "Layer"], Tensor], **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = adapted(**options), adapted(**options)
+        self.first = adapted(**options)
+        self.last = adapted(**options)
         self.dropout = nn.Dropout(0.5)
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.register_buffer("seen", torch.zeros(()))
-        self.after, self.another_way = after, False
+        self.after = after
+        self.another_way = False
 
     def forward(self, given: Tensor) -> Tensor:
         return self.after(given, self.last(torch.tanh(self.first(given))), self)
@@ -129,7 +131,8 @@ def assert_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None
 
 def products(layer: Layer, micro_batches: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Recompute a layer for each micro-batch and compare; return how often each matrix was used for it."""
-    lease, counts = lease_of(layer), []
+    lease = lease_of(layer)
+    counts = []
     for given in micro_batches:
         torch.manual_seed(3)
         expected = kept(layer, given)
@@ -280,7 +283,8 @@ def test_a_value_that_is_read_after_all_gives_no_number_at_all() -> None:
     def look(_: nn.Module, given: tuple[Tensor]) -> None:
         seen.append(given[0].detach())
 
-    lease, given = lease_of(layer), inputs(1)[0]
+    lease = lease_of(layer)
+    given = inputs(1)[0]
 
     def differentiate(leaf: Tensor) -> None:
         graph = Graph(lambda _: [layer(leaf)], AdaptedLinears(layer))

@@ -112,7 +112,8 @@ def test_values_between_layers_go_along(model_type: str, tmp_path: Path) -> None
 def test_the_top_layer_is_computed_again_only_where_there_is_no_room(
     checkpoint_of: CheckpointOf, room: int, kept: int, dropout: float
 ) -> None:
-    checkpoint, batch = checkpoint_of("llama", dropout=dropout), joined(micro_batches(4, lengths=(9, 9, 9, 9)))
+    checkpoint = checkpoint_of("llama", dropout=dropout)
+    batch = joined(micro_batches(4, lengths=(9, 9, 9, 9)))
     outcomes = []
     for given in (None, lambda: room):
         with stacked(checkpoint, rows=2, room=given, lora_dropout=dropout) as (model, peft_model):
@@ -127,7 +128,8 @@ def test_the_top_layer_is_computed_again_only_where_there_is_no_room(
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_rows_are_cut_within_the_layers(checkpoint_of: CheckpointOf, rows: int) -> None:
     """Rounding apart the wide batch is the whole model's; and the layers' products are those of so many rows."""
-    checkpoint, batch = checkpoint_of("llama"), joined(micro_batches(4, padding=True, lengths=(9, 9, 9, 9)))
+    checkpoint = checkpoint_of("llama")
+    batch = joined(micro_batches(4, padding=True, lengths=(9, 9, 9, 9)))
     expected, logits = step_of(whole(checkpoint), batch)
     seen = []
     with stacked(checkpoint, rows=rows) as (model, peft_model):
@@ -158,9 +160,11 @@ def test_rows_are_cut_by_length_and_come_back_in_their_order(checkpoint_of: Chec
     """Bitwise the same micro-batches through the whole model, and rounding apart the whole batch at once; the attention
     of no other columns is computed, and only what nothing attends to at the end of rows is left out."""
     batch, (long, short) = ragged(), ([4, 1, 6, 2], [7, 5, 0, 3])
-    checkpoint, shapes = checkpoint_of(name), list[tuple[int, ...]]()
+    checkpoint = checkpoint_of(name)
+    shapes = list[tuple[int, ...]]()
     reference = whole(checkpoint)
-    base, parts = reference.get_base_model(), []
+    base = reference.get_base_model()
+    parts = []
     for rows, end in ((long, 12), (short, 6)):
         given = {name: batch[name][rows, :end] for name in ("input_ids", "attention_mask")}
         hidden = base.base_model(**given).last_hidden_state
@@ -187,7 +191,8 @@ def test_rows_are_cut_by_length_and_come_back_in_their_order(checkpoint_of: Chec
 
 
 def test_wide_batches_read_what_lema_train_reads(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(4, lengths=(9, 9, 9, 9))
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(4, lengths=(9, 9, 9, 9))
     read = []
     for foreign in (False, True):
         with stacked(checkpoint, rows=2) as (model, peft_model):
@@ -209,7 +214,8 @@ def test_wide_batches_read_what_lema_train_reads(checkpoint_of: CheckpointOf) ->
 
 
 def test_forwards_may_wait_for_their_backwards_in_any_order(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3, padding=True)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3, padding=True)
     reference = whole(checkpoint)
     for settings in ({}, {"boundary_activations": "disk", "offload_dir": str(tmp_path)}):
         with stacked(checkpoint, **settings) as (_, model):
@@ -274,7 +280,8 @@ def test_products_have_the_dtype_of_the_callers_autocast(checkpoint_of: Checkpoi
 
 
 def test_the_engine_s_own_passes_go_by_the_stack(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(2, padding=True)
     with streamed_model(checkpoint, gradient_checkpointing=True) as model:
         draw_b(model.lora_manager)
         alone = streamed_step(model, batches)
@@ -319,7 +326,8 @@ def test_a_gradient_reaches_embeddings_that_a_caller_gives(checkpoint_of: Checkp
 
 
 def test_accumulation_says_once_what_it_costs(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3)
     reference = whole(checkpoint)
     expected = accumulate(reference, batches)
     with stacked(checkpoint) as (model, peft_model):

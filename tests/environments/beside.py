@@ -121,7 +121,8 @@ def meets(pins: Pins, asked: Requirement) -> bool:
 def ask(project: str, own: Sequence[str]) -> Answer:
     """Resolve LEMA's requirements with the newest release of a project."""
     version, python = newest(project)
-    title, release = PROJECTS[project], f"{project}=={version}"
+    title = PROJECTS[project]
+    release = f"{project}=={version}"
     try:
         return Answer(title, version, python, resolve([*own, release], python))
     except Unresolvable as error:

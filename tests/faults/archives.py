@@ -31,7 +31,8 @@ def shards(made: TinyModel, place: Path, draw: Random) -> str:
     """Shards of an adapter, one of them junk, in a number that their metadata do not have."""
     folder = place / "shards" / "model"
     folder.mkdir(parents=True)
-    rank, stage = draw.choice((0, 0, 0, 1, 99, 10**6, 10**9, 10**18)), draw.choice((0, 0, 0, 1, 10**9))
+    rank = draw.choice((0, 0, 0, 1, 99, 10**6, 10**9, 10**18))
+    stage = draw.choice((0, 0, 0, 1, 10**9))
     _pickled(folder / f"dp_rank_00_tp_rank_{rank:02}_pp_rank_{stage:02}.pt", draw)
     size = draw.choice(SIZES)
     spec = {"tp_size": draw.choice((1, size)), "fused_linear_name": "qkv", "linear_names": ["q_proj"] * min(size, 1000)}
@@ -74,7 +75,8 @@ def _stretched(file: Path, draw: Random) -> None:
     """A tensor of one number that says it has many, or one that is sparse."""
     import torch
 
-    size, base = draw.choice((4, 1000, 10**6, 10**9, 10**11)), torch.zeros(1)
+    size = draw.choice((4, 1000, 10**6, 10**9, 10**11))
+    base = torch.zeros(1)
     many = base.to(draw.choice((torch.float32, torch.bfloat16))).expand(size)
     wide = min(size, 10**9)  # torch makes no tensor of more than 2**63 numbers
     sparse = torch.sparse_coo_tensor(torch.zeros((2, 1), dtype=torch.long), base, (wide, wide))

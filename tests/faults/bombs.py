@@ -31,8 +31,10 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
 def rows(made: TinyModel, place: Path, draw: Random) -> str:
     """Rows, or what stands in their place, that are very long, very many, very deep, or unpack to far more."""
     large = draw.choice((17_000_000, 60_000_000, 200_000_000))
-    size, ending = draw.choice((10, 10**4, 10**6, 10**6, 10**6, 17_000_000, large)), draw.choice(ENDINGS)
-    file, packed = place / f"rows.{ending}", ending.endswith((".gz", ".zst"))
+    size = draw.choice((10, 10**4, 10**6, 10**6, 10**6, 17_000_000, large))
+    ending = draw.choice(ENDINGS)
+    file = place / f"rows.{ending}"
+    packed = ending.endswith((".gz", ".zst"))
     unit = draw.choice((b"a", b"a ", b"\xc3\xa9", b"\\u0041", b" ", b"[", b"1,", b'{"a":', *(LINES * packed)))
     head, tail = draw.choice(AROUND["json" if ending.startswith("json") else "csv" if ending == "csv" else "txt"])
     head, tail, count = (b"", b"", 1) if unit in LINES else (head, tail, draw.choice((1, 1, 1000, 10**5, 10**6)))
@@ -86,8 +88,11 @@ def _packed(ending: str, raw: bytes, count: int) -> bytes:
 
 def yaml(made: TinyModel, place: Path, draw: Random) -> str:
     """Settings with anchors of anchors, merges, long scalars, many keys, deep lists, and numbers of many digits."""
-    file, size = place / "run.yaml", draw.choice((1, 10, 300, 5000, 100_000, 3_000_000))
-    key, width, levels = draw.choice(KEYS), draw.choice((2, 9, 40)), draw.choice((2, 9, 40, 1000))
+    file = place / "run.yaml"
+    size = draw.choice((1, 10, 300, 5000, 100_000, 3_000_000))
+    key = draw.choice(KEYS)
+    width = draw.choice((2, 9, 40))
+    levels = draw.choice((2, 9, 40, 1000))
     opening, closing = draw.choice((("[", "]"), ("{a: ", "}"), ("- ", ""), ("? ", ""), ("[{a: ", "}]")))
     lists = [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)]
     merges = [f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], k{n}: *a{n - 1}}}" for n in range(1, levels)]
@@ -115,7 +120,8 @@ SCALARS = ("a", "9", "é", "a b ", "'", "\\", "*", "&", "!", "- ", "? ", "<<: ",
 
 def index(made: TinyModel, place: Path, draw: Random) -> str:
     """An index that names more tensors, or more files, than there are."""
-    model, count = made.model(place), draw.choice((1, 1000, 1000, 10_000, draw.choice((10_000, 200_000))))
+    model = made.model(place)
+    count = draw.choice((1, 1000, 1000, 10_000, draw.choice((10_000, 200_000))))
     name = draw.choice(("model.layers.{}.mlp.down_proj.weight", "x{}", "x" * 3000 + "{}", "\ud800{}", "a\n{}"))
     target = draw.choice(("model.safetensors", "missing-{}.safetensors", "a\nb{}.safetensors"))
     numbers = range(count if len(name) < 1000 else min(count, 2000))
@@ -131,14 +137,16 @@ LISTED = ("id2label", "label2id", "layer_types", "rope_parameters", "architectur
 def model_config(made: TinyModel, place: Path, draw: Random) -> str:
     """A config.json with numbers, lists and names as large as can be."""
     file = made.model(place) / "config.json"
-    content, size = json.loads(file.read_bytes()), draw.choice(SIZES)
+    content = json.loads(file.read_bytes())
+    size = draw.choice(SIZES)
     numbers = [key for key, value in content.items() if type(value) in (int, float)]
     for key in draw.sample([*numbers, *NUMBERED], draw.choice((1, 1, 2, 3))):
         content[key] = draw.choice((size, -size, float(size), [size] * 3, str(size), {"a": size}))
     if draw.random() < 0.3:
         many = min(size, 200_000)
         rope = {"rope_type": "dynamic", "factor": size, "original_max_position_embeddings": size}
-        labels, layers = {str(n): "a" for n in range(many)}, ["full_attention"] * many
+        labels = {str(n): "a" for n in range(many)}
+        layers = ["full_attention"] * many
         content[draw.choice(LISTED)] = draw.choice((labels, layers, rope, "a" * many))
     file.write_text(json.dumps(content), encoding="utf-8")
     return watch.command("train", made.config(place), named=(str(place), "max_length"))

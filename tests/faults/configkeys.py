@@ -90,7 +90,10 @@ _WORDS = ("misspelt key, wrong type, every config field", "refused with the near
 
 def _child(count: int, seed: int) -> None:
     """Run in a process of its own; prints what was found."""
-    random, failures, cases, slowest = Random(seed), [], 0, 0.0
+    random = Random(seed)
+    failures = []
+    cases = 0
+    slowest = 0.0
     levels = list(_levels())
     every = [(level, *one) for level in levels for setting in level.known for one in _tries(setting, level, random)]
     with tempfile.TemporaryDirectory() as name:

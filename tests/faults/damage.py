@@ -21,7 +21,9 @@ HALTED = 4  # the step of the newest checkpoint: those of 2 and 3 are before it
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Damage `count` checkpoints: each file in turn, in each way in turn."""
-    began, draw, failures = time.monotonic(), random.Random(seed), []
+    began = time.monotonic()
+    draw = random.Random(seed)
+    failures = []
     made = short_run()
     straight = made.straight(**LIMITS)
     before = made.halted(HALTED, **LIMITS)

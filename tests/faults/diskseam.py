@@ -45,7 +45,10 @@ class DiskSeam:
         limit: int | None = None,
         says_so: bool = False,
     ) -> None:
-        self.root, self._told, self.limit, self._says_so = root.resolve(), told, limit, says_so
+        self.root = root.resolve()
+        self._told = told
+        self.limit = limit
+        self._says_so = says_so
         self.unflushed: set[Path] = set()  # files whose last bytes are not on the disk yet
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -86,7 +89,8 @@ class DiskSeam:
 
     def filled(self, path: Path, data: Any, write: Callable[[Any], int]) -> int:
         """Write what there is room for, told of before, at half, and after."""
-        size, room = len(data), self.room()
+        size = len(data)
+        room = self.room()
         self._told("write", path, 0)
         if room is not None and size > room:
             if room == 0:
@@ -118,7 +122,8 @@ class DiskSeam:
 
     def _moving(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def made(source: Any, target: Any, *arguments: Any, **options: Any) -> Any:
-            old, new = self.below(source, options.get("src_dir_fd")), self.below(target, options.get("dst_dir_fd"))
+            old = self.below(source, options.get("src_dir_fd"))
+            new = self.below(target, options.get("dst_dir_fd"))
             if new is None:
                 return call(source, target, *arguments, **options)
             self._told(name, new, 0)
@@ -172,7 +177,8 @@ class DiskSeam:
 
     def _statvfs(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def made(path: Any) -> Any:
-            found, room = call(path), self.room()
+            found = call(path)
+            room = self.room()
             if room is None or not self._says_so:
                 return found
             blocks = room // found.f_frsize
@@ -198,7 +204,8 @@ class DiskSeam:
                 return call(file, mode, buffering, encoding, errors, newline, closefd, opener)
             self._told("open", found, 0)
             raw = _Raw(file, mode.replace("b", "").replace("t", ""), closefd, opener)
-            raw.seam, raw.path = self, found
+            raw.seam = self
+            raw.path = found
             self._told("open", found, 1)
             if buffering == 0:
                 return raw

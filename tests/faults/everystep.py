@@ -31,7 +31,8 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
     every = [(way, step) for way in range(len(WAYS)) for step in range(1, STEPS + 1)]
     random.Random(seed).shuffle(every)
     chosen = every[:count]
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
     count = len(chosen)
     for number, (way, step) in enumerate(chosen):

@@ -156,7 +156,9 @@ def settings(count: int, seed: int = 0, report: Callable[[str], None] | None = N
     """Give settings, all in turn, extreme values: `count` cases, one in five with two settings at once."""
     from lema.config import LemaConfig
 
-    started, made, known = time.perf_counter(), tiny_model(), list(LemaConfig.defaults())
+    started = time.perf_counter()
+    made = tiny_model()
+    known = list(LemaConfig.defaults())
     order = Random(seed).sample(known, len(known))
 
     def case(number: int) -> str:
@@ -185,10 +187,13 @@ def _setting(made: TinyModel, place: Path, pairs: list[str], keys: list[str], dr
 
 def files(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Mutate small files, all in turn: `count` cases."""
-    started, made, names = time.perf_counter(), tiny_model(), list(FILES)
+    started = time.perf_counter()
+    made = tiny_model()
+    names = list(FILES)
 
     def case(number: int) -> str:
-        draw, name = Random(f"{seed}:{number}"), names[number % len(names)]
+        draw = Random(f"{seed}:{number}")
+        name = names[number % len(names)]
         place = made.fresh()
         os.chdir(place)
         shutil.copytree(made.place / "model", place / "model")
@@ -208,7 +213,8 @@ def files(count: int, seed: int = 0, report: Callable[[str], None] | None = None
     return watch.outcome("small files with extreme values", REQUIRED, count, seen, started)
 
 
-TRAIN, DATA = ("train", "CONFIG"), ("data", "CONFIG")
+TRAIN = ("train", "CONFIG")
+DATA = ("data", "CONFIG")
 GENERATE = ("generate", "-p", "a", "--max-new-tokens", "1", "PLACE/out")
 MERGE = ("merge", "PLACE/out", "PLACE/merged")
 RESUME = ("train", "--resume", "CONFIG")

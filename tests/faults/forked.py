@@ -56,7 +56,9 @@ class Child:
     """A forked process."""
 
     def __init__(self, pid: int, log: Path) -> None:
-        self.pid, self._log, self._status = pid, log, -1
+        self.pid = pid
+        self._log = log
+        self._status = -1
 
     def ended(self) -> bool:
         """Whether it has ended by now."""
@@ -75,7 +77,8 @@ class Child:
 
     def wait(self, patience: float = PATIENCE) -> Ended:
         """Wait for the end; a child that does not come to it is killed."""
-        until, hung = time.monotonic() + patience, False
+        until = time.monotonic() + patience
+        hung = False
         while not self.ended():
             if time.monotonic() > until:
                 hung = True
@@ -95,7 +98,8 @@ _looked: list[str] = []  # of each child that came to its own end: what was foun
 def unpickled() -> Outcome:
     """Return what was found of pickles in the children that have come to an end of their own, all being watched."""
     failures = tuple(said for said in _looked if said)
-    fault, required = "a file read through pickle in any of these runs, by audit hook", "none"
+    fault = "a file read through pickle in any of these runs, by audit hook"
+    required = "none"
     return Outcome(fault, required, len(_looked), len(_looked) - len(failures), failures)
 
 

@@ -26,7 +26,8 @@ SAYING = 5  # every so many sizes, one is on a disk that says how full it is
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Fill the disk at `count` sizes."""
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
     straight = made.straight(**LIMITS)
     before = made.halted(HALTED, **LIMITS)

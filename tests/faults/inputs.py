@@ -80,7 +80,10 @@ class Subject:
     """A model or adapter on disk, one file of which is replaced by what a case makes of it."""
 
     def __init__(self, name: str, file: Path, open_it: Callable[[], None], header: bool = False) -> None:
-        self.name, self.file, self.open, self.header = name, file, open_it, header
+        self.name = name
+        self.file = file
+        self.open = open_it
+        self.header = header
         self.original = file.read_bytes()
 
     def case(self, random: Random) -> bytes:
@@ -110,7 +113,9 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
         seed: of all that is drawn.
         report: is told how far it is.
     """
-    started, failures, endings = time.perf_counter(), [], Counter[str]()
+    started = time.perf_counter()
+    failures = []
+    endings = Counter[str]()
     with tempfile.TemporaryDirectory() as name, _quiet():
         subjects = [make(Path(name) / kind) for kind, make in KINDS.items()]
         for kind in subjects:  # what is loaded once is not taken for growth
@@ -252,7 +257,8 @@ def _config(directory: Path) -> Subject:
 
 
 def _adapters(place: Path) -> list[Subject]:
-    base, adapter = _write(_llama(), place / "base"), place / "adapter"
+    base = _write(_llama(), place / "base")
+    adapter = place / "adapter"
     torch.manual_seed(1)
     whole = AutoModelForCausalLM.from_pretrained(base)
     config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")

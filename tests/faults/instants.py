@@ -45,7 +45,8 @@ def over(count: int = 0, seed: int = 0, report: Callable[[str], None] | None = N
 
 
 def _swept(fault: str, count: int, seed: int, report: Callable[[str], None] | None) -> Outcome:
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
     straight = made.straight(**LIMITS)
     before = made.copied(made.halted(STEP if fault == OVER else STEP - 1, **LIMITS), "before")
@@ -102,7 +103,8 @@ def _going_on(made: ShortRun, name: str, told: Path, instant: int, *, flushed: b
     from faults.diskseam import DiskSeam
     from lema.train.fit import PlainRun
 
-    watched, seen = False, []
+    watched = False
+    seen = []
     note = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # before the seam is there
     write = os.write
 

@@ -57,7 +57,8 @@ THEIRS: Mapping[str, str] = {
 
 def imported(made: TinyModel, place: Path, draw: Random) -> str:
     """A file of axolotl or TRL with values of any type, and names of its own."""
-    file, given = place / "theirs.yml", {key: THEIRS[key] for key in draw.sample(list(THEIRS), draw.randrange(1, 9))}
+    file = place / "theirs.yml"
+    given = {key: THEIRS[key] for key in draw.sample(list(THEIRS), draw.randrange(1, 9))}
     for _ in range(draw.choice((1, 1, 2, 4))):
         given[draw.choice((*THEIRS, json.dumps(draw.choice(BAIT)), "a" * 300))] = draw.choice(VALUES)
     if draw.random() < 0.3:
@@ -150,7 +151,8 @@ def preferences(made: TinyModel, place: Path, draw: Random) -> str:
 
 def prompts(made: TinyModel, place: Path, draw: Random) -> str:
     """A file of prompts, with a tokenizer that may fail on them, and perhaps results of another run."""
-    file, out = place / draw.choice(("p.jsonl", "p.txt", "p.csv")), place / "done.jsonl"
+    file = place / draw.choice(("p.jsonl", "p.txt", "p.csv"))
+    out = place / "done.jsonl"
     rows = [{draw.choice(("prompt", "messages", "text", "x")): _said(draw)} for _ in range(draw.choice((1, 2)))]
     file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
     if draw.random() < 0.5:

@@ -39,12 +39,14 @@ __all__ = [
 ]
 __all__ += ["is_there", "told_of"]
 
-ROWS, BLOCK = 2, 12
+ROWS = 2
+BLOCK = 12
 VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_ERROR_FILE": os.devnull}
 OF_TIME = ("| train_runtime", "| train_tokens_per_second")  # lines of a card
 SUMMARY = re.compile(r"^(ended at step \d+) after .*?(: mean loss [^,]*),|^(best evaluation: .*)$", re.MULTILINE)
 STANDSTILL = 900.0  # seconds of a wall clock that a run may take, on a machine that does much else
-CHANGES, DIED = 0, 1  # marks: how many changes of the disk were seen, and whether the process ended itself by a signal
+CHANGES = 0
+DIED = 1  # marks: how many changes of the disk were seen, and whether the process ended itself by a signal
 
 # Lines of metrics, evaluations and checkpoints fall on steps of their own.
 EPOCHS: Mapping[str, Any] = {"num_train_epochs": 2.0, "max_steps": None, "max_train_samples": 6, "logging_steps": 2}

@@ -43,8 +43,14 @@ class Straight:
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Make `count` kills, as many of each kind of run."""
-    began, draw, failures, lost, done = time.monotonic(), random.Random(seed), list[str](), 0, 0
-    made, known, chains = short_run(), dict[str, Straight](), dict.fromkeys(WAYS, 0)
+    began = time.monotonic()
+    draw = random.Random(seed)
+    failures = list[str]()
+    lost = 0
+    done = 0
+    made = short_run()
+    known = dict[str, Straight]()
+    chains = dict.fromkeys(WAYS, 0)
     left = {kind: count // len(WAYS) + (number < count % len(WAYS)) for number, kind in enumerate(WAYS)}
     while kinds := [kind for kind in WAYS if left[kind] > 0]:
         for kind in kinds:
@@ -66,13 +72,17 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
 
 
 def _straight(made: ShortRun, way: Way) -> Straight:
-    out, started, first = made.out(way.straight), time.monotonic(), None
+    out = made.out(way.straight)
+    started = time.monotonic()
+    first = None
     child = begun(made, way, way.straight, resume=False)
     while not child.ended():
         if first is None and _written(out):
             first = time.monotonic()
         time.sleep(LOOK)
-    end, ended, changes = time.monotonic(), child.wait(STANDSTILL), made.marks[killedways.CHANGES]
+    end = time.monotonic()
+    ended = child.wait(STANDSTILL)
+    changes = made.marks[killedways.CHANGES]
     if ended.code:
         raise RuntimeError(f"the run without a kill ended with {ended.code}: {ended.said}")
     import_noted(killedways.imports_of(made, way.straight))  # which none of the others has to do then
@@ -93,7 +103,9 @@ def _written(out: Path) -> tuple[int, ...]:
 def _chain(made: ShortRun, way: Way, straight: Straight, length: int, draw: random.Random) -> tuple[list[str], str]:
     """Kill one run so many times, and let it go on to its end; return when it was killed, and what is wrong."""
     made.forget(NAME)
-    killed, ended, out = list[str](), None, made.out(NAME)
+    killed = list[str]()
+    ended = None
+    out = made.out(NAME)
     share = 1 if length == 1 else 2 / length  # of a run, what a process lives to do of it at most
     while ended is None and len(killed) < length:
         when, ended = _life(made, way, straight, share, draw)
@@ -117,7 +129,8 @@ def _life(made: ShortRun, way: Way, straight: Straight, share: float, draw: rand
 def _at_any_time(
     child: Child, out: Path, straight: Straight, share: float, draw: random.Random
 ) -> tuple[str, Ended | None]:
-    early, found = draw.random() < EARLY, _written(out)
+    early = draw.random() < EARLY
+    found = _written(out)
     delay = draw.uniform(0, straight.before if early else straight.after * share)
     while not early and not child.ended() and _written(out) == found:
         time.sleep(LOOK)

@@ -28,7 +28,10 @@ COUNTS = ((1, 2), (2, 1))  # of processes, before the kill and after it
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Kill `count` runs and have others go on, plain ones and phases in both directions by turns."""
-    began, draw, failures, made = time.monotonic(), random.Random(seed), list[str](), short_run()
+    began = time.monotonic()
+    draw = random.Random(seed)
+    failures = list[str]()
+    made = short_run()
     straights = {}
     for number in range(count):
         way, (before, after) = MOVED[number // 2 % 2], COUNTS[number % 2]
@@ -61,7 +64,8 @@ def _case(made: ShortRun, way: Way, before: int, after: int, at: int, straight: 
         return f"it ended with {ended.code}: {last_lines(ended.said)}"
     left = told_of(out, ended.said)
     if way.phases:  # of which what is logged is a mean over processes, whose order of additions is another
-        left, straight = _bytes(left), _bytes(straight)
+        left = _bytes(left)
+        straight = _bytes(straight)
     return killedways.difference(left, straight)
 
 

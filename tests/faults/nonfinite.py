@@ -52,7 +52,8 @@ def run(count: int = 0, seed: int = 0, report: Callable[[str], None] | None = No
     cases = every()
     count = min(count or len(cases), len(cases))
     chosen = [cases[(seed + number * len(cases) // count) % len(cases)] for number in range(count)]
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
     for number, wrong in enumerate(chosen):
         told = f"{wrong.value} in {wrong.what}{'' if wrong.what == 'loss' else f' of layer {wrong.layer}'}"
@@ -98,7 +99,9 @@ def _spoilt(made: ShortRun, wrong: Wrong) -> int:
         return made.train("cut", model_name_or_path=str(model))
 
     now = [0]
-    accumulate, run_layer, loss_of = LemaTrainer.accumulate, Split.run_layer, StreamedModel.loss
+    accumulate = LemaTrainer.accumulate
+    run_layer = Split.run_layer
+    loss_of = StreamedModel.loss
 
     def counted(self: LemaTrainer, *arguments: Any, **options: Any) -> Any:
         now[0] = self.global_step + 1
@@ -124,7 +127,9 @@ def _spoilt(made: ShortRun, wrong: Wrong) -> int:
         found = loss_of(self, *arguments, **options)
         return found * wrong.value if now[0] == STEP and wrong.what == "loss" else found
 
-    LemaTrainer.accumulate, Split.run_layer, StreamedModel.loss = counted, layer, loss  # type: ignore[method-assign]
+    LemaTrainer.accumulate = counted
+    Split.run_layer = layer
+    StreamedModel.loss = loss  # type: ignore[method-assign]
     return made.train("cut")
 
 

@@ -151,7 +151,9 @@ def _commands(command: Any, words: str) -> Iterator[tuple[str, Any]]:
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Run `count` command lines, of all verbs in turn."""
-    started, made, names = time.perf_counter(), tiny_model(), list(LINES)
+    started = time.perf_counter()
+    made = tiny_model()
+    names = list(LINES)
     sys.dont_write_bytecode = True  # what Python writes beside its modules is not the command's doing
     _make_kept(made)
 
@@ -197,7 +199,8 @@ def _make_kept(made: TinyModel) -> None:
 
 def _places(made: TinyModel, place: Path) -> dict[str, str]:
     """Make the files of a case; return them by the names that lines have for them."""
-    kept, work = made.place / "kept", place / "work"
+    kept = made.place / "kept"
+    work = place / "work"
     for name in ("work", "home", "cache", "tmp", "empty"):
         (place / name).mkdir()
     shutil.copytree(made.place / "out", place / "run")
@@ -221,14 +224,17 @@ def _places(made: TinyModel, place: Path) -> dict[str, str]:
 
 def _line(verb: str, made: TinyModel, place: Path, draw: Random) -> list[str]:
     """Return the words of a case: the line of a verb with one to three changes."""
-    names, line = _places(made, place), list(LINES[verb])
+    names = _places(made, place)
+    line = list(LINES[verb])
     options = [one for one in verbs()[verb].params if one.param_type_name == "option" and one.name != "help"]
     arguments = [at for at, word in enumerate(line) if word[:2] != "--" and (at == 0 or line[at - 1][:2] != "--")]
     if verb == "demo":
-        line, arguments = [draw.choice(NO_DEMO)], []
+        line = [draw.choice(NO_DEMO)]
+        arguments = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         if arguments and (not options or draw.random() < 0.15):
-            at, value = draw.choice(arguments), _value("", draw)
+            at = draw.choice(arguments)
+            value = _value("", draw)
             written = at > 0 or verb == "report"  # into a directory that a user names, whatever is there
             line[at] = NAMED.get(value, value) if written else value
         elif options:
@@ -299,7 +305,8 @@ def _run(words: list[str], made: TinyModel, place: Path) -> str:
 def _at_home(place: Path) -> Iterator[None]:
     """Have a home, a cache and temporary files in the directory of a case."""
     given = {"HOME": "home", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp", "MPLCONFIGDIR": "cache"}
-    before, directory = {name: os.environ.get(name) for name in given}, tempfile.tempdir
+    before = {name: os.environ.get(name) for name in given}
+    directory = tempfile.tempdir
     os.environ.update({name: str(place / one) for name, one in given.items()})
     tempfile.tempdir = None
     try:

@@ -296,7 +296,8 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
     if not _hooked:
         sys.addaudithook(_watch)
         _hooked.append(True)
-    started, failures = time.perf_counter(), []
+    started = time.perf_counter()
+    failures = []
     chosen = list(FORMS.items())[:count]
     with tempfile.TemporaryDirectory() as name:
         base = _base(Path(name).resolve() / "base")
@@ -344,7 +345,8 @@ def _ending(base: Path, place: Path, plant: Plant, act: Act, cache: bool) -> str
         except Exception as error:  # noqa: BLE001
             return f"{type(error).__name__}: {error}"
         finally:
-            seen, _opened = _opened, None
+            seen = _opened
+            _opened = None
     read = [str(file) for file in strangers if file.stat().st_atime > 1]
     read += [file for file in seen if _leaves(Path(file), place, model)]
     return f"opened {read[0]}" if read else None

@@ -69,7 +69,8 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
         draw = Random(f"{seed}:{number}")
         place = made.fresh()
         os.chdir(place)
-        document, named = _document(made, place, draw), list[str]()
+        document = _document(made, place, draw)
+        named = list[str]()
         for path in [list(known)[number % len(known)], *draw.sample(list(known), draw.choice((0, 0, 0, 1, 1, 2)))]:
             named.append(_put(document, path, _end(known[path], kinds, draw), draw))
         wrong = _opened(place / "run.yaml", document, [*named, "phases[", f"{place / 'run.yaml'}:"])
@@ -86,7 +87,9 @@ def _schema() -> tuple[dict[Place, Any], Mapping[str, Any]]:
     from lema.train.phases.phase import OVERRIDES, Phase
     from lema.train.phases.plan import PhasePlan
 
-    plan, run, phase = PhasePlan.model_json_schema(), LemaConfig.model_json_schema(), Phase.model_json_schema()
+    plan = PhasePlan.model_json_schema()
+    run = LemaConfig.model_json_schema()
+    phase = Phase.model_json_schema()
     kinds = {**run.get("$defs", {}), **plan["$defs"]}
     own = {**phase["properties"], **{name: run["properties"][name] for name in sorted(OVERRIDES)}}
     found = {(name,): schema for name, schema in plan["properties"].items() if name != "phases"}

@@ -29,7 +29,8 @@ __all__ = ["forms", "run"]
 SECONDS = 20.0  # a million tokens take some
 VOCABULARY = 4
 TEXT = {"text": "a b"}
-USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+USER = {"role": "user", "content": "a"}
+ASSISTANT = {"role": "assistant", "content": "b"}
 CHAT = {"messages": [USER, ASSISTANT]}
 TALK = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
 PAIR = {"prompt": "a", "completion": "b"}
@@ -228,7 +229,8 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
         seed: which of them comes first.
         report: is told of each failure.
     """
-    started, failures = time.perf_counter(), []
+    started = time.perf_counter()
+    failures = []
     every = list(forms())
     step = max(1, len(every) // count)
     chosen = every if count >= len(every) // 2 else every[seed % step :: step]

@@ -178,7 +178,8 @@ class _Elements(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found, self.scripts = set[tuple[str, str]](), 0
+        self.found = set[tuple[str, str]]()
+        self.scripts = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.scripts += tag == "script"

@@ -26,9 +26,11 @@ SAYING = 5  # every so many sizes, the file system says how much is left, and no
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Fill it at `count` sizes; none, and that is said, where this user may not mount one."""
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
-    straight, before = made.straight(**LIMITS), made.halted(HALTED, **LIMITS)
+    straight = made.straight(**LIMITS)
+    before = made.halted(HALTED, **LIMITS)
     told_to = made.place / "smalldisk.txt"
     for case in range(count):
         room = (case * PAGES // max(1, count - 1) + seed) * PAGE
@@ -55,7 +57,9 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
 def _case(made: ShortRun, straight: Path, before: Path, room: int, says_so: bool) -> str:
     out = made.out("cut")
     out.mkdir()
-    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    user = os.getuid()
+    group = os.getgid()
 
     def mount(flags: int, nbytes: int) -> None:
         if libc.mount(b"tmpfs", os.fsencode(out), b"tmpfs", flags, f"size={nbytes}".encode()):

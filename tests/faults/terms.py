@@ -24,7 +24,9 @@ TRIES = 20  # to hit a run before it ends
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Stop `count` runs."""
-    began, draw, failures = time.monotonic(), random.Random(seed), []
+    began = time.monotonic()
+    draw = random.Random(seed)
+    failures = []
     made = short_run()
     options: dict[str, Any] = {"eval_data": str(made.place / "eval.jsonl"), "eval_steps": 2, "save_steps": 3}
     started = time.monotonic()

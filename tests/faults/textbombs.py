@@ -99,11 +99,14 @@ def _part(draw: Random, depth: int) -> Any:
     if depth and draw.random() < 0.4:
         inner = [_part(draw, depth - 1) for _ in range(draw.choice((0, 1, 3, 12)))]
         return {"type": "Sequence", draw.choice(("normalizers", "pretokenizers", "processors", "decoders")): inner}
-    size, pattern = draw.choice((1, 2, 30, 900, 10**5, 10**6)), draw.choice(PATTERNS)
-    text, big = draw.choice(("", "a", "▁", "ab")) * size, draw.choice((0, 2**32 - 1))
+    size = draw.choice((1, 2, 30, 900, 10**5, 10**6))
+    pattern = draw.choice(PATTERNS)
+    text = draw.choice(("", "a", "▁", "ab")) * size
+    big = draw.choice((0, 2**32 - 1))
     pieces = [{"SpecialToken": {"id": "x", "type_id": size}}, {"Sequence": {"id": "A", "type_id": 0}}]
     special = {"x": {"id": "x", "ids": [big] * size, "tokens": ["x"] * draw.choice((1, size))}}
-    ends, trimmed = {"sep": ["x", big], "cls": ["y", 10**6]}, {"trim_offsets": True, "add_prefix_space": True}
+    ends = {"sep": ["x", big], "cls": ["y", 10**6]}
+    trimmed = {"trim_offsets": True, "add_prefix_space": True}
     drawn: Any = draw.choice(
         (
             {"type": "Replace", "pattern": pattern, "content": text},

@@ -44,7 +44,9 @@ class Touched:
     """
 
     def __init__(self, inside: Path, kept: Path, spared: Path) -> None:
-        self._inside, self._kept, self._spared = os.path.realpath(inside), kept, spared
+        self._inside = os.path.realpath(inside)
+        self._kept = kept
+        self._spared = spared
         self._found: list[str] = []
 
     @contextmanager
@@ -53,7 +55,8 @@ class Touched:
         if not _hooked:
             _hooked.append(1)
             sys.addaudithook(_hook)
-        before, sockets = listing(self._kept, self._spared), _sockets()
+        before = listing(self._kept, self._spared)
+        sockets = _sockets()
         children = {one.pid for one in psutil.Process().children(recursive=True)}
         _at_work.append(self)
         try:

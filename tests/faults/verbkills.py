@@ -62,7 +62,10 @@ VERBS = {
 
 def run(count: int = 0, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Kill every verb at every change; with a count, at so many changes in all, drawn anew for each verb in turn."""
-    began, failures, cases, made = time.monotonic(), list[str](), 0, tiny_model()
+    began = time.monotonic()
+    failures = list[str]()
+    cases = 0
+    made = tiny_model()
     _prepare(made)
     draw = random.Random(seed)
     for index, (name, verb) in enumerate(VERBS.items()):
@@ -101,7 +104,8 @@ def _words(made: TinyModel, verb: Verb, place: Path) -> list[str]:
 
 def _whole(made: TinyModel, verb: Verb) -> tuple[dict[str, str], int]:
     """Return what the verb leaves where nothing disturbs it, and how many changes of the disk it makes."""
-    place, told = made.fresh(), made.place / "changes.txt"
+    place = made.fresh()
+    told = made.place / "changes.txt"
     ended = forked.warm(lambda: _killed(_words(made, verb, place), place, -1, told), made.place / "log")
     if ended.code:
         raise RuntimeError(f"the verb that nothing disturbs ended with {ended.code}: {ended.said}")
@@ -125,7 +129,8 @@ def _killed(words: Sequence[str], place: Path, at: int, told: Path) -> int:
 
 
 def _case(made: TinyModel, verb: Verb, whole: dict[str, str], at: int) -> str:
-    place, log = made.fresh(), made.place / "log"
+    place = made.fresh()
+    log = made.place / "log"
     words = _words(made, verb, place)
     ended = forked.run(lambda: _killed(words, place, at, made.place / "changes.txt"), log)
     if ended.code != -signal.SIGKILL:

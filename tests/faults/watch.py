@@ -37,7 +37,9 @@ STANDSTILL = 300.0  # seconds of a wall clock, on a machine that does much else
 CODES = {0, 2, 3, 4, 5, 6, 75}
 MAX_LINES = 20  # of a message
 EACH = 250  # cases of a child
-AT, ENDED, NUM_CODES = 0, 1, 128  # marks: the case that is done; how many commands ended with each exit code
+AT = 0
+ENDED = 1
+NUM_CODES = 128  # marks: the case that is done; how many commands ended with each exit code
 
 _ended = list[int]()  # codes of the commands of a case
 
@@ -75,7 +77,10 @@ def watched(
         growth: bytes that a case may take; None: as many as it asks for, below what the child has.
         seconds: of the processor that a case may take.
     """
-    marks, failures, start, before = Marks(ENDED + NUM_CODES), list[str](), 0, _user()
+    marks = Marks(ENDED + NUM_CODES)
+    failures = list[str]()
+    start = 0
+    before = _user()
     told = place / "failures"
     while start < count:
         marks[AT], stop = start, min(count, start + EACH)
@@ -106,7 +111,9 @@ def drawn(
     fault: str, kinds: Mapping[str, Kind], count: int, seed: int, report: Callable[[str], None] | None, required: str
 ) -> Outcome:
     """Open `count` cases, each drawn from the seed and its own number, of all kinds in turn."""
-    started, made, named = time.perf_counter(), tiny_model(), list(kinds.items())
+    started = time.perf_counter()
+    made = tiny_model()
+    named = list(kinds.items())
 
     def case(number: int) -> str:
         name, kind = named[number % len(named)]
@@ -157,10 +164,15 @@ def _children(
 
 def _followed(child: Child, marks: Marks, count: int, report: Callable[[str], None] | None) -> str:
     """Wait for a child; return why it had to be killed, if it had to."""
-    at, since, begun, said = -1, 0.0, 0.0, 0
+    at = -1
+    since = 0.0
+    begun = 0.0
+    said = 0
     while not child.ended():
         if marks[AT] != at:
-            at, since, begun = marks[AT], _seconds(child.pid), time.monotonic()
+            at = marks[AT]
+            since = _seconds(child.pid)
+            begun = time.monotonic()
         if report is not None and at - said >= 100:
             said = at
             report(f"{at:,} of {count:,}")

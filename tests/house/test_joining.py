@@ -63,7 +63,8 @@ def test_a_form_of_an_issue_has_a_name_and_fields(form: Path) -> None:
 
 def test_a_release_is_checked_and_published_by_a_person_alone() -> None:
     workflow = read(".github/workflows/release.yml")
-    jobs, triggers = workflow["jobs"], workflow["on"]
+    jobs = workflow["jobs"]
+    triggers = workflow["on"]
     assert workflow["permissions"] == {"contents": "read"}
     assert not triggers["workflow_dispatch"]["inputs"]["publish"]["default"]
     assert [name for name, job in jobs.items() if "permissions" in job] == ["publish"]

@@ -26,7 +26,8 @@ def locked() -> dict[str, str]:
 
 @pytest.mark.parametrize("asked", [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]])
 def test_every_package_that_is_asked_for_is_locked_within_its_range(asked: str) -> None:
-    requirement, versions = Requirement(asked), locked()
+    requirement = Requirement(asked)
+    versions = locked()
     if requirement.name == "lema-lora":
         assert {"torchao", "bitsandbytes", "compressed-tensors"} <= versions.keys()
     else:
@@ -42,7 +43,8 @@ def test_the_tests_install_by_the_lock() -> None:
 def test_a_wheel_is_the_same_when_it_is_built_again(tmp_path: Path) -> None:
     digests = []
     for number in (1, 2):
-        tree, out = tmp_path / f"tree {number}", tmp_path / f"out {number}"
+        tree = tmp_path / f"tree {number}"
+        out = tmp_path / f"out {number}"
         left_out = shutil.ignore_patterns(".*", "tests", "__pycache__", "output", "build", "dist")
         shutil.copytree(ROOT, tree, ignore=left_out, copy_function=shutil.copyfile)  # with other times
         code = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"

@@ -28,7 +28,8 @@ def decoded(held: dict[str, Tensor], name: str) -> Tensor:
 def test_every_weight_is_what_its_codes_say(tmp_path: Path) -> None:
     model = write_model(llama(), tmp_path / "model")  # rows of 32 and 48
     by_bitsandbytes(BITSANDBYTES["nf4"])(model)
-    held, names = tensors(model), map_names(meta_model(read_config(model)), GlobalBinaryIndex(model))
+    held = tensors(model)
+    names = map_names(meta_model(read_config(model)), GlobalBinaryIndex(model))
     assert len(names.quantized) == 28
     for name in names.quantized:
         record = names.stored[name]

@@ -142,7 +142,8 @@ def own_table(directory: Path) -> Path:
 )
 def test_a_run_that_is_resumed_goes_on_with_what_modules_held(make: Callable[[Path], Path], tmp_path: Path) -> None:
     model = make(tmp_path / "model")
-    first, later = rows(40)[0]["input_ids"], rows(20)[0]["input_ids"]
+    first = rows(40)[0]["input_ids"]
+    later = rows(20)[0]["input_ids"]
 
     def losses(*, saved: bool, resumed: bool) -> list[float]:
         with opened(model, trust=True) as streamed:

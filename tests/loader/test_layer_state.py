@@ -132,7 +132,8 @@ def test_a_published_type_that_keeps_states_of_recurrences(tmp_path: Path) -> No
     by_turns(model, [12, 9, 20, 12], [5, 9])
 
 
-COUNTER, MEAN = KEPT["a counter"], KEPT["a mean"]
+COUNTER = KEPT["a counter"]
+MEAN = KEPT["a mean"]
 
 
 def refused(model: Path, **settings: Any) -> ModelError:
@@ -198,8 +199,10 @@ class Group:
 
 
 def test_what_copies_of_a_layer_share_is_no_state_of_it() -> None:
-    group, layer = Group(), torch.nn.Module()
-    layer.group, layer.counts = group, [0]
+    group = Group()
+    layer = torch.nn.Module()
+    layer.group = group
+    layer.counts = [0]
     before = Snapshot(layer.modules())
     group.waiting.append(1)
     assert not before.changed()
@@ -249,9 +252,11 @@ def test_a_compiled_layer_that_keeps_something_runs_uncompiled(monkeypatch: pyte
 def outcomes(model: Path, place: str | None) -> list[Tensor]:
     """Take steps in passes that are attempted again; return losses and gradients. Memory runs out once, in the second
     step: in a `layer`, in a layer that is `recomputed`, or in the `head`."""
-    found, left = [], [place]
+    found = []
+    left = [place]
     with opened(model, trust=True, prefetch_depth=3) as streamed:
-        split, parameters = streamed.split, streamed.get_trainable_parameters()
+        split = streamed.split
+        parameters = streamed.get_trainable_parameters()
 
         def short(here: str) -> None:
             if found and left == [here]:
@@ -274,7 +279,8 @@ def outcomes(model: Path, place: str | None) -> list[Tensor]:
             loss.backward()
             return loss.detach()
 
-        split.run_layer, split.head = run_layer, head  # type: ignore[method-assign]
+        split.run_layer = run_layer
+        split.head = head  # type: ignore[method-assign]
         for batches in steps():
             found.append(streamed.adapter.retry.run_pass(attempt, batches, parameters=parameters))
             found += [one.grad for one in parameters if one.grad is not None]
@@ -306,7 +312,8 @@ def test_the_layer_whose_numbers_are_not_finite_is_found_where_it_counts_calls(t
 
 @pytest.mark.parametrize("kept", ["a counter", "a mean", "a buffer", "a list"])
 def test_a_run_that_is_resumed_goes_on_with_what_layers_held(kept: str, tmp_path: Path) -> None:
-    model, ids = keeping(tmp_path / "model", *KEPT[kept]), rows(12)[0]["input_ids"]
+    model = keeping(tmp_path / "model", *KEPT[kept])
+    ids = rows(12)[0]["input_ids"]
 
     def losses(*, resumed: bool) -> list[float]:
         with opened(model, trust=True) as streamed:

@@ -19,8 +19,11 @@ from lema.errors import ModelError
 from lema.model.skeleton import auto_class
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TARGETS, WHOLE, ROWS = "lora_target_modules", "lora_modules_to_save", "lora_trainable_token_indices"
-EMBEDDINGS, HEAD = "embed_tokens", "lm_head"
+TARGETS = "lora_target_modules"
+WHOLE = "lora_modules_to_save"
+ROWS = "lora_trainable_token_indices"
+EMBEDDINGS = "embed_tokens"
+HEAD = "lm_head"
 TIED = {"lora_ensure_weight_tying": True}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA on the head": {TARGETS: [HEAD]},
@@ -87,7 +90,8 @@ def logits(model: Any) -> Tensor:
 def train(source: Path, adapter: Path, settings: dict[str, Any]) -> Tensor:
     """Save an adapter whose every number training has changed; return the logits at its end."""
     with opened(source, **settings) as model:
-        generator, end = torch.Generator().manual_seed(5), list[Tensor]()
+        generator = torch.Generator().manual_seed(5)
+        end = list[Tensor]()
         with torch.no_grad():
             for parameter in model.lora_manager.parameters():
                 if parameter.requires_grad:
@@ -104,14 +108,13 @@ def train(source: Path, adapter: Path, settings: dict[str, Any]) -> Tensor:
 def test_what_is_merged_is_what_was_trained_and_its_config_says_what_is_one(
     model_type: str, adapter: str, tmp_path: Path
 ) -> None:
-    source, saved, notes = (
-        publish(model_type, tmp_path / "source", tied_config(model_type)),
-        tmp_path / "adapter",
-        list[str](),
-    )
+    source = publish(model_type, tmp_path / "source", tied_config(model_type))
+    saved = tmp_path / "adapter"
+    notes = list[str]()
     expected = train(source, saved, named(ADAPTERS[adapter], model_type))
     config = AutoConfig.from_pretrained(source)
-    text, published = auto_class(config), published_class(config)
+    text = auto_class(config)
+    published = published_class(config)
     by_peft = PeftModel.from_pretrained(text.from_pretrained(source), str(saved))
     assert torch.equal(logits(by_peft), expected)
     assert torch.allclose(logits(by_peft.merge_and_unload()), expected, atol=1e-4) == (adapter not in WRONG_BY_PEFT)
@@ -132,7 +135,8 @@ def test_what_is_merged_is_what_was_trained_and_its_config_says_what_is_one(
     ]
     assert said and set(said) == {one}
     assert bool(notes) == (not one)
-    before, after = tensors(source), tensors(merged)
+    before = tensors(source)
+    after = tensors(merged)
     added = after.keys() - before.keys()
     assert before.keys() <= after.keys() and [name.endswith("lm_head.weight") for name in added] == [True] * (not one)
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}

@@ -69,7 +69,8 @@ def test_a_head_that_is_stored_is_used_though_the_config_ties_it(
 
 @pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 def test_what_is_written_of_it_keeps_its_head(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    model, ids = make(tmp_path / "model"), rows(12)[0]["input_ids"]
+    model = make(tmp_path / "model")
+    ids = rows(12)[0]["input_ids"]
     with opened(model) as streamed:
         streamed.save_pretrained(str(tmp_path / "adapter"))
         expected = whole(model, streamed).merge_and_unload().eval()(input_ids=ids).logits
@@ -83,7 +84,8 @@ def test_what_is_written_of_it_keeps_its_head(make: Callable[[Path], Path], tmp_
 
 
 def test_another_trainers_forward_uses_it(tmp_path: Path) -> None:
-    model, ids = head_of_its_own(tmp_path / "model"), rows(12)[0]["input_ids"]
+    model = head_of_its_own(tmp_path / "model")
+    ids = rows(12)[0]["input_ids"]
     with opened(model) as one:
         one.save_pretrained(str(tmp_path / "adapter"))
         expected = whole(model, one).eval()

@@ -20,7 +20,12 @@ GOLDEN = Path(
 ).absolute()
 golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"the adapter of a real run is not at {GOLDEN} (LEMA_GOLDEN)")
 
-LAYERS, HEADS, HIDDEN, INTERMEDIATE, VOCABULARY, RANK = 8, 8, 24, 64, 50, 3
+LAYERS = 8
+HEADS = 8
+HIDDEN = 24
+INTERMEDIATE = 64
+VOCABULARY = 50
+RANK = 3
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 O_PROJ = f"{ATTENTION.format(0)}.o_proj"
 ONE_A = ({"q": "q", "k": "q", "v": "q"}, {"gate": "gate", "up": "gate"})

@@ -119,7 +119,8 @@ def test_an_adapter_of_pefts_begins_a_run_and_comes_back_to_peft(base: Path, tmp
         model.save_pretrained(tmp_path / "back")
         with pytest.raises(ConfigError, match="has an adapter already"):
             model.begin_with_adapter(foreign)
-    back, before = load_file(tmp_path / "back" / WEIGHTS), load_file(foreign / WEIGHTS)
+    back = load_file(tmp_path / "back" / WEIGHTS)
+    before = load_file(foreign / WEIGHTS)
     assert back.keys() == before.keys() and any(not torch.equal(back[name], before[name]) for name in back)
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "back")
     config = again.peft_config["default"]

@@ -189,7 +189,8 @@ def test_weights_that_peft_wrote_before_safetensors_are_read(
 
 
 def test_code_in_weights_that_peft_wrote_is_not_run(llama: Path, tmp_path: Path) -> None:
-    adapter, ran = peft_adapter(llama, tmp_path / "adapter"), tmp_path / "ran"
+    adapter = peft_adapter(llama, tmp_path / "adapter")
+    ran = tmp_path / "ran"
     pickled(adapter, evil=Evil(ran))
     with pytest.raises(AdapterError, match="only tensors are loaded from it"):
         LemaModel.from_pretrained(adapter, device="cpu")

@@ -132,7 +132,8 @@ def test_what_peft_saved_says_the_same_and_is_saved_again(
     assert torch.equal(said, whole_logits(loaded_by_peft(base, adapter), ids))
     model.save_pretrained(tmp_path / "again")
     model.close()
-    saved, given = load_file(tmp_path / "again" / WEIGHTS), load_file(adapter / WEIGHTS)
+    saved = load_file(tmp_path / "again" / WEIGHTS)
+    given = load_file(adapter / WEIGHTS)
     assert all(torch.equal(saved[key], given[key]) for key in saved)
     assert all("base_layer" in key for key in given.keys() - saved.keys())  # PEFT adds frozen embeddings, to be safe
     assert torch.equal(whole_logits(loaded_by_peft(base, tmp_path / "again"), ids), said)
@@ -149,7 +150,8 @@ def test_merging_gives_what_peft_gives(
         out = merge_adapter(adapter, tmp_path / "merged")
         merged = AutoModelForCausalLM.from_pretrained(out)
         expected = whole.merge_and_unload()
-    found, wanted = merged.state_dict(), expected.state_dict()
+    found = merged.state_dict()
+    wanted = expected.state_dict()
     assert found.keys() == wanted.keys()
     differing = [key for key in wanted if not torch.equal(found[key], wanted[key])]
     if tied and kind.startswith("LoRA of"):

@@ -63,7 +63,8 @@ def test_what_opens_an_adapter_by_the_names_of_each_class_and_of_one(model_type:
     def fresh(kind: Any) -> Any:
         return kind.from_pretrained(source, dtype=torch.float32).eval()
 
-    text, published = auto_class(config), published_class(config)
+    text = auto_class(config)
+    published = published_class(config)
     expected, missing, unexpected = by_peft(fresh(text), tmp_path / "both")
     assert not missing and len(unexpected) == len(kept) and not torch.equal(expected, logits(fresh(text)))
     found, missing, unexpected = by_peft(fresh(published), tmp_path / "both")
@@ -133,7 +134,8 @@ def test_an_adapter_with_either_names_is_divided_and_put_together_with_both(mode
 
 def test_what_goes_with_an_adapter_goes_into_each_form_of_it(tmp_path: Path) -> None:
     """How its texts are written and end, its tokenizer, and what a preference loss compared with."""
-    source, adapter = publish("qwen3_5", tmp_path / "source"), tmp_path / "both"
+    source = publish("qwen3_5", tmp_path / "source")
+    adapter = tmp_path / "both"
     with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
         draw_b(model.lora_manager)
         model.save_pretrained(adapter / REFERENCE)
@@ -171,10 +173,12 @@ def test_what_goes_with_an_adapter_goes_into_each_form_of_it(tmp_path: Path) -> 
 def test_the_plan_counts_what_a_checkpoint_has_under_both_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, room = publish("qwen3_5", tmp_path / "source"), list[int]()
+    source = publish("qwen3_5", tmp_path / "source")
+    room = list[int]()
     monkeypatch.setattr(format, "check_free_bytes", lambda _directory, nbytes, _what: room.append(nbytes))
     with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
-        trainer, ids = model.get_trainer(), torch.arange(3, 12)[None]
+        trainer = model.get_trainer()
+        ids = torch.arange(3, 12)[None]
         trainer.train_step(ids, labels=ids.clone())
         trainer.save_checkpoint(tmp_path / "checkpoint")
         planned = model.planner.blueprint.checkpoint_bytes
@@ -188,7 +192,8 @@ def test_names_that_cannot_be_written_are_refused(tmp_path: Path, capfd: pytest.
     source = publish("qwen3_5", tmp_path / "source")
     with opened(source, lora_target_modules=["q_proj"]) as model:
         model.save_pretrained(tmp_path / "both")
-    adapter, out = tmp_path / "both", tmp_path / "out"
+    adapter = tmp_path / "both"
+    out = tmp_path / "out"
     assert_refused(capfd, 3, ["already whole", "--names"], "consolidate", adapter, out)
     assert_refused(capfd, 2, ["no form of names called 'mine'"], "consolidate", adapter, out, "--names", "mine")
     assert_refused(capfd, 3, ["no adapter in PEFT's format"], "consolidate", source, out, "--names", "text")

@@ -64,7 +64,8 @@ def test_every_name_of_the_class_that_trains_is_one_of_the_published_class(model
     model = meta_model(config)
     names = compare_classes(model, config)
     assert class_names(model) is names and type(names.published) is published_class(config)
-    own, there = model.state_dict(), names.published.state_dict()
+    own = model.state_dict()
+    there = names.published.state_dict()
     for name, tensor in own.items():
         assert there[names.in_published(name)].shape == tensor.shape
         assert names.in_own(names.in_published(name)) == names.in_own(name) == name
@@ -92,7 +93,8 @@ def test_what_is_written_are_the_tensors_that_peft_has_on_each_class(model_type:
     """By the config that is written PEFT adapts the same modules of either class, and calls the tensors as they are
     called; what is read is what was written."""
     config = published_config(model_type)
-    model, text = meta_model(config), meta_model(config)
+    model = meta_model(config)
+    text = meta_model(config)
     names = compare_classes(model, config)
     assert names.published is not None
     settings: dict[str, Any] = {"targets": None} | ADAPTERS[adapter]
@@ -157,7 +159,8 @@ def test_an_adapter_that_peft_made_on_the_published_class_is_read_everywhere(mod
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "llama4"])
 def test_a_saved_adapter_opens_again_and_its_two_forms_must_agree(model_type: str, tmp_path: Path) -> None:
-    source, saved = publish(model_type, tmp_path / "source"), tmp_path / "adapter"
+    source = publish(model_type, tmp_path / "source")
+    saved = tmp_path / "adapter"
     with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
         draw_b(model.lora_manager)
         model.save_pretrained(saved)
@@ -180,7 +183,8 @@ def test_a_saved_adapter_opens_again_and_its_two_forms_must_agree(model_type: st
 
 @pytest.mark.parametrize("model_type", ["laguna", "deepseek_ocr2"])
 def test_an_adapter_is_read_of_types_whose_names_peft_takes_for_those_of_files(model_type: str, tmp_path: Path) -> None:
-    source, saved = publish(model_type, tmp_path / "source"), tmp_path / "adapter"
+    source = publish(model_type, tmp_path / "source")
+    saved = tmp_path / "adapter"
     with opened(source) as model:
         draw_b(model.lora_manager)
         model.save_pretrained(saved)

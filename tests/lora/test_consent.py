@@ -263,7 +263,8 @@ def test_processes_may_note_at_once_and_notes_are_bounded(
 def test_eval_reads_and_writes_nothing_that_a_stranger_names(
     stranger: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text, evil = tmp_path / "text.txt", tmp_path / "evil"
+    text = tmp_path / "text.txt"
+    evil = tmp_path / "evil"
     text.write_text("a b c\n")
     say(stranger, model, eval_data=f"hub:text?data_files={text}&cache_dir={evil}", offload_dir=str(evil))
     with pytest.warns(UserWarning, match="ignored are its settings eval_data, offload_dir"):
@@ -321,7 +322,8 @@ def test_eval_of_a_users_own_run_goes_on_with_its_own_data(
 def test_a_run_is_resumed_with_the_settings_of_the_users_file_alone(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write, evil = config_writer(model, tmp_path), tmp_path / "evil"
+    write = config_writer(model, tmp_path)
+    evil = tmp_path / "evil"
     assert lema("train", write(max_steps=4, save_steps=2)) == 0
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     checkpoint = tmp_path / "out" / "checkpoint-2"
@@ -350,7 +352,8 @@ def test_code_runs_only_of_a_model_that_the_user_names(
 ) -> None:
     write = config_writer(own_code, tmp_path)
     assert lema("train", write(), "--trust-remote-code") == 0
-    out, words = tmp_path / "out", ["-p", "the mill", "--max-new-tokens", 1, "--trust-remote-code"]
+    out = tmp_path / "out"
+    words = ["-p", "the mill", "--max-new-tokens", 1, "--trust-remote-code"]
     assert lema("generate", out, *words) == 0, capfd.readouterr().err
     shutil.rmtree(tmp_path / "cache")  # it is a stranger's by now
     said = ["only of a model that you name", "--model-name-or-path"]

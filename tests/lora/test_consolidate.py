@@ -191,7 +191,8 @@ def test_a_model_that_can_be_divided_is_and_one_that_cannot_says_what_would_do(
     }
     widths |= {"gate_proj": (1680, 48), "up_proj": (1680, 48), "down_proj": (48, 1680)}
     for name, (outputs, inputs) in widths.items():
-        owner, after = (ATTENTION if name[0] in "qkvo" else MLP), name in ("o_proj", "down_proj")
+        owner = ATTENTION if name[0] in "qkvo" else MLP
+        after = name in ("o_proj", "down_proj")
         for leaf, full in (("lora_A.weight", torch.randn(RANK, inputs)), ("lora_B.weight", torch.randn(outputs, RANK))):
             module, found = module_of(f"{owner.format(0)}.{name}.{leaf}")
             assert found == leaf

@@ -140,7 +140,8 @@ def foreign(adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path) -> P
 
 def test_modules_that_train_whole_are_put_together_as_they_are_partitioned(foreign: Path, tmp_path: Path) -> None:
     without_base(foreign)
-    head, packed = "base_model.model.lm_head.weight", f"{MLP.format(0)}.packed.weight"
+    head = "base_model.model.lm_head.weight"
+    packed = f"{MLP.format(0)}.packed.weight"
     full = torch.randn(16, 3, generator=torch.Generator().manual_seed(8))
     for rank in range(4):
         change(foreign, rank, head, full[rank * 4 : rank * 4 + 4])
@@ -188,7 +189,8 @@ def test_an_adapter_of_the_head_and_a_weight_that_two_stages_share_are_put_toget
     adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path
 ) -> None:
     adapter = Path(shutil.copytree(adapter_of(2)[1], tmp_path / "adapter"))
-    tensors, head = with_one_a(adapter), "base_model.model.lm_head"
+    tensors = with_one_a(adapter)
+    head = "base_model.model.lm_head"
     given = write_foreign(tmp_path, tensors, config_of(adapter), Shape(2, HEADS, 2), stages=2)
     made = torch.Generator().manual_seed(4)
     sizes = {f"{head}.lora_A.weight": (RANK, HIDDEN), f"{head}.lora_B.weight": (VOCABULARY, RANK)}

@@ -74,7 +74,9 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_four_functions_over_types_of_models(model_type: str) -> None:
     model = made(model_type)
-    before, base, linears = logits(model), bits(model), {"exclude_modules": ["experts"]}
+    before = logits(model)
+    base = bits(model)
+    linears = {"exclude_modules": ["experts"]}
     chosen = param_filter(model, adapter_of(model, **linears))
     wanted = {
         f"{name}.weight"

@@ -44,11 +44,13 @@ def named(directory: Path) -> dict[str, Any]:
 def test_an_adapter_names_the_model_that_its_base_was_prepared_from(
     kind: str | None, hub: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    base, out = tmp_path / "base", tmp_path / "out"
+    base = tmp_path / "base"
+    out = tmp_path / "out"
     assert lema("prepare", "org/tiny", base, *(["--quantize", kind] if kind else [])) == 0
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in token_rows(8)))
-    file, config = tmp_path / "run.yaml", settings(base, out, save_steps=2, max_steps=4, eval_split=2)
+    file = tmp_path / "run.yaml"
+    config = settings(base, out, save_steps=2, max_steps=4, eval_split=2)
     written = config.model_dump(exclude_unset=True, mode="json") | {"train_data": str(rows)}
     file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in written.items()))
     assert lema("train", file, "--set", "max_steps=2") == 0 and lema("train", file, "--resume") == 0
@@ -68,7 +70,8 @@ def test_an_adapter_names_the_model_that_its_base_was_prepared_from(
     assert lema("eval", out, "--data", rows) == 0
     assert lema("generate", out, "--prompt", "the miller", "--max-new-tokens", "2") == 0
     name = "model.layers.0.mlp.up_proj.weight"
-    merged, onto_origin = load_file(tmp_path / "merged" / "model.safetensors"), adapted.merge_and_unload().state_dict()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    onto_origin = adapted.merge_and_unload().state_dict()
     assert torch.allclose(merged[name], onto_origin[name]) is (kind is None)  # that is, onto what it was trained on
     assert GlobalBinaryIndex(tmp_path / "merged").origin is None
 

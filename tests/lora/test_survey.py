@@ -235,7 +235,8 @@ def test_a_misspelt_type_is_told_before_anything_is_tried(name: str, capfd: pyte
 def test_trying_leaves_the_process_as_it_was(sampled: dict[str, Row]) -> None:
     from transformers.utils import logging
 
-    level, generator = logging.get_verbosity(), torch.get_rng_state()
+    level = logging.get_verbosity()
+    generator = torch.get_rng_state()
     row = survey("mllama")
     assert row == sampled["mllama"]
     assert logging.get_verbosity() == level

@@ -191,7 +191,8 @@ def test_where_peft_adapts_everything_nothing_is_told() -> None:
 
 
 def test_experts_are_adapted_by_default_unless_something_hinders_it() -> None:
-    model, both = skeleton("mixtral"), ["experts.down_proj", "experts.gate_up_proj"]
+    model = skeleton("mixtral")
+    both = ["experts.down_proj", "experts.gate_up_proj"]
     assert default_adapter(model).target_parameters == both
     assert default_adapter(model, lora_layers_to_transform=[1]).target_parameters == [
         f"layers.1.mlp.{end}" for end in both

@@ -68,7 +68,8 @@ def test_what_is_saved_loads_in_peft_and_here(
     checkpoint = checkpoint_of(name, tied=tied)
     with streamed_model(checkpoint, **options_of("everything", name, checkpoint)) as model:
         disturb(model.lora_manager)
-        values, said = trained(model.lora_manager), streamed_logits(model, IDS)
+        values = trained(model.lora_manager)
+        said = streamed_logits(model, IDS)
         model.save_pretrained(tmp_path)
     with unwarned():
         base = AutoModelForCausalLM.from_pretrained(checkpoint.published)
@@ -94,7 +95,8 @@ RESUMED = {
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(
     checkpoint_of: CheckpointOf, tmp_path: Path, way: str, tied: bool
 ) -> None:
-    checkpoint, batches = checkpoint_of("llama", tied=tied), micro_batches(4)
+    checkpoint = checkpoint_of("llama", tied=tied)
+    batches = micro_batches(4)
     options = options_of(way, "llama", checkpoint)
     settings = {"learning_rate": 1e-2, "output_dir": tmp_path, "weight_decay": 0.1}
 
@@ -140,7 +142,8 @@ def test_magnitudes_cost_one_read_of_each_adapted_weight(
     checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer after layer, never two of them at once."""
-    checkpoint, reads = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    reads = []
     read = StoredTensors.read
 
     def note(stored: StoredTensors, names: Any) -> Any:
@@ -158,7 +161,8 @@ def test_magnitudes_cost_one_read_of_each_adapted_weight(
 
 def test_what_trains_outside_the_layers_is_in_the_budget(checkpoint_of: CheckpointOf) -> None:
     """Value, gradient, two moments, and one gradient on its way, of the largest."""
-    checkpoint, options = checkpoint_of("llama"), {"modules_to_save": ["embed_tokens", "lm_head"]}
+    checkpoint = checkpoint_of("llama")
+    options = {"modules_to_save": ["embed_tokens", "lm_head"]}
     with streamed_model(checkpoint, **options) as model:
         parameters = model.get_trainable_parameters()
         largest = model.skeleton.get_output_embeddings().weight.nbytes
@@ -185,7 +189,8 @@ def test_what_trains_outside_the_layers_is_in_the_budget(checkpoint_of: Checkpoi
 def test_what_cannot_be_trained_is_refused_and_the_model_left_as_it_was(
     checkpoint_of: CheckpointOf, options: dict[str, Any], words: str
 ) -> None:
-    checkpoint, batches = checkpoint_of("llama", tied="ensure_weight_tying" in options), micro_batches(1)
+    checkpoint = checkpoint_of("llama", tied="ensure_weight_tying" in options)
+    batches = micro_batches(1)
     with streamed_model(checkpoint) as model:
         expected = model.adapter.loss(batches)
         names = [name for name, _ in model.skeleton.named_parameters()]

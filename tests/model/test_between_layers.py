@@ -18,7 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # One that returns more, one whose model stacks what layers return, one that writes keys and values into a mapping.
 TYPES = ["zaya", "inkling2_text", "gemma3n_text"]
-WIDTH, ROUTER, PADDED = 32, 24, 64  # of zaya: its hidden state, what its routers hand on; elements
+WIDTH = 32
+ROUTER = 24
+PADDED = 64  # of zaya: its hidden state, what its routers hand on; elements
 
 
 def zaya_boundaries(tokens: int) -> list[int]:
@@ -72,8 +74,10 @@ def test_keys_that_layers_share_have_the_whole_models_gradients(tmp_path: Path) 
 
 def test_values_go_on_bit_for_bit_and_their_gradients_as_they_lay() -> None:
     """Of two dtypes, and one that is not contiguous; indices wait. Sums over other strides would round otherwise."""
-    hidden, keys = torch.randn(2, 3, 4), torch.randn(2, 5, 3, dtype=torch.bfloat16).transpose(1, 2)
-    chosen, shared = torch.tensor([1, 0]), dict[str, Any]()
+    hidden = torch.randn(2, 3, 4)
+    keys = torch.randn(2, 5, 3, dtype=torch.bfloat16).transpose(1, 2)
+    chosen = torch.tensor([1, 0])
+    shared = dict[str, Any]()
     made = [hidden.requires_grad_(), keys.requires_grad_()]
     seen: list[tuple[int, ...]] = []
     hidden.register_hook(lambda gradient: seen.append(gradient.stride()))

@@ -68,7 +68,8 @@ def test_one_graph_serves_every_layer_bitwise(checkpoint_of: CheckpointOf, recom
 
 @pytest.mark.exhaustive
 def test_evaluation_takes_one_graph_more(checkpoint_of: CheckpointOf) -> None:
-    batches, values = micro_batches(2, lengths=ALIKE), []
+    batches = micro_batches(2, lengths=ALIKE)
+    values = []
     for compiled in (False, True):
         with streamed_model(checkpoint_of("llama"), torch_compile=compiled, gradient_checkpointing=True) as model:
             draw_b(model.lora_manager)
@@ -120,7 +121,8 @@ def test_some_layers_kept_and_some_recomputed(checkpoint_of: CheckpointOf) -> No
 @pytest.mark.slow
 def test_a_layer_that_computes_with_its_number_is_not_taken_for_another() -> None:
     layers = [Numbered(number) for number in range(12)]
-    compiled, state = CompiledLayers(layers, "stack", CpuBackend()), torch.ones(1, 2, 2)
+    compiled = CompiledLayers(layers, "stack", CpuBackend())
+    state = torch.ones(1, 2, 2)
     assert set(compiled.kinds) == {0}
     with said("stack.8 is not compiled: torch.compile failed on it"):  # it makes eight graphs of one function
         found = [compiled.call(index, {}, (state,), {}) for index in range(12)]
@@ -157,7 +159,8 @@ def test_an_error_of_the_compiler_is_said_and_nothing_else_changes(
 
 @pytest.mark.slow
 def test_a_layer_with_a_hook_is_left_as_it_is(checkpoint_of: CheckpointOf) -> None:
-    outcomes, calls = [], []
+    outcomes = []
+    calls = []
     for compiled in (False, True):
         with streamed_model(checkpoint_of("llama"), torch_compile=compiled, gradient_checkpointing=True) as model:
             draw_b(model.lora_manager)
@@ -191,7 +194,8 @@ def test_kernels_of_its_own_stay_near(
 class Numbered(nn.Module):
     def __init__(self, number: int, **more: Any) -> None:
         super().__init__()
-        self.number, self.name = number, f"stack.{number}.inner"
+        self.number = number
+        self.name = f"stack.{number}.inner"
         self.inner = nn.Linear(2, 2)
         self.settings = {"eps": 1e-6}
         vars(self).update(more)

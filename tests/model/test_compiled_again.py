@@ -44,7 +44,8 @@ def started(cache: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    first, second = started(tmp_path), started(tmp_path)
+    first = started(tmp_path)
+    second = started(tmp_path)
     assert first["graphs"] == second["graphs"] == 1 and first["gradient"] == second["gradient"] > 0
     assert first["fxgraph_cache_miss"] > 0
     assert second["fxgraph_cache_miss"] == 0 < second["fxgraph_cache_hit"]

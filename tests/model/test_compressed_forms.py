@@ -31,7 +31,8 @@ def names_of(directory: Path) -> NameMap:
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_what_the_codes_stand_for(form: str, tmp_path: Path) -> None:
     checkpoint = write_compressed(FORMS[form], tmp_path, num_layers=1)
-    names, whole = names_of(checkpoint.streamed), load_file(checkpoint.published / FILE)
+    names = names_of(checkpoint.streamed)
+    whole = load_file(checkpoint.published / FILE)
     assert len(names.quantized) == LINEARS
     assert not names.unused
     for name, weight in whole.items():
@@ -42,14 +43,16 @@ def test_weights_are_what_the_codes_stand_for(form: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("form", OTHERS)
 def test_they_are_what_transformers_loads(form: str, tmp_path: Path) -> None:
     checkpoint = write_compressed(FORMS[form], tmp_path, num_layers=1)
-    whole, loaded = load_file(checkpoint.published / FILE), dequantized(checkpoint.streamed).state_dict()
+    whole = load_file(checkpoint.published / FILE)
+    loaded = dequantized(checkpoint.streamed).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
 
 
 @pytest.mark.parametrize("form", ["int4, groups", "int8, channels", "int4, numbered groups"])
 def test_a_step_is_that_of_the_whole_model(form: str, tmp_path: Path) -> None:
     checkpoint = write_compressed(FORMS[form], tmp_path, NUM_LAYERS)
-    whole, batches = whole_model(checkpoint), micro_batches(3, padding=True)
+    whole = whole_model(checkpoint)
+    batches = micro_batches(3, padding=True)
     draw_b(whole)
     with streamed_model(checkpoint, dtype="float32") as model:
         draw_b(model.lora_manager)
@@ -70,7 +73,8 @@ def test_it_is_prepared_as_what_it_expands_to(form: str, tmp_path: Path) -> None
 def test_experts_that_are_stored_one_by_one_are_expanded_and_merged(form: str, tmp_path: Path) -> None:
     """transformers does not expand zero points of experts; the weights are those of the codes all the same."""
     directory = write_published(tiny_config("qwen3_moe"), "bf16", tmp_path / "published")
-    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
+    stored = dict[str, Tensor]()
+    plain = dict[str, Tensor]()
     for name, weight in load_file(directory / FILE).items():
         made, plain[name] = compressed(name, weight, FORMS[form]) if "proj.weight" in name else ({name: weight}, weight)
         stored |= made

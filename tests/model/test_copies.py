@@ -54,7 +54,8 @@ def test_moves_do_what_the_operations_do() -> None:
     followed = 0
     for seed in range(400):
         draw = random.Random(seed)
-        rows, columns = 2 * draw.randrange(1, 5), 2 * draw.randrange(1, 5)
+        rows = 2 * draw.randrange(1, 5)
+        columns = 2 * draw.randrange(1, 5)
         sources = [torch.randn(rows, columns) for _ in range(draw.randrange(1, 5))]
         expected = rearranged(sources, seed)
         shape, moves = traced(sources, seed)
@@ -93,11 +94,13 @@ def test_pieces_are_read_to_their_places_and_nothing_beside_them(
     save_file(tensors, tmp_path / "weights.safetensors")
     records = read_header(tmp_path / "weights.safetensors")[1]
     for seed in range(6):
-        draw, layer = random.Random(seed), {}
+        draw = random.Random(seed)
+        layer = {}
         expected = {}
         for number in range(4):
             chosen = draw.sample(sorted(tensors), draw.randrange(1, 5))
-            whole, pieces = torch.cat([tensors[one].flatten() for one in chosen]), list[Piece]()
+            whole = torch.cat([tensors[one].flatten() for one in chosen])
+            pieces = list[Piece]()
             done = 0
             for one in chosen:
                 pieces.append(Piece(records[one], Move(0, done, ((tensors[one].numel(), 1, 1),))))
@@ -106,7 +109,8 @@ def test_pieces_are_read_to_their_places_and_nothing_beside_them(
             layer[f"{number}"], expected[f"{number}"] = (record, wanted), whole.to(wanted)
         placed = lay_out_tensors(layer)
         assert placed.nbytes < sum(prod(shape) for shape in shapes) * 4 * 8 + 16 * PAGE
-        buffer, reader = CpuBackend().host_buffer(placed.nbytes).fill_(0xC3), LayerReader(threads=4, direct=direct)
+        buffer = CpuBackend().host_buffer(placed.nbytes).fill_(0xC3)
+        reader = LayerReader(threads=4, direct=direct)
         reader.submit(placed, buffer).wait()
         reader.close()
         found = views(buffer, placed)
@@ -127,7 +131,8 @@ def test_processes_read_the_parts_of_a_layer_of_pieces(tmp_path: Path, size: int
     layer = lay_out_tensors({"s": (stacked, torch.float32)})
     parts = []
     for rank in range(size):
-        share, reader = rank_share(layer, rank, size), LayerReader(threads=2)
+        share = rank_share(layer, rank, size)
+        reader = LayerReader(threads=2)
         parts.append(CpuBackend().host_buffer(share.nbytes))
         reader.submit(share, parts[-1]).wait()
         reader.close()

@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.covered(8)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
-    published, batches = write_model(tiny_config(model_type), tmp_path / "published"), micro_batches()
+    published = write_model(tiny_config(model_type), tmp_path / "published")
+    batches = micro_batches()
     settings = {"lora_rank": 2, "lora_alpha": 4, "lora_bias": "all", "lora_use_dora": True, "seed": SEED}
     settings |= {"device_memory": None}  # a plan of a recurrence that transformers unrolls takes longer than the step
     model = LemaModel(LemaConfig(str(published), device="cpu", **settings), backend=CpuBackend(poison=True))

@@ -64,7 +64,8 @@ class Made(TorchDispatchMode):
         self.shapes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made, given = func(*args, **(kwargs or {})), tree_leaves((args, kwargs))
+        made = func(*args, **(kwargs or {}))
+        given = tree_leaves((args, kwargs))
         there = {one.untyped_storage()._cdata for one in given if isinstance(one, Tensor)}
         tensors = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
         self.shapes |= {tuple(one.shape) for one in tensors if one.untyped_storage()._cdata not in there}
@@ -158,7 +159,8 @@ def test_no_frozen_expert_gets_a_gradient_where_torch_has_no_grouped_product(
 
 
 def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
-    directory, ids = write_model(CONFIGS["qwen3_moe"], tmp_path / "base"), micro_batches()[0]["input_ids"]
+    directory = write_model(CONFIGS["qwen3_moe"], tmp_path / "base")
+    ids = micro_batches()[0]["input_ids"]
     with opened(directory, **ADAPTED) as model:
         draw_b(model.lora_manager)
         said = streamed_logits(model, ids)
@@ -173,7 +175,8 @@ def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
 
 
 def test_several_adapters_are_those_of_peft(tmp_path: Path) -> None:
-    directory, ids = write_model(CONFIGS["mixtral"], tmp_path), micro_batches()[0]["input_ids"]
+    directory = write_model(CONFIGS["mixtral"], tmp_path)
+    ids = micro_batches()[0]["input_ids"]
     config = LoraConfig(r=3, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     config.task_type = "CAUSAL_LM"
     streamed = lema.streamed(directory, config, device="cpu")
@@ -216,7 +219,9 @@ def test_a_plan_looks_at_a_model_as_it_runs(compiled: bool, tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def factors() -> tuple[Tensor, LowRankSum]:
     torch.manual_seed(0)
-    weight, left, right = torch.randn(4, 6, 5), torch.randn(4, 6, 2), torch.randn(4, 2, 5)
+    weight = torch.randn(4, 6, 5)
+    left = torch.randn(4, 6, 2)
+    right = torch.randn(4, 2, 5)
     return weight + 3.0 * left @ right, LowRankSum(weight, left, right, 3.0)
 
 

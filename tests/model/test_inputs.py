@@ -32,10 +32,12 @@ class Watched(CpuBackend):
 
 class WatchedSlots:
     def __init__(self, backend: Watched, slots: DeviceSlots) -> None:
-        self.backend, self.slots = backend, slots
+        self.backend = backend
+        self.slots = slots
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
-        upload, began = self.slots.upload(source, layout), self.backend.step
+        upload = self.slots.upload(source, layout)
+        began = self.backend.step
         upload.drained = lambda: self.backend.waits.append(self.backend.step - began)  # type: ignore[method-assign]
         return upload
 

@@ -37,7 +37,8 @@ def names_of(directory: Path) -> NameMap:
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_what_a_slow_reader_finds(form: str, tmp_path: Path) -> None:
     checkpoint = write_packed(FORMS[form], tmp_path, num_hidden_layers=1)
-    names, whole = names_of(checkpoint.streamed), load_file(checkpoint.published / FILE)
+    names = names_of(checkpoint.streamed)
+    whole = load_file(checkpoint.published / FILE)
     assert len(names.quantized) == 7
     assert not names.unused
     for name, weight in whole.items():
@@ -62,7 +63,8 @@ def test_the_last_group_may_have_fewer_inputs(form: PackedForm, dtype: torch.dty
 @pytest.mark.parametrize("form", ["gptq, groups of 32, desc_act", "gptq, groups of 128", "awq, groups of 128"])
 def test_a_step_is_that_of_the_whole_model(form: str, tmp_path: Path) -> None:
     checkpoint = write_packed(FORMS[form], tmp_path, intermediate_size=128)
-    whole, batches = whole_model(checkpoint), micro_batches(3, padding=True)
+    whole = whole_model(checkpoint)
+    batches = micro_batches(3, padding=True)
     draw_b(whole)
     with streamed_model(checkpoint, dtype="float32") as model:
         draw_b(model.lora_manager)
@@ -74,7 +76,8 @@ def test_it_is_prepared_as_what_it_expands_to(form: str, tmp_path: Path) -> None
     checkpoint = write_packed(FORMS[form], tmp_path, num_hidden_layers=2)
     out = prepare(checkpoint.streamed, tmp_path / "out").path
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    written, whole = load_file(out / "model.safetensors"), load_file(checkpoint.published / FILE)
+    written = load_file(out / "model.safetensors")
+    whole = load_file(checkpoint.published / FILE)
     assert written.keys() == whole.keys()
     for name, weight in whole.items():
         assert torch.equal(written[name], weight.to(written[name].dtype)), name
@@ -83,7 +86,8 @@ def test_it_is_prepared_as_what_it_expands_to(form: str, tmp_path: Path) -> None
 def test_a_zero_point_of_zero_is_counted_over_whole_words(tmp_path: Path) -> None:
     """GPTQModel subtracts one from each code of a word of zero points at once, and so borrows from the next."""
     checkpoint = write_packed(replace(GPTQ, less_one=False), tmp_path, num_hidden_layers=1)
-    stored, whole = load_file(checkpoint.streamed / FILE), load_file(checkpoint.published / FILE)
+    stored = load_file(checkpoint.streamed / FILE)
+    whole = load_file(checkpoint.published / FILE)
     name = "model.layers.0.mlp.up_proj"
     words = stored[f"{name}.qzeros"]
     words[0, 0] = 0x70003210  # the codes of eight outputs, the lowest bits first; four are zero
@@ -149,8 +153,10 @@ def test_a_part_that_is_missing_is_named(form: PackedForm, part: str, message: s
 
 def test_modules_may_have_other_bits_and_groups_than_the_model(tmp_path: Path) -> None:
     """GPTQModel's `dynamic` and AutoRound's `extra_config` say which; what is stored tells the same."""
-    streamed, name = write_packed(GPTQ, tmp_path, num_hidden_layers=1).streamed, "model.layers.0.mlp.up_proj.weight"
-    stored, own = load_file(streamed / FILE), replace(GPTQ, bits=8, group_size=32, desc_act=True)
+    streamed = write_packed(GPTQ, tmp_path, num_hidden_layers=1).streamed
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored = load_file(streamed / FILE)
+    own = replace(GPTQ, bits=8, group_size=32, desc_act=True)
     parts = packed(name, torch.randn(256, 128), own)
     save_file({key: one.contiguous() for key, one in (stored | parts).items()}, streamed / FILE, {"format": "pt"})
     found = read_tensor(names_of(streamed).stored[name], torch.float32)

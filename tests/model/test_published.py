@@ -239,7 +239,8 @@ def test_quantised_experts_that_the_table_dequantises(
             return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale": scale}
         codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=made, dtype=torch.uint8)
         scale = torch.rand(experts, rows, columns // 16, generator=made).to(torch.float8_e4m3fn)
-        amax, denominator = torch.rand(experts, generator=made), torch.tensor(2688.0)
+        amax = torch.rand(experts, generator=made)
+        denominator = torch.tensor(2688.0)
         more = {"_scale": scale, "_amax": amax, "_outer_scale_denominator": denominator.expand(experts).contiguous()}
         return {name: codes, **{name + part: tensor for part, tensor in more.items()}}
 

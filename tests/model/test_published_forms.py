@@ -23,7 +23,9 @@ from lema_cpu import CpuBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SEED, RATE, STEPS = 3, 0.1, 2
+SEED = 3
+RATE = 0.1
+STEPS = 2
 
 # A model type for each published form.
 TYPES = {
@@ -111,14 +113,16 @@ def test_int8_of_bitsandbytes_is_what_the_library_expands(tmp_path: Path) -> Non
 
     functional = pytest.importorskip("bitsandbytes.functional")
     published = write_published(tiny_config("qwen3"), "bf16", tmp_path)
-    weights, expected = load_file(published / "model.safetensors"), dict[str, torch.Tensor]()
+    weights = load_file(published / "model.safetensors")
+    expected = dict[str, torch.Tensor]()
     for name in [one for one in weights if one.endswith("proj.weight")]:
         codes, scales, _ = functional.int8_vectorwise_quant(weights[name].half())
         expected[name] = functional.int8_vectorwise_dequant(codes, scales).to(torch.bfloat16)
         owner = name.removesuffix("weight")
         weights |= {name: codes, f"{owner}SCB": scales, f"{owner}weight_format": torch.tensor(0, dtype=torch.uint8)}
     save_file(weights, published / "model.safetensors", {"format": "pt"})
-    index, model = GlobalBinaryIndex(published), meta_model(read_config(published), torch.bfloat16)
+    index = GlobalBinaryIndex(published)
+    model = meta_model(read_config(published), torch.bfloat16)
     names = map_names(model, index)
     assert set(names.quantized) == expected.keys() and not names.unused
     assert all(torch.equal(read_tensor(names.stored[name], torch.bfloat16), one) for name, one in expected.items())

@@ -68,7 +68,8 @@ def test_every_weight_is_what_transformers_dequantises(
 ) -> None:
     monkeypatch.setattr(records, "PIECE_ON_HOST", pieces)
     directory = blockfp8.write(config, tmp_path, dtype)
-    found, expected = mapped(directory, dtype), blockfp8.dequantized(directory, dtype).state_dict()
+    found = mapped(directory, dtype)
+    expected = blockfp8.dequantized(directory, dtype).state_dict()
     assert found.keys() == expected.keys()
     quantized = {name: record for name, record in found.items() if isinstance(record, QuantizedRecord)}
     assert len(quantized) >= 6 * config.num_hidden_layers

@@ -41,7 +41,8 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 @pytest.mark.parametrize(("poison", "place"), [(True, "host"), (False, "disk")])
 def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, name: str, poison: bool, place: str) -> None:
-    checkpoint, batches = checkpoint_of(name), micro_batches(3, padding=True)
+    checkpoint = checkpoint_of(name)
+    batches = micro_batches(3, padding=True)
     whole = whole_model(checkpoint)
     draw_b(whole)
     settings = {"embeddings": place, "gradient_checkpointing": True}
@@ -139,7 +140,8 @@ def test_a_large_table_takes_no_memory(tmp_path: Path) -> None:
     config = tiny_config("gemma4_text")
     directory = write_type(config, tmp_path / "model")
     (file,) = directory.glob("*.safetensors")
-    tensors, name = load_file(file), "model.embed_tokens_per_layer.weight"
+    tensors = load_file(file)
+    name = "model.embed_tokens_per_layer.weight"
     width = tensors.pop(name).shape[1]
     rows = (512 << 20) // (4 * width)
     save_file(tensors, file, metadata={"format": "pt"})
@@ -202,7 +204,8 @@ def test_a_row_that_is_not_finite_is_refused_when_it_is_read(tmp_path: Path, of_
     ids=str,
 )
 def test_what_trains_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    directory, tokens = write_model(tmp_path / "model"), batch(1)
+    directory = write_model(tmp_path / "model")
+    tokens = batch(1)
     found = []
     for least in (1 << 30, 0):
         monkeypatch.setattr(row_tables, "LEAST_BYTES", least)

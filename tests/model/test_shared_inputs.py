@@ -34,7 +34,8 @@ from lema.model.capture import replaced
 from lema.model.shared_inputs import Product, SharedInputs, multiply_together
 from lema_cpu import CpuBackend
 
-LAYERS, RANK = 8, 2  # that of `opened`
+LAYERS = 8
+RANK = 2  # that of `opened`
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -109,7 +110,8 @@ def test_in_float64_nothing_is_left_of_the_difference(kind: str) -> None:
     config = LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", fan_in_fan_out=kind == "gpt2")
     peft = get_peft_model(model, config, autocast_adapter_dtype=False).train()
     draw_b(peft)
-    ids, found = micro_batches()[0]["input_ids"], []
+    ids = micro_batches()[0]["input_ids"]
+    found = []
     for way in (lambda _: None, together):
         layers = model.transformer.h if kind == "gpt2" else model.model.layers
         sharing = way(layers)
@@ -123,7 +125,8 @@ def test_in_float64_nothing_is_left_of_the_difference(kind: str) -> None:
 
 def test_a_graph_that_is_recomputed_and_one_that_is_kept_are_bitwise_one(tmp_path: Path) -> None:
     """The recomputation leaves the same product out as PEFT's, of every layer but the top one."""
-    skipped, directory = Counter[Any](), write_model(CONFIGS["llama"], tmp_path)
+    skipped = Counter[Any]()
+    directory = write_model(CONFIGS["llama"], tmp_path)
     unformed = Product.unformed
 
     def count(self: Product, given: Tensor) -> Tensor | None:
@@ -181,8 +184,10 @@ def counted(directory: Path, **settings: Any) -> Products:
 
 
 def test_linears_of_one_input_share_the_product_with_their_a(tmp_path: Path) -> None:
-    directory, tokens = write_model(CONFIGS["llama"], tmp_path), micro_batches()[0]["input_ids"].numel()
-    exact, fast = counted(directory), counted(directory, **FAST)
+    directory = write_model(CONFIGS["llama"], tmp_path)
+    tokens = micro_batches()[0]["input_ids"].numel()
+    exact = counted(directory)
+    fast = counted(directory, **FAST)
     # Forward x A', and backward dy B for each linear; without sharing it is 7 each.
     assert exact.products[tokens, RANK] == LAYERS * (7 + 7)
     assert fast.products[tokens, RANK] == LAYERS * (2 + 7)
@@ -208,7 +213,8 @@ def test_options_that_it_does_not_cover_are_computed_as_peft_does(options: dict[
 
 
 def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
-    directory, ids = write_model(CONFIGS["llama"], tmp_path / "base"), micro_batches()[0]["input_ids"]
+    directory = write_model(CONFIGS["llama"], tmp_path / "base")
+    ids = micro_batches()[0]["input_ids"]
     with opened(directory, **FAST) as model:
         draw_b(model.lora_manager)
         said = streamed_logits(model, ids)
@@ -222,8 +228,10 @@ def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
 
 
 def test_a_streamed_model_computes_fast_and_two_adapters_at_once_as_peft(tmp_path: Path) -> None:
-    directory, ids = write_model(CONFIGS["llama"], tmp_path), micro_batches()[0]["input_ids"]
-    found, other = {}, LoraConfig(r=RANK, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    directory = write_model(CONFIGS["llama"], tmp_path)
+    ids = micro_batches()[0]["input_ids"]
+    found = {}
+    other = LoraConfig(r=RANK, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
     for arithmetic in ("exact", "fast"):
         lora = LoraConfig(r=RANK, lora_alpha=4, target_modules="all-linear")
         model = lema.streamed(directory, lora, device="cpu", device_memory=None, arithmetic=arithmetic)
@@ -261,7 +269,8 @@ def test_attention_shares_beside_experts_whose_way_depends_on_values(tmp_path: P
 def test_no_architecture_is_named(
     model_type: str, widest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums, forward = [0], shared_inputs._Sums.forward
+    sums = [0]
+    forward = shared_inputs._Sums.forward
 
     def counted_forward(ctx: Any, given: Tensor, dtype: torch.dtype, factors: Any, *tensors: Any) -> Any:
         sums.append(len(factors))
@@ -300,8 +309,10 @@ def test_what_a_model_writes_into_is_seen(which: str) -> None:
             _ = state.mul_(2.0) if which == "input" else None
         _ = made.mul_(3.0) if which == "output" else None
 
-    layer, given = Layer(between), torch.randn(4, 6)
-    expected, shared = layer(given), SharedInputs()
+    layer = Layer(between)
+    given = torch.randn(4, 6)
+    expected = layer(given)
+    shared = SharedInputs()
     multiply_together(layer)
     for _ in range(2):
         with shared.used(layer, {}, (given,), {}):
@@ -312,12 +323,14 @@ def test_what_a_model_writes_into_is_seen(which: str) -> None:
 
 def test_a_wider_input_is_cast_once_and_its_gradient_is_as_wide() -> None:
     """As where norms leave fp32 under autocast of bf16: the casts are PEFT's, and so is each dtype."""
-    layer, found = Layer(lambda *_: None), []
+    layer = Layer(lambda *_: None)
+    found = []
     for linear in (layer.one, layer.two):
         linear.base_layer.bfloat16()
     for way in (lambda _: None, multiply_together):
         way(layer)
-        given, shared = torch.linspace(-1, 1, 48).view(2, 4, 6).requires_grad_(), SharedInputs()
+        given = torch.linspace(-1, 1, 48).view(2, 4, 6).requires_grad_()
+        shared = SharedInputs()
         with torch.autocast("cpu", torch.bfloat16), shared.used(layer, {}, (given,), {}):
             made = layer(given)
         made.float().square().sum().backward()
@@ -331,7 +344,8 @@ def test_a_wider_input_is_cast_once_and_its_gradient_is_as_wide() -> None:
 def test_seeing_what_shares_an_input_draws_nothing(tmp_path: Path) -> None:
     """The same dropouts fall as with PEFT's own linears, though the first run of each layer is tried before."""
     config = GPT2Config(**{**CONFIGS["gpt2"].to_dict(), "attn_pdrop": 0.1, "resid_pdrop": 0.1})
-    directory, found = write_model(config, tmp_path), []
+    directory = write_model(config, tmp_path)
+    found = []
     for arithmetic in ("exact", "fast"):
         with opened(directory, arithmetic=arithmetic) as model:
             torch.manual_seed(0)

@@ -28,7 +28,9 @@ class Doubled(torch.autograd.Function):
 
 
 Walk = Callable[["Toy", Tensor], Tensor]
-WIDTH, WORDS, DEPTH = 8, 20, 4
+WIDTH = 8
+WORDS = 20
+DEPTH = 4
 
 
 class ToyConfig(PreTrainedConfig):
@@ -41,7 +43,8 @@ class Layer(GradientCheckpointingLayer):
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.index, self.linear = index, nn.Linear(WIDTH, WIDTH)
+        self.index = index
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor, chosen: Tensor | None = None, shared: Any = None) -> Any:
         hidden = hidden + torch.tanh(self.linear(hidden))

@@ -88,7 +88,8 @@ TYPES = [
 def test_shards_compute_what_the_model_does(model_type: str, tp: int, kv_layout: str) -> None:
     model = whole_model(tiny_config(model_type))
     layouts = layouts_of(model, tp, kv_layout)  # type: ignore[arg-type]
-    names, seen = blocks(model, layouts), {}
+    names = blocks(model, layouts)
+    seen = {}
 
     def record(name: str) -> Any:
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -68,9 +68,11 @@ def edit(directory: Path, change: "dict[str, torch.Tensor | None]") -> None:
 @pytest.mark.parametrize("shard", ["2KB", "1GB"])
 def test_every_tensor_is_matched_with_its_bytes(tmp_path: Path, tied: bool, shard: str) -> None:
     model = saved(llama(tie_word_embeddings=tied), tmp_path, max_shard_size=shard)
-    index, bare = GlobalBinaryIndex(tmp_path), skeleton(tmp_path)
+    index = GlobalBinaryIndex(tmp_path)
+    bare = skeleton(tmp_path)
     assert (len(index.files) > 1) == (shard == "2KB")
-    values, expected = stored_values(bare, index), model.state_dict()
+    values = stored_values(bare, index)
+    expected = model.state_dict()
     assert values.keys() == expected.keys()
     assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
     assert not map_names(bare, index).rearranged
@@ -89,7 +91,8 @@ def test_the_base_model_prefix_may_be_absent(tmp_path: Path, stored_prefix: str)
     model = saved(gpt2(), tmp_path)
     plain = {name.removeprefix("transformer."): value for name, value in load_file(tmp_path / SINGLE_NAME).items()}
     save_file({stored_prefix + name: value for name, value in plain.items()}, tmp_path / SINGLE_NAME)
-    values, expected = stored_values(skeleton(tmp_path), GlobalBinaryIndex(tmp_path)), model.state_dict()
+    values = stored_values(skeleton(tmp_path), GlobalBinaryIndex(tmp_path))
+    expected = model.state_dict()
     assert values.keys() == expected.keys()
     assert all(torch.equal(values[name], tensor) for name, tensor in expected.items())
 
@@ -121,7 +124,8 @@ def test_tensors_the_model_has_no_place_for_are_named_in_a_warning(tmp_path: Pat
     saved(llama(), tmp_path)
     extra = {f"model.layers.{2 + i}.mlp.{part}_proj.weight": torch.ones(2) for i in range(3) for part in ("up", "down")}
     edit(tmp_path, extra | {"vision.patch.weight": torch.ones(2)})
-    index, bare = GlobalBinaryIndex(tmp_path), skeleton(tmp_path)
+    index = GlobalBinaryIndex(tmp_path)
+    bare = skeleton(tmp_path)
     assert {record.name for record in map_names(bare, index).unused} == {*extra, "vision.patch.weight"}
     with pytest.warns(UserWarning, match="7 tensors on disk are not used") as caught:
         names = match_names(bare, index)
@@ -198,7 +202,8 @@ def test_a_tensor_stored_both_fused_and_by_itself_is_refused(tmp_path: Path, mon
 
 def test_experts_stored_one_by_one_are_assembled(tmp_path: Path) -> None:
     saved(mixtral(), tmp_path)
-    index, bare = GlobalBinaryIndex(tmp_path), skeleton(tmp_path)
+    index = GlobalBinaryIndex(tmp_path)
+    bare = skeleton(tmp_path)
     assert map_names(bare, index).rearranged
     fused = {name: one for name, one in match_names(bare, index).items() if isinstance(one, AssembledRecord)}
     assert fused.keys() == {
@@ -206,7 +211,8 @@ def test_experts_stored_one_by_one_are_assembled(tmp_path: Path) -> None:
     }
     assert set(map_names(bare, index).rearranged) == fused.keys()
     assert all(piece.move.is_contiguous for one in fused.values() for piece in one.pieces)
-    gate_up, stored = fused["model.layers.1.mlp.experts.gate_up_proj"], "model.layers.1.block_sparse_moe.experts"
+    gate_up = fused["model.layers.1.mlp.experts.gate_up_proj"]
+    stored = "model.layers.1.block_sparse_moe.experts"
     assert gate_up.nbytes == sum(index[f"{stored}.{i}.{w}.weight"].nbytes for i in range(3) for w in ("w1", "w3"))
 
 
@@ -231,7 +237,8 @@ def test_whole_numbers_are_no_weights_and_fractions_of_any_type_are(tmp_path: Pa
     saved(llama(), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    bare, name = skeleton(tmp_path), "model.norm.weight"
+    bare = skeleton(tmp_path)
+    name = "model.norm.weight"
     for dtype in (torch.int32, torch.bool):
         save_file({**tensors, name: tensors[name].to(dtype)}, file)
         with pytest.raises(WeightsError, match=f"of a type that the model cannot use:\n.*{name}"):
@@ -255,7 +262,8 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_default_dtype_is_that_of_from_pretrained(tmp_path: Path, dtype: torch.dtype) -> None:
     AutoModelForCausalLM.from_config(llama(), dtype=dtype).save_pretrained(tmp_path)
-    index, config = GlobalBinaryIndex(tmp_path), read_config(tmp_path)
+    index = GlobalBinaryIndex(tmp_path)
+    config = read_config(tmp_path)
     assert checkpoint_dtype(config, index) == AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
     config.dtype = None
     assert checkpoint_dtype(config, index) == dtype

@@ -32,7 +32,10 @@ from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure
 from lema.train.steps import no_event
 
-LAYERS, ROWS, LENGTH, STEPS = 8, 4, 16, 3
+LAYERS = 8
+ROWS = 4
+LENGTH = 16
+STEPS = 3
 SHAPE: dict[str, Any] = {
     "vocab_size": 67,  # which neither 2 nor 4 divide
     "hidden_size": 32,
@@ -126,7 +129,10 @@ def config_of(directory: Path, case: Case, **options: Any) -> LemaConfig:
 class Numbers:
     """What stands for a tokenizer: texts are numbers of tokens."""
 
-    name_or_path, pad_token_id, bos_token_id, eos_token_id = "numbers", 0, None, None
+    name_or_path = "numbers"
+    pad_token_id = 0
+    bos_token_id = None
+    eos_token_id = None
 
     def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
@@ -149,7 +155,8 @@ def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tens
     found: dict[str, Tensor] = {}
     torch.manual_seed(9)  # for dropout
     with closing(LemaModel(config)) as model:
-        parallel, replicas = model.backend.parallel, model.backend.replicas
+        parallel = model.backend.parallel
+        replicas = model.backend.replicas
         model.initialize_lora()
         assert model.lora_manager is not None
         outside = model._reader.bytes_read
@@ -270,7 +277,8 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
                 ring = [buffer.memory for buffer in model.memory._ring.buffers]
                 tally.leave_out([*model.memory._resident.values(), *ring])
                 model.adapter.loss([micro] * 3).backward()
-            exchanged, sent = tally.exchanged, list(wire)
+            exchanged = tally.exchanged
+            sent = list(wire)
             read.append(model.adapter.counters.bytes_read - before)
         refused = ""
         if sequence_parallel:
@@ -300,7 +308,9 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
 def sends() -> Iterator[list[int]]:
     """The bytes that a ring of the processes sends for each collective that `torch.distributed` is asked for."""
     dist: Any = torch.distributed
-    size, found, kept = dist.get_world_size(), list[int](), (dist.all_reduce, dist.all_gather)
+    size = dist.get_world_size()
+    found = list[int]()
+    kept = (dist.all_reduce, dist.all_gather)
 
     def all_reduce(tensor: Tensor, **options: Any) -> Any:
         found.append(2 * tensor.nbytes * (size - 1) // size)
@@ -310,7 +320,8 @@ def sends() -> Iterator[list[int]]:
         found.append(tensor.nbytes * (size - 1))
         return kept[1](every, tensor, **options)
 
-    dist.all_reduce, dist.all_gather = all_reduce, all_gather
+    dist.all_reduce = all_reduce
+    dist.all_gather = all_gather
     try:
         yield found
     finally:
@@ -322,7 +333,8 @@ def told_by_a_plan(config: LemaConfig) -> tuple[int, Exchange]:
     gradients alone are made."""
     blueprint = draw_up(config, parallel=planned_parallel(config))
     shape = step_shape(config, 128, parts=blueprint.parallel.size)
-    micro, chunk = shape.micro_batch, config.loss_chunk_tokens
+    micro = shape.micro_batch
+    chunk = config.loss_chunk_tokens
     work = measure(blueprint.model, blueprint.layers, micro, chunk, parallel=blueprint.parallel)
     (forward, again, backward), times = work.works[0].exchanges, shape.num_micro_batches
     assert len(work.works) == 1

@@ -15,16 +15,24 @@ class BaseParallelLinear(nn.Module):
 
     def __init__(self, input_size: int, comm: Comm) -> None:
         super().__init__()
-        self.input_size, self.comm, self.tensor_parallel_group = input_size, comm, comm
-        self.sequence_parallel_enabled, self.sequence_dimension = False, None
-        self.reduce_dtype, self.skip_bias_add, self.pad = torch.float32, False, False
+        self.input_size = input_size
+        self.comm = comm
+        self.tensor_parallel_group = comm
+        self.sequence_parallel_enabled = False
+        self.sequence_dimension = None
+        self.reduce_dtype = torch.float32
+        self.skip_bias_add = False
+        self.pad = False
 
 
 class ColumnParallelLinear(BaseParallelLinear):
     def __init__(self, weight: Tensor, comm: Comm) -> None:
         super().__init__(weight.shape[1], comm)
-        self.output_size, self.gather_output, self.stride = weight.shape[0], False, 1
-        self.weight, self.bias = nn.Parameter(weight.chunk(comm.size)[comm.rank].clone(), requires_grad=False), None
+        self.output_size = weight.shape[0]
+        self.gather_output = False
+        self.stride = 1
+        self.weight = nn.Parameter(weight.chunk(comm.size)[comm.rank].clone(), requires_grad=False)
+        self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
@@ -33,8 +41,12 @@ class ColumnParallelLinear(BaseParallelLinear):
 class RowParallelLinear(BaseParallelLinear):
     def __init__(self, weight: Tensor, comm: Comm) -> None:
         super().__init__(weight.shape[1], comm)
-        self.output_size, self.input_is_parallel, self.reduce_output, self.stride = weight.shape[0], True, True, 1
-        self.weight, self.bias = nn.Parameter(weight.chunk(comm.size, 1)[comm.rank].clone(), requires_grad=False), None
+        self.output_size = weight.shape[0]
+        self.input_is_parallel = True
+        self.reduce_output = True
+        self.stride = 1
+        self.weight = nn.Parameter(weight.chunk(comm.size, 1)[comm.rank].clone(), requires_grad=False)
+        self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce(linear(x, self.weight))
@@ -45,8 +57,10 @@ class GQAQKVColumnParallelLinear(BaseParallelLinear):
 
     def __init__(self, weights: list[Tensor], comm: Comm, *, copies: int = 1, fused: bool = False) -> None:
         super().__init__(weights[0].shape[1], comm)
-        self.output_sizes, self.gather_output = [len(weights[0]), len(weights[1])], False
-        self.kv_size_multiplier, self.fuse_qkv = copies, fused
+        self.output_sizes = [len(weights[0]), len(weights[1])]
+        self.gather_output = False
+        self.kv_size_multiplier = copies
+        self.fuse_qkv = fused
         mine = [weights[0], *(one.repeat(copies, 1) for one in weights[1:])]
         mine = [one.chunk(comm.size)[comm.rank].clone() for one in mine]
         self.sizes = [len(one) for one in mine]
@@ -66,7 +80,9 @@ class ParallelEmbedding(nn.Module):
     def __init__(self, weight: Tensor, comm: Comm) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.padding_idx = *weight.shape, None
-        self.comm, self.shard_across_embedding, self.sequence_parallel_enabled = comm, False, False
+        self.comm = comm
+        self.shard_across_embedding = False
+        self.sequence_parallel_enabled = False
         self.weight = nn.Parameter(weight.chunk(comm.size)[comm.rank].clone(), requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -22,14 +22,12 @@ from lema_neuron.peft.base import kind_of
 from lema_neuron.peft.lora import NEURON_LORA_MODULES
 from lema_neuron.shares import Part
 
-BATCH, SEQUENCE, HIDDEN, WIDTH, RANK, ALPHA = (
-    2,
-    8,
-    16,
-    24,
-    3,
-    12,
-)  # the adapter's rank divides by no number of processes
+BATCH = 2
+SEQUENCE = 8
+HIDDEN = 16
+WIDTH = 24
+RANK = 3
+ALPHA = 12  # the adapter's rank divides by no number of processes
 IDS = 30
 
 Case = Callable[[Comm], dict[str, float]]
@@ -124,8 +122,10 @@ def column(comm: Comm, sequence: bool, gather: bool, stride: int, boundary: bool
     x = tokens(full.detach(), comm, sequence, dim)
     output = wrapped(x)
     same = after_merging(wrapped, x, output)
-    weight, bias = leaf("base_layer.weight", WIDTH, HIDDEN), leaf("base_layer.bias", WIDTH)
-    first, second = leaf("lora_A.default.weight", RANK, HIDDEN), leaf("lora_B.default.weight", WIDTH, RANK)
+    weight = leaf("base_layer.weight", WIDTH, HIDDEN)
+    bias = leaf("base_layer.bias", WIDTH)
+    first = leaf("lora_A.default.weight", RANK, HIDDEN)
+    second = leaf("lora_B.default.weight", WIDTH, RANK)
     wanted = linear(full, weight, bias) + linear(linear(full, first), second) * (ALPHA / RANK)
     toward = numbers("toward", *wanted.shape)
     wanted.backward(toward)
@@ -159,8 +159,10 @@ def row(comm: Comm, sequence: bool, parallel: bool, stride: int = 1) -> dict[str
     x = (cut.transpose(0, 1).transpose(0, 2) if parallel else full.detach()).clone().requires_grad_()
     output = wrapped(x)
     same = after_merging(wrapped, x, output)
-    weight, bias = leaf("base_layer.weight", HIDDEN, WIDTH), leaf("base_layer.bias", HIDDEN)
-    first, second = leaf("lora_A.default.weight", RANK, WIDTH), leaf("lora_B.default.weight", HIDDEN, RANK)
+    weight = leaf("base_layer.weight", HIDDEN, WIDTH)
+    bias = leaf("base_layer.bias", HIDDEN)
+    first = leaf("lora_A.default.weight", RANK, WIDTH)
+    second = leaf("lora_B.default.weight", HIDDEN, RANK)
     wanted = linear(full, weight, bias) + linear(linear(full, first), second) * (ALPHA / RANK)
     toward = numbers("toward", *wanted.shape)
     wanted.backward(toward)
@@ -190,7 +192,8 @@ def vectors(comm: Comm, sequence: bool, across: bool, dim: int | None) -> dict[s
     output = wrapped(ids)
     same = after_merging(wrapped, ids, output)
     weight = leaf("base_layer.weight", IDS, HIDDEN)
-    first, second = leaf("lora_embedding_A.default", RANK, IDS), leaf("lora_embedding_B.default", HIDDEN, RANK)
+    first = leaf("lora_embedding_A.default", RANK, IDS)
+    second = leaf("lora_embedding_B.default", HIDDEN, RANK)
     wanted = embedding(ids, weight, 2) + embedding(ids, first.T, 2) @ second.T * (ALPHA / RANK)
     wanted = wanted if dim or not sequence else wanted.transpose(0, 1)
     toward = numbers("toward", *wanted.shape)
@@ -220,7 +223,8 @@ def grouped(comm: Comm, sequence: bool, copies: int, kv_layout: str, gather: boo
     x = tokens(full.detach(), comm, sequence, 1)
     output = wrapped(x)
     same = after_merging(wrapped, x, output)
-    leaves, wanted = {}, []
+    leaves = {}
+    wanted = []
     for number, one in enumerate(PROJECTIONS):
         size = sizes[min(number, 1)]
         shapes = {
@@ -265,8 +269,11 @@ def scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def foreign(comm: Comm) -> dict[str, float]:
     """Layers that are not ours, known by their names and attributes: what they return with an adapter, and merged."""
     copies = min(comm.size, 2)
-    x, ids, rank = numbers("x", BATCH, SEQUENCE, WIDTH), torch.arange(12).view(2, 6) * 5 % 32, comm.rank
-    square, table = numbers("square", WIDTH, WIDTH), numbers("table", 32, HIDDEN)
+    x = numbers("x", BATCH, SEQUENCE, WIDTH)
+    ids = torch.arange(12).view(2, 6) * 5 % 32
+    rank = comm.rank
+    square = numbers("square", WIDTH, WIDTH)
+    table = numbers("table", 32, HIDDEN)
     kv = numbers("kv", WIDTH // 2, WIDTH)
     bases: dict[str, nn.Module] = {
         "column": neurondoubles.ColumnParallelLinear(square, comm),
@@ -296,7 +303,8 @@ def foreign(comm: Comm) -> dict[str, float]:
         else:
             layouts = grouped_layouts(comm, copies, "tile")
             for one, layout, weight, mine in zip(PROJECTIONS, layouts, (square, kv, kv), output, strict=True):
-                first, second = factors[f"lora_A.default.{one}.weight"], factors[f"lora_B.default.{one}.weight"]
+                first = factors[f"lora_A.default.{one}.weight"]
+                second = factors[f"lora_B.default.{one}.weight"]
                 added = linear(linear(x, first), Part(layout).shard(second, rank)) * scale
                 held = weight.chunk(comm.size)[rank] if one == "q" else weight.repeat(copies, 1).chunk(comm.size)[rank]
                 found[f"{kind} {one}"] = far(mine.detach(), linear(x, held) + added)

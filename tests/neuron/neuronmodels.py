@@ -27,7 +27,8 @@ from lema_neuron.comm import Comm, Solo
 from lema_neuron.gradients import global_norm, part_of, parts, reduce_gradients
 from lema_neuron.parallelize import parallelize
 
-LAYERS, IDS = 8, 96
+LAYERS = 8
+IDS = 96
 SIZES = {
     "vocab_size": IDS,
     "hidden_size": 32,
@@ -166,7 +167,8 @@ def over_ranks(comm: Comm, sequence: bool = False, seed: int | None = None, dora
 
 def drawn(comm: Comm) -> dict[str, float]:
     """Initial values are those of one process; without a seed, those of the first rank's."""
-    alone, mine = over_ranks(Solo(), seed=7).adapter_state(), over_ranks(comm, seed=7).adapter_state()
+    alone = over_ranks(Solo(), seed=7).adapter_state()
+    mine = over_ranks(comm, seed=7).adapter_state()
     assert mine.keys() == alone.keys()
     found = {path: float((mine[path] - one).abs().max()) for path, one in alone.items()}
     assert any(one.any() for one in alone.values())

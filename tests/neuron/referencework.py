@@ -48,11 +48,13 @@ def steps(directory: Path, objective: str, saved: Path | None = None, **settings
     given |= {"max_grad_norm": 0.5, "save_steps": 0, "adam_epsilon": 1e-3}
     config = LemaConfig(str(directory / "model"), **given | settings)
     rows = parts_of(batch_of(examples(labelled=objective == "kto")), 4, 4)
-    found, losses = dict[str, Tensor](), list[float]()
+    found = dict[str, Tensor]()
+    losses = list[float]()
     for step in range(STEPS):
         with closing(LemaModel(config)) as model:
             model.initialize_lora()
-            parallel, trainer = model.backend.parallel, model.get_trainer()
+            parallel = model.backend.parallel
+            trainer = model.get_trainer()
 
             def note(event: str, model: LemaModel = model, parallel: Any = parallel) -> None:
                 if event == "on_pre_optimizer_step":

@@ -64,7 +64,8 @@ def test_a_process_reads_its_part_of_what_is_divided(found: dict[int, dict[str, 
     for case in cases(size):
         if case.settings or str(case) not in found[size]:
             continue
-        sizes, kv = found[0][case.model], MODELS[case.model][1]["num_key_value_heads"]
+        sizes = found[0][case.model]
+        kv = MODELS[case.model][1]["num_key_value_heads"]
         copies = max(1, size // kv)
         part = {"k_proj": copies / size, "v_proj": copies / size, "gate": 1.0}
         held = sum(
@@ -76,7 +77,8 @@ def test_a_process_reads_its_part_of_what_is_divided(found: dict[int, dict[str, 
             assert rank["read"] / whole["read"] == held / sum(sizes.values()), str(case)
         # Of the words each has its part, the last one what is left; the norm is whole.
         row = 4 * SHAPE["hidden_size"] * (1 if MODELS[case.model][1].get("tie_word_embeddings") else 2)
-        words, norm = SHAPE["vocab_size"], 4 * SHAPE["hidden_size"]
+        words = SHAPE["vocab_size"]
+        norm = 4 * SHAPE["hidden_size"]
         each = -(-words // size)
         assert whole["outside"] == row * words + norm
         parts = [row * min(each, words - rank * each) + norm for rank in range(size)]

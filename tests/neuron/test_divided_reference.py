@@ -32,7 +32,8 @@ def alone(place: Path) -> dict[str, dict[str, Tensor]]:
 def test_two_processes_give_what_one_gives_also_from_a_checkpoint(
     place: Path, alone: dict[str, dict[str, Tensor]], objective: str, sequence: bool
 ) -> None:
-    found, expected = load_file(place / f"{objective} {sequence}.safetensors"), alone[objective]
+    found = load_file(place / f"{objective} {sequence}.safetensors")
+    expected = alone[objective]
     assert furthest(found, expected, "gradient") < 1e-5
     assert furthest(found, expected, "losses") < 1e-5
     assert furthest(found, expected, "after") < 1e-4

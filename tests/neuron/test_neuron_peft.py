@@ -59,7 +59,8 @@ def test_what_is_not_exact_is_refused_by_its_name(name: str, given: dict[str, An
 
 
 def test_magnitudes_are_refused_where_they_do_not_lie_as_the_outputs_do() -> None:
-    config, comm = LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]), one_of_four()
+    config = LoraConfig(r=2, use_dora=True, target_modules=["q_proj"])
+    comm = one_of_four()
     gathered = ColumnParallelLinear(8, 16, gather_output=True, tensor_model_parallel_group=comm)
     refused: list[tuple[Any, Any, str]] = [
         (ParallelLinear, gathered, "every rank gets whole"),

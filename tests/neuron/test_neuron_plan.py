@@ -56,13 +56,17 @@ def weights(parts: dict[str, int]) -> int:
 @pytest.mark.slow
 def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> None:
     (one, _, whole), (four, _, part) = planned(base), planned(base, tensor_parallel_size=4)
-    hidden, inner, kv = 512, 1408, 2 * 64
+    hidden = 512
+    inner = 1408
+    kv = 2 * 64
     cut = 2 * 8 * (2 * hidden * hidden + 3 * hidden * inner)  # bytes of what each of four has a quarter of
     keys = 2 * 8 * 2 * kv * hidden  # and of what has two heads: half, in one copy of two
     norms = weights(one) - cut - keys
     assert 0 < norms < 0.01 * cut
     assert weights(four) == pytest.approx(cut / 4 + keys / 2 + norms, rel=0.02)
-    words, norm, pages = 2 * hidden * 2, 2 * hidden, 6 * 4096  # bytes of a word in embeddings and head; two of a tensor
+    words = 2 * hidden * 2
+    norm = 2 * hidden
+    pages = 6 * 4096  # bytes of a word in embeddings and head; two of a tensor
     assert 0 <= one["outside"] - (SHAPE["vocab_size"] * words + norm) < pages
     assert 0 <= four["outside"] - (-(-SHAPE["vocab_size"] // 4) * words + norm) < pages
     assert four["adapters"] < 0.7 * one["adapters"]
@@ -84,7 +88,8 @@ def test_what_trains_is_adapted_or_asked_for_is_whole_on_every_core(
     base: Path, settings: dict[str, Any], embeddings: int, head: int, why: str
 ) -> None:
     blueprint = draw_up(LemaConfig(str(base), device="neuron", **settings), parallel=Division(StandIn(0, 4)))
-    words, pages = 512 * 2, 3 * 4096
+    words = 512 * 2
+    pages = 3 * 4096
     assert 0 <= blueprint.outside_bytes - ((embeddings + head) * words + words) < pages
     assert why in "".join(blueprint.head.notes) and bool(why) == bool(blueprint.head.notes)
     ends = blueprint.model.get_input_embeddings(), blueprint.model.get_output_embeddings()
@@ -115,20 +120,25 @@ def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
     settings |= {"tensor_parallel_size": size, "sequence_parallel": sequence}
     config = LemaConfig(str(base), device="neuron", lora_target_modules=["q_proj", "down_proj"], **settings)
     planner = planner_of(config, profile("trn1"))
-    work, tokens, hidden = planner.workload, 4 * 64, 512
+    work = planner.workload
+    tokens = 4 * 64
+    hidden = 512
     assert work is not None and planner.timings is not None
     state = tokens * hidden
     # A ring of T processes sends of n bytes (T - 1) / T n to scatter a sum, as many to gather, and both in a sum.
     # Layers are in bfloat16. Of a block, the output is summed in fp32; of down_proj's adapter, what A makes.
     ring = (size - 1) / size
-    ends, entries, inner = 2 * state * 4, 2 * state * 2, tokens * 4 * 4
+    ends = 2 * state * 4
+    entries = 2 * state * 2
+    inner = tokens * 4 * 4
     forward, again, backward = work.works[0].exchanges
     if sequence:
         assert forward == again == backward == Exchange(5, int(ring * (ends + entries + inner)))
     else:
         assert forward == again == Exchange(3, int(2 * ring * (ends + inner)))
         assert backward == Exchange(2, int(2 * ring * entries))
-    words, statistics = int(2 * ring * state * 2), (size - 1) * tokens * 3 * 4
+    words = int(2 * ring * state * 2)
+    statistics = (size - 1) * tokens * 3 * 4
     assert work.entered == Exchange(1, words)
     assert work.head.exchange == Exchange(2 + sequence, words + statistics + int(ring * state * 2) * sequence)
     factors = 4 * hidden * (1 + sequence)  # A of q_proj, [4, hidden]; B of down_proj has seen its tokens alone
@@ -203,7 +213,8 @@ class Beside:
     """A backend as one of several processes that hold the model together sees it."""
 
     def __init__(self, backend: Any, size: int) -> None:
-        self._backend, self.parallel = backend, StandIn(0, size)
+        self._backend = backend
+        self.parallel = StandIn(0, size)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -231,7 +242,8 @@ def test_this_machine_is_measured_for_one_of_several_processes(
 
 
 def test_collectives_of_a_plan_have_the_shapes_of_the_groups() -> None:
-    alone, one = StandIn(1, 4), torch.arange(24.0).view(2, 12)
+    alone = StandIn(1, 4)
+    one = torch.arange(24.0).view(2, 12)
     assert torch.equal(alone.all_reduce(one), one) and alone.all_reduce(one) is not one
     assert alone.all_gather(one, 1).shape == (2, 48)
     assert torch.equal(alone.reduce_scatter(one, 1), one[:, 3:6])
@@ -243,7 +255,8 @@ def test_collectives_of_a_plan_have_the_shapes_of_the_groups() -> None:
 class Deaf:
     """A group in which nobody answers."""
 
-    rank, size = 0, 2
+    rank = 0
+    size = 2
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} reached the others")

@@ -68,10 +68,12 @@ def test_a_graph_is_cut_where_a_lease_ends_and_nowhere_else(xla: FakeXla, tmp_pa
     model.initialize_lora()
     trainer = model.get_trainer()
     for _ in range(2):
-        before, xla.log[:] = model.memory.counters, []
+        before = model.memory.counters
+        xla.log[:] = []
         trainer.train_step(batch(1))
         after = model.memory.counters
-        leases, layers = after.leases - before.leases, model.split.num_layers
+        leases = after.leases - before.leases
+        layers = model.split.num_layers
         assert leases == 2 * layers - 1  # the top layer's lease is held while it turns
         # Where a lease begins and where it ends, where the micro-batches' tensors come, and where the step ends.
         assert xla.log.count("sync") == 2 * leases + 2
@@ -218,13 +220,15 @@ def test_layers_that_begin_anywhere_in_a_page_look_the_same_once_moved() -> None
         return LayerBytes(tensors, (ByteRun(Path("weights"), start, 64, start),), (), PAGE)
 
     slot = torch.arange(PAGE // 4, dtype=torch.float32).view(torch.uint8)
-    first, second = layer(128), layer(512)
+    first = layer(128)
+    second = layer(512)
     assert extent(first) == (128, 192) and extent(second) == (512, 576)
     from_first, from_second = (in_slot(one, identity_layout(*extent(one))) for one in (first, second))
     assert from_first.tensors == from_second.tensors
     for one in (first, second):
         begin, end = extent(one)
-        found, expected = views(slot[begin:end], in_slot(one, identity_layout(begin, end))), views(slot, one)
+        found = views(slot[begin:end], in_slot(one, identity_layout(begin, end)))
+        expected = views(slot, one)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

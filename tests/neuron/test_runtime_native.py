@@ -47,7 +47,8 @@ class TestCopies(CopyPromises):
 
     @pytest.fixture(autouse=True)
     def device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        self.torch, self.log = FakeTorch(monkeypatch), list[Any]()
+        self.torch = FakeTorch(monkeypatch)
+        self.log = list[Any]()
         monkeypatch.setattr(nativedevice, "KIND", "cpu")
         monkeypatch.setattr(torch, "neuron", FakeNeuron(self.log), raising=False)
         monkeypatch.setattr(neuron, "choose_runtime", lambda asked, found: "native")
@@ -79,7 +80,8 @@ def test_processes_are_joined_before_the_device_is_touched(monkeypatch: pytest.M
     monkeypatch.setattr(neuron, "join_in_parts", join)
     backend = neuron.NeuronBackend()
     assert log == ["cpu:gloo,neuron:neuron", "touched"]
-    device, log[:] = backend.device, []
+    device = backend.device
+    log[:] = []
     told = backend.memory()
     assert (told.used, told.peak, told.total, told.shared) == (3, 5, 9, False)
     assert backend.rng_state() == "state"

@@ -13,7 +13,9 @@ from lema_neuron.gradients import parts
 from lema_neuron.shares import Part
 from lema_neuron.vocabulary import divide_words, words_of
 
-IDS, HIDDEN, TOKENS = 37, 16, 24  # words that neither 2 nor 4 ranks divide evenly
+IDS = 37
+HIDDEN = 16
+TOKENS = 24  # words that neither 2 nor 4 ranks divide evenly
 EXACT = 1e-6  # relative, of what is summed over the vocabulary in another order
 ranks = pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -14,7 +14,9 @@ from lema.errors import LemaError
 from lema_neuron.comm import Solo
 from lema_neuron.watch import Watch
 
-SOON, SOONER, NEVER = timedelta(milliseconds=30), timedelta(milliseconds=20), timedelta(hours=1)
+SOON = timedelta(milliseconds=30)
+SOONER = timedelta(milliseconds=20)
+NEVER = timedelta(hours=1)
 
 
 class Stuck(Solo):
@@ -29,7 +31,8 @@ class Stuck(Solo):
 
 
 def test_a_collective_that_takes_too_long_is_named_and_others_are_not() -> None:
-    told, gone = [], threading.Event()
+    told = []
+    gone = threading.Event()
 
     def over(what: str) -> None:
         told.append(what)

@@ -17,7 +17,10 @@ class Threads:
     """One rank's view of the group; what the ranks hand each other lies in a list that they share."""
 
     def __init__(self, rank: int, size: int, between: list[Any], barrier: Barrier) -> None:
-        self.rank, self.size, self._between, self._barrier = rank, size, between, barrier
+        self.rank = rank
+        self.size = size
+        self._between = between
+        self._barrier = barrier
         self.sent = 0  # elements that this rank has handed to the others
 
     def _exchanged(self, tensor: Tensor) -> list[Tensor]:
@@ -49,7 +52,8 @@ class Threads:
 
 def on_ranks(count: int, work: Callable[[Threads], Any]) -> list[Any]:
     """Return what `work` finds on each of so many ranks."""
-    between, barrier = [None] * count, Barrier(count)
+    between = [None] * count
+    barrier = Barrier(count)
 
     def one(rank: int) -> Any:
         try:

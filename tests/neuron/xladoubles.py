@@ -37,7 +37,9 @@ class FakeXla:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1) -> None:
         self.log: list[str] = []
-        self.compiled, self.seed, self.adds_up = 0, SEED, True
+        self.compiled = 0
+        self.seed = SEED
+        self.adds_up = True
         self.memory: Callable[[], dict[str, int]] = lambda: {"bytes_used": 3, "bytes_limit": 9, "peak_bytes_used": 5}
         self.xm: Any = RecordedXm()
         self.drawn: dict[int, Tensor] | None = None

@@ -105,7 +105,8 @@ def test_log_likelihoods_are_the_harness_s_own(pair: tuple[Any, Any, Any]) -> No
 def test_whole_texts_are_scored_in_the_harness_s_windows(pair: tuple[Any, Any, Any]) -> None:
     _, ours, theirs = pair
     requests = asked("loglikelihood_rolling", (LONG,), (SENTENCES[0],), ("corn",))
-    found, expected = ours.loglikelihood_rolling(requests), theirs.loglikelihood_rolling(requests)
+    found = ours.loglikelihood_rolling(requests)
+    expected = theirs.loglikelihood_rolling(requests)
     assert found == pytest.approx(expected, abs=1e-4, rel=1e-6)
     assert len(ours.tok_encode(LONG)) > 2 * ours.max_length == 2 * theirs.max_length
 
@@ -126,14 +127,16 @@ def test_texts_end_where_the_harness_ends_them(pair: tuple[Any, Any, Any]) -> No
 @pytest.mark.parametrize("options", [{}, {"num_fewshot": 1, "limit": 5}])
 def test_tasks_have_the_harness_s_metrics(tasks: Path, options: dict[str, Any], pair: tuple[Any, Any, Any]) -> None:
     model, _, theirs = pair
-    names, told = ["mill_choice", "mill_words", "mill_texts"], list[str]()
+    names = ["mill_choice", "mill_words", "mill_texts"]
+    told = list[str]()
     found = evaluate_tasks(model, names, Harness(include_path=tasks, batch_size=3, **options), told.append)
     expected = lm_eval.simple_evaluate(
         model=theirs, tasks=names, task_manager=TaskManager(include_path=str(tasks)), log_samples=False, **options
     )
     assert expected is not None
     for name in names:
-        ours, whole = found["results"][name], expected["results"][name]
+        ours = found["results"][name]
+        whole = expected["results"][name]
         assert ours.keys() == whole.keys()
         for metric, value in whole.items():
             assert ours[metric] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value)

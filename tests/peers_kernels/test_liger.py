@@ -52,7 +52,8 @@ FAST = {"arithmetic": "fast"}
 class Fusing(CpuBackend):
     """The CPU, with the kernels of the CUDA backend."""
 
-    fuse, attention = CudaBackend.fuse, None
+    fuse = CudaBackend.fuse
+    attention = None
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,8 @@ def test_exact_in_the_same_process_is_bitwise_pefts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KNOWN)
 def test_every_type_that_liger_knows(kind: str, tmp_path: Path) -> None:
     with opened(write_model(tiny_config(kind), tmp_path / "said"), **FAST) as model:
-        said, modules = model.fused, [*model.skeleton.modules()]
+        said = model.fused
+        modules = [*model.skeleton.modules()]
         fused = [one for one in modules if isinstance(vars(one).get("forward"), liger.Fused)]
     assert said is not None and ("fuses nothing" in said) is not bool(fused)
     assert ("does not fit" in said) is (kind in UNFIT)
@@ -119,7 +121,8 @@ def test_every_type_that_liger_knows(kind: str, tmp_path: Path) -> None:
 
 def own_rounding(kind: str, directory: Path) -> float:
     """Return how far the gradients of PEFT's own step in fp32 are from those in fp64, as `compare` measures it."""
-    published, made = write_model(tiny_config(kind), directory), list[dict[str, Any]]()
+    published = write_model(tiny_config(kind), directory)
+    made = list[dict[str, Any]]()
     with opened(published) as model:
         adapter = model.lora_manager.peft_config["default"]
     for dtype in (torch.float32, torch.float64):

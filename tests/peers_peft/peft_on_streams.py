@@ -40,7 +40,8 @@ TYPES = {
     "mistral": "mistral",
 }
 VOCABULARY = 128  # more than the tokens that a test names
-get_peft_model, from_pretrained = peft.get_peft_model, PeftModel.from_pretrained
+get_peft_model = peft.get_peft_model
+from_pretrained = PeftModel.from_pretrained
 load = AutoModelForCausalLM.from_pretrained
 
 

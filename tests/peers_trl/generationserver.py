@@ -28,7 +28,9 @@ class _Server(HTTPServer):
     """Has the whole model, and the adapters that it was told of."""
 
     def __init__(self, base: Path) -> None:
-        self.base, self.model, self.told = base, None, []  # `told`: every path that was asked for
+        self.base = base
+        self.model = None
+        self.told = []  # `told`: every path that was asked for
         super().__init__(("127.0.0.1", 0), _Answers)
 
     @property

@@ -82,7 +82,8 @@ def test_accumulation_is_one_pass_of_the_same_bits(kind: str, llama: Path, tmp_p
     found_losses, found = outcome(trainer_of(kind, model, tmp_path, trainer=STREAMING[kind], **accumulated))
     assert found_losses == losses
     assert all(torch.equal(one, weights[name]) for name, one in found.items())
-    counters, slots = model.opened.memory.counters, model.opened.memory.num_slots
+    counters = model.opened.memory.counters
+    slots = model.opened.memory.num_slots
     assert counters.leases == 5 * NUM_LAYERS * (2 + ONCE_UP[kind]) + 1  # and one to learn what a layer returns
     # Around a turn the slots keep their layers: at the top before the backward, at the bottom after it.
     steady = 2 * (NUM_LAYERS - slots) + ONCE_UP[kind] * NUM_LAYERS

@@ -196,7 +196,8 @@ def test_the_mixin_opens_a_model_by_its_name(directory: Path, model: Any, tmp_pa
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_the_loss_of_routers_is_the_whole_models(kind: str, tmp_path: Path) -> None:
     """TRL asks mixtures of experts for it unless it is told not to."""
-    directory, options = save("qwen3_moe", tmp_path / "model"), {"router_aux_loss_coef": 0.5}
+    directory = save("qwen3_moe", tmp_path / "model")
+    options = {"router_aux_loss_coef": 0.5}
     losses, weights = outcome(trainer_of(kind, whole_model(directory), tmp_path, **options))
     without, _ = outcome(trainer_of(kind, whole_model(directory), tmp_path))
     assert losses != without
@@ -208,7 +209,8 @@ def test_the_loss_of_routers_is_the_whole_models(kind: str, tmp_path: Path) -> N
 
 
 def test_the_loss_of_routers_of_a_wide_batch_is_that_of_its_rows_and_joined_batches_have_none(tmp_path: Path) -> None:
-    directory, options = save("qwen3_moe", tmp_path / "model"), {"router_aux_loss_coef": 0.5}
+    directory = save("qwen3_moe", tmp_path / "model")
+    options = {"router_aux_loss_coef": 0.5}
     losses, weights = outcome(trainer_of("sft", whole_model(directory), tmp_path, **options))
     model = streamed_model(directory, {"micro_batch_size": 1})
     found_losses, found = outcome(trainer_of("sft", model, tmp_path, **options))

@@ -142,7 +142,8 @@ def test_the_mixin_joins_batches_whose_completions_are_made_in_the_step(llama: P
 def test_merged_weights_for_a_server_are_refused(llama: Path) -> None:
     model = streamed_model(llama)
     server: Any = object.__new__(VLLMGeneration)  # its own __init__ needs vLLM
-    server.model, server._dist = model, SimpleNamespace(gather_params=nullcontext)
+    server.model = model
+    server._dist = SimpleNamespace(gather_params=nullcontext)
     with pytest.raises(
         ConfigError, match=r"(?s)merging an adapter into weights that are in files.*the adapter's files"
     ):
@@ -156,7 +157,8 @@ def test_a_server_makes_the_completions_of_adapters_that_it_is_handed(llama: Pat
         with generation_server(llama) as server:
 
             def rollout(prompts: list[str], trainer: Any, url: str = server.url) -> dict[str, Any]:
-                name, step = f"policy-{trainer.state.global_step}", trainer.state.global_step
+                name = f"policy-{trainer.state.global_step}"
+                step = trainer.state.global_step
                 place = tmp_path / type(trainer.model).__name__ / name
                 trainer.accelerator.unwrap_model(trainer.model).save_pretrained(place)
                 asked(f"{url}/v1/load_lora_adapter", lora_name=name, lora_path=str(place))
@@ -185,7 +187,9 @@ class Worker:
     def __init__(self, url: str) -> None:
         self.rollout_buffer: Any = queue.Queue()
         self.metrics_queue: Any = queue.Queue()
-        self._url, self._version, self._groups = url, 0, 0
+        self._url = url
+        self._version = 0
+        self._groups = 0
 
     def start(self) -> None:
         self._complete()

@@ -66,7 +66,8 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet, specials = pre_tokenizers.ByteLevel.alphabet(), ["<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = ["<s>", "</s>"]
     options = {"special_tokens": specials, "initial_alphabet": alphabet, "show_progress": False}
     bpe.train_from_iterator(["the river and the mill"], trainers.BpeTrainer(vocab_size=300, **options))
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
@@ -177,7 +178,8 @@ def check_own(made: Any, messages: Any, tools: Any, expected: tuple[list[int], l
         return
     asked = [message["role"] for message in messages].index("assistant")
     prompt = made.apply_chat_template(messages[:asked], tools=tools, tokenize=False, add_generation_prompt=True)
-    extra, stretch = [], []
+    extra = []
+    stretch = []
     for token, here, there in zip([*ids, 0], [*learnt, 0], [*expected[1], 0], strict=True):
         assert there or not here or made.decode([token]) == "<|tool_response>"
         if there and not here:
@@ -235,7 +237,8 @@ def test_the_library_streams_a_directory(tmp_path: Path, monkeypatch: pytest.Mon
     )
     files = SimpleNamespace(config=LlamaConfig(), tokenizer=tokenizer(TEMPLATES["qwen3"].read_text()))
     read = partial(read_data, config, cast(ModelFiles, files), config.train_data)
-    streamed, again = read(), read()
+    streamed = read()
+    again = read()
     assert not list(tmp_path.rglob("*.arrow")) and len(list((tmp_path / "kept").glob("*/tokens"))) == 1
     whole = as_rows(f"hub:{tmp_path / 'rivers'}", config, cast(ModelFiles, files), lambda _: None)
     assert streamed.fingerprint() == again.fingerprint() == whole.select(range(1000)).fingerprint()

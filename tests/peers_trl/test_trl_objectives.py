@@ -27,7 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-STEPS, PAIRS = 4, 4
+STEPS = 4
+PAIRS = 4
 EPSILON = (
     1e-3  # of AdamW, which divides each gradient by its size: by default that magnifies rounding where it is small
 )
@@ -190,7 +191,9 @@ def test_losses_metrics_and_adapters_are_those_of_trl(case: str, accumulation: i
     if accumulation > 1 and case not in ("dpo-sigmoid", "kto", "orpo"):
         pytest.skip("accumulation is the same for all")
     _, _, rows, options, _ = CASES[case]
-    model, data, held = write_model(tmp_path / "model"), tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
+    model = write_model(tmp_path / "model")
+    data = tmp_path / "rows.jsonl"
+    held = tmp_path / "held.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     held.write_text("".join(json.dumps(row) + "\n" for row in rows()[: 2 * PAIRS]))
     options = options | {"batch_size": PAIRS, "micro_batch_size": 3, "shuffle": False, "max_steps": STEPS}

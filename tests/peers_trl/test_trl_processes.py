@@ -96,7 +96,8 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 @pytest.mark.parametrize("kind", RUNS)
 def test_two_processes_are_two_processes_with_the_whole_model(found: list[dict[str, Any]], kind: str) -> None:
     for one in found:
-        whole, streamed = one[f"{kind} whole"], one[f"{kind} streamed"]
+        whole = one[f"{kind} whole"]
+        streamed = one[f"{kind} streamed"]
         assert whole[:2] == streamed[:2]
         assert len(whole[1]) == (2 if kind == "sft" else 0)
         assert_equal(whole[2], streamed[2])
@@ -111,7 +112,8 @@ def test_two_processes_go_on_from_their_checkpoint(found: list[dict[str, Any]]) 
 
 def test_gradients_of_micro_batches_are_sent_once(found: list[dict[str, Any]]) -> None:
     for one in found:
-        whole, streamed = one["wide whole"], one["wide streamed"]
+        whole = one["wide whole"]
+        streamed = one["wide streamed"]
         assert whole.keys() == streamed.keys()
         for name, gradient in whole.items():
             assert float((gradient - streamed[name]).norm()) <= 1e-5 * float(gradient.norm()), name

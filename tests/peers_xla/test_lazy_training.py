@@ -16,7 +16,8 @@ pytestmark = pytest.mark.timeout(900)  # processes, each of which compiles
 HERE = Path(__file__).parent
 # What comes before the layers; a layer forward, and backward; the top layer with head and loss, and what is left of its
 # backward once it is known by how much the loss counts; the norm of the gradients, which is asked for; the update.
-GRAPHS, OF_LAYERS = 7, 3
+GRAPHS = 7
+OF_LAYERS = 3
 SETTINGS: dict[str, dict[str, Any]] = {
     "4 layers": {"depth": 4},
     "12 layers": {"depth": 12},
@@ -25,7 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rows padded in every other step": {"padded": "sometimes", "pad_to_multiple_of": 16},
     "bfloat16": {"dtype": "bfloat16"},
 }
-HALF, HALF_APART = "bfloat16", 2**-8  # which has eight bits
+HALF = "bfloat16"
+HALF_APART = 2**-8  # which has eight bits
 # What steps may put weights apart by: AdamW divides a gradient by its own size, so that an element which is all but
 # nothing moves by rounding alone. The gradients themselves are compared by a test below.
 APART = {"rows padded in every other step": 1e-4, HALF: float("inf")}
@@ -62,7 +64,8 @@ def test_a_first_step_compiles_as_many_graphs_for_any_depth_and_later_none(
 
 def test_the_numbers_are_those_of_the_cpu(run: tuple[str, dict[str, Any]]) -> None:
     name, found = run
-    lazy, plain = found["lazy"], found["plain"]
+    lazy = found["lazy"]
+    plain = found["plain"]
     assert lazy["losses"] == pytest.approx(plain["losses"], rel=HALF_APART if name == HALF else 1e-5)
     assert lazy["losses"][0] != lazy["losses"][-1]  # it has trained
     assert found["apart"] <= APART.get(name, 1e-5)

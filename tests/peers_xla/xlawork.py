@@ -86,7 +86,8 @@ def _trained(
     evaluations = [counted.during(partial(trainer.evaluate, ROWS)) for _ in range(2)]
     weights = [one.detach().cpu() for one in model.get_trainable_parameters()]
     model.close()
-    losses, graphs = [done.loss for done, _ in steps], [compiles for _, compiles in steps]
+    losses = [done.loss for done, _ in steps]
+    graphs = [compiles for _, compiles in steps]
     evaluated = [(done["eval_loss"], compiles) for done, compiles in evaluations]
     return {"losses": losses, "graphs": graphs, "evaluations": evaluated, "falls": falls}, weights
 
@@ -100,7 +101,8 @@ def gradients(root: str, *, padded: str = "never", **settings: Any) -> dict[str,
 def _gradients(root: str, device: str, padded: str, settings: dict[str, Any]) -> list[Tensor]:
     """Return what each step steps with; weights do not move, so that no step differs for what one before has made."""
     model = opened(root, device, learning_rate=1e-30, **settings)
-    trained, taken = model.get_trainable_parameters(), list[Tensor]()
+    trained = model.get_trainable_parameters()
+    taken = list[Tensor]()
     torch.manual_seed(11)
     with torch.no_grad():
         for one in trained:
@@ -120,7 +122,8 @@ def _gradients(root: str, device: str, padded: str, settings: dict[str, Any]) ->
 def slope(root: str, **settings: Any) -> dict[str, Any]:
     """Compare gradients, for which layers are computed again, with differences of the loss, for which they are not."""
     model = opened(root, "neuron", lora_dropout=0.4, lora_alpha=8, **settings)
-    trained, top = model.get_trainable_parameters(), model.split.num_layers - 1
+    trained = model.get_trainable_parameters()
+    top = model.split.num_layers - 1
     below = [parameter for layer in model.split.layers[:top] for parameter in layer.parameters()]
     model.get_trainer().ready()  # in training mode
     torch.manual_seed(11)
@@ -153,7 +156,9 @@ def slope(root: str, **settings: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Make the model, and do one work."""
-    work, root, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    work = sys.argv[1]
+    root = sys.argv[2]
+    settings = json.loads(sys.argv[3])
     depth = settings.pop("depth", 8)
     torch.manual_seed(1)
     config = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=depth)

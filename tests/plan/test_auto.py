@@ -26,7 +26,8 @@ from lema.plan.planner import Planner, planner_of
 from lema.plan.workload import layer_work
 from lema.stream.stream import LayerStream
 
-ROWS, LENGTH = 8, 64
+ROWS = 8
+LENGTH = 64
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,8 @@ def test_layers_in_host_memory_take_of_what_is_free_where_the_device_computes_th
 ) -> None:
     machine = replace(profile("t4"), speeds=Speeds(1e6))
     assert machine.shared
-    rest, weights = 30_000_000, 8 * 800_000
+    rest = 30_000_000
+    weights = 8 * 800_000
     for free in (rest, rest + weights):
         planner = planner_of(two_lines(model, **settings), replace(machine, device_memory=free, host_memory=free))
         needs = planner.needs()
@@ -117,19 +119,23 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_rows_are_computed_together_where_fewer_logits_make_room(words: Path) -> None:
     """Micro-batches of fewer rows would fit as well, and hand each layer to the device more often."""
-    chosen, by_hand = on(words, 30_000_000), on(words, 30_000_000, micro_batch_size=ROWS // 4)
+    chosen = on(words, 30_000_000)
+    by_hand = on(words, 30_000_000, micro_batch_size=ROWS // 4)
     assert (chosen.shape.micro_batch.rows, chosen.config.loss_chunk_tokens) == (ROWS, 64)
-    taken, otherwise = chosen.needs().seconds, by_hand.needs().seconds
+    taken = chosen.needs().seconds
+    otherwise = by_hand.needs().seconds
     assert taken is not None and otherwise is not None and taken < 0.3 * otherwise
 
 
 def test_fewer_logits_make_room_for_what_makes_a_step_faster(words: Path) -> None:
     """All of them fit, and there are no fewer rows that compute as fast: 512 tokens are all that a step has."""
-    machine, settings = replace(profile("t4"), device_memory=68_000_000, launch=0.0), {"activation_offloading": False}
+    machine = replace(profile("t4"), device_memory=68_000_000, launch=0.0)
+    settings = {"activation_offloading": False}
     by_hand = planner_of(two_lines(words, micro_batch_size=ROWS, loss_chunk_tokens=1024, **settings), machine)
     chosen = planner_of(two_lines(words, **settings), machine)
     assert (chosen.shape.micro_batch.rows, chosen.config.loss_chunk_tokens) == (ROWS, 256)
-    taken, otherwise = chosen.needs().seconds, by_hand.needs().seconds
+    taken = chosen.needs().seconds
+    otherwise = by_hand.needs().seconds
     assert taken is not None and otherwise is not None and taken < 0.95 * otherwise
 
 

@@ -46,11 +46,15 @@ def test_all_that_are_compared_take_the_same_steps_after_the_grid_is_narrowed(
     auto: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The times of the grid choose who is compared and count for nothing else."""
-    asked, turns, made = Namespace(arms=6, finalists=2, rounds=3, steps=4), list[str](), dict[str, Any]()
+    asked = Namespace(arms=6, finalists=2, rounds=3, steps=4)
+    turns = list[str]()
+    made = dict[str, Any]()
 
     class Pipe:
         def __init__(self, name: str) -> None:
-            self.name, self.count, self.turns = name, 0, 0
+            self.name = name
+            self.count = 0
+            self.turns = 0
 
         def send(self, count: int) -> None:
             self.count = count

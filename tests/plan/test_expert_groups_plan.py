@@ -103,7 +103,8 @@ def test_a_real_step_takes_what_was_told(kind: str, adapted: bool, tmp_path: Pat
     directory = all_alike(write_model(CONFIGS[kind], tmp_path))
     experts = {} if adapted else {"lora_target_parameters": []}
     config = config_of(directory, experts_per_slot=4, **experts)
-    drawn, shape = draw_up(config), step_shape(config, 128)
+    drawn = draw_up(config)
+    shape = step_shape(config, 128)
     assert drawn.cut_experts is not None
     drawn = replace(drawn, parts=drawn.cut_experts(4))
     work = measure(drawn.model, drawn.layers, shape.micro_batch, 64)
@@ -117,7 +118,8 @@ def test_a_real_step_takes_what_was_told(kind: str, adapted: bool, tmp_path: Pat
 @pytest.mark.slow
 def test_deepseek_v3_in_bf16_trains_16k_tokens_a_step_in_16_gb(tmp_path: Path) -> None:
     """Of which one layer alone is 22.5 GB, and keeps 1.1 GB of each 1,024 tokens without its experts."""
-    checkpoint, size = named("DeepSeek-V3"), 16 * 10**9
+    checkpoint = named("DeepSeek-V3")
+    size = 16 * 10**9
     assert checkpoint is not None
     directory = write_hollow(replace(checkpoint, form="bf16"), tmp_path)
     limits = {"device_memory": "16GB", "host_memory": "200GB", "lora_target_parameters": []}

@@ -11,7 +11,8 @@ from lema.plan.cost import Allocation, Demand, LayerCost, Overhead, device_parts
 from lema.plan.plan import plan_with
 from lema_cpu import CpuBackend
 
-WORKSPACES, BLOCK = 70_000, 4096
+WORKSPACES = 70_000
+BLOCK = 4096
 
 
 class Taking(CpuBackend):

@@ -42,11 +42,13 @@ def _known(model: Path, length: int, rows: int) -> Planner:
 def planned(model: Path, machine: str = "4090", **changes: Any) -> Plan:
     """Plan, with a model that is looked at once for all tests."""
     settings = {"batch_size": 8, "micro_batch_size": 1, "max_length": 1024, **changes}
-    known, found = _known(model, settings["max_length"], settings["micro_batch_size"]), profile(machine)
+    known = _known(model, settings["max_length"], settings["micro_batch_size"])
+    found = profile(machine)
     config = LemaConfig(**known.config.model_dump() | settings)
     assert known.workload is not None
     timings = by_arithmetic(known.workload, known.blueprint.layers, found, known.blueprint.model.dtype.itemsize)
-    shape, site = step_shape(config, None), machine_state_of(config, found)
+    shape = step_shape(config, None)
+    site = machine_state_of(config, found)
     return plan_with(replace(known, config=config, timings=timings, shape=shape, site=site))
 
 
@@ -131,7 +133,8 @@ def bytes_read_by_this_process() -> int:
 
 @pytest.mark.slow
 def test_limits_are_kept_and_memory_is_spent(eight: Path) -> None:
-    tight, ample = planned(eight, device_memory="7GB"), planned(eight, device_memory="20GB")
+    tight = planned(eight, device_memory="7GB")
+    ample = planned(eight, device_memory="20GB")
     assert tight.step.device_peak <= 7e9 and ample.step.device_peak <= 20e9
     assert ample.step.seconds < tight.step.seconds
     assert ample.allocation.saved or ample.allocation.residents

@@ -30,7 +30,9 @@ from lema.plan.machine import profile
 from lema.plan.planner import planner_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROWS, LENGTH, TIMES = 2, 128, 3
+ROWS = 2
+LENGTH = 128
+TIMES = 3
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,

@@ -55,7 +55,8 @@ SPEEDS = st.builds(Speeds, disk=st.floats(1, 500), link=st.one_of(st.floats(1, 5
 def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
     layers = tuple(draw(st.lists(LAYERS, min_size=1, max_size=9)))
     indices = st.sets(st.integers(0, len(layers) - 1))
-    speeds, lowest = draw(SPEEDS), draw(st.integers(0, len(layers) - 1))
+    speeds = draw(SPEEDS)
+    lowest = draw(st.integers(0, len(layers) - 1))
     demand = Demand(
         tuple(LayerCost(**{**vars(layer), "upload_bytes": layer.slot_bytes}) for layer in layers),
         lowest=lowest,
@@ -97,7 +98,8 @@ def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(step: tupl
 @given(steps())
 def test_bytes_are_those_of_the_formula(step: tuple[Demand, Allocation, Speeds]) -> None:
     demand, allocation, speeds = step
-    found, count = simulate(demand, allocation, speeds), len(demand.layers)
+    found = simulate(demand, allocation, speeds)
+    count = len(demand.layers)
     held = allocation.residents | allocation.host_cached
     read = [index for way in fetches((0,) * count, allocation.slots, held, demand.lowest)[1:] for index in way]
     expected = sum(demand.layers[index].read_bytes for index in read)
@@ -125,7 +127,8 @@ def test_so_are_they_where_experts_are_leased_in_groups(
     )
     demand = replace(demand, layers=layers, lowest=0, pieces=0)
     allocation = replace(allocation, slots=max(2, allocation.slots), saved=frozenset())
-    found, held = simulate(demand, allocation, speeds), allocation.residents | allocation.host_cached
+    found = simulate(demand, allocation, speeds)
+    held = allocation.residents | allocation.host_cached
     _, up, down = fetches(demand.groups, allocation.slots, held, 0)
     assert found.bytes_read == demand.total("read_bytes", up + down) == PAGE * len(up + down)
 
@@ -135,7 +138,8 @@ def test_so_are_they_where_experts_are_leased_in_groups(
 def test_the_peaks_are_those_the_solver_counts_with(step: tuple[Demand, Allocation, Speeds]) -> None:
     demand, allocation, speeds = step
     found = simulate(demand, allocation, speeds)
-    on_device, in_host = device_parts(demand, allocation), host_parts(demand, allocation)
+    on_device = device_parts(demand, allocation)
+    in_host = host_parts(demand, allocation)
     if demand.shared:  # there is one memory, and the ring is the slots
         in_host["residents"] = on_device["residents"]
     assert found.device_peak == sum(on_device.values())
@@ -219,7 +223,8 @@ def test_a_buffer_used_before_it_is_filled_is_seen() -> None:
 def test_a_buffer_refilled_while_it_is_copied_is_seen() -> None:
     clock = Clock()
     device = VirtualDevice(clock, Speeds(1.0, 1.0))
-    reader, buffer = VirtualReader(device), device.host_buffer(10)
+    reader = VirtualReader(device)
+    buffer = device.host_buffer(10)
     reader.submit(two_layers()[0], buffer).wait()
     upload = device.device_slots(10, 1).upload(buffer)
     with pytest.raises(ScheduleError, match="refilled"):
@@ -230,7 +235,8 @@ def test_a_buffer_refilled_while_it_is_copied_is_seen() -> None:
 def test_a_buffer_refilled_on_lease_is_seen_where_it_is_the_slot() -> None:
     clock = Clock()
     device = VirtualDevice(clock, Speeds(1.0))
-    reader, buffer = VirtualReader(device), device.host_buffer(10)
+    reader = VirtualReader(device)
+    buffer = device.host_buffer(10)
     reader.submit(two_layers()[0], buffer).wait()
     upload = device.device_slots(10, 1).upload(buffer)
     upload.wait()
@@ -305,7 +311,9 @@ def test_a_simulation_has_no_bytes() -> None:
 @contextmanager
 def events_recorded() -> Iterator[list[tuple[str, int]]]:
     """Record which layers are leased, those on lease already excepted, and which are read into the ring."""
-    found, lease, read = list[tuple[str, int]](), LayerStream.lease, LayerRing._read
+    found = list[tuple[str, int]]()
+    lease = LayerStream.lease
+    read = LayerRing._read
 
     def record_lease(self: LayerStream, layer: int) -> Any:
         if layer not in self._open_leases:
@@ -339,7 +347,8 @@ def test_the_engine_leases_and_reads_what_the_simulator_does(tmp_path: Path, cha
     """Layer by layer, over some steps of a real run: what is simulated is what runs."""
     model = LemaModel(run_settings(write_model(tmp_path / "model"), tmp_path, **changes))
     model.initialize_lora()
-    trainer, memory = model.get_trainer(), model.memory
+    trainer = model.get_trainer()
+    memory = model.memory
     ids = torch.randint(1, 290, (2, 16))
     with events_recorded() as real:
         for _ in range(STEPS):

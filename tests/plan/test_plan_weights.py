@@ -25,7 +25,9 @@ from lema.plan.step import StepNeeds
 from lema.plan.workload import MicroBatch, measure
 from lema.train.full.training import FullTraining
 
-LENGTH, ROWS, MICRO = 64, 4, 2
+LENGTH = 64
+ROWS = 4
+MICRO = 2
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 176}
 
 
@@ -51,7 +53,8 @@ def told(config: LemaConfig, chosen: Any = everything, site: MachineState | None
     ).needs()
 
 
-SINGLE, HALF = torch.float32, torch.bfloat16
+SINGLE = torch.float32
+HALF = torch.bfloat16
 
 
 @pytest.mark.slow
@@ -167,7 +170,8 @@ def test_a_part_that_trains_is_counted_alone(tmp_path: Path) -> None:
         return lambda name: ".q_proj." in name and any(f".{layer}." in name for layer in (6, 7))
 
     config = config_of(write_model(tmp_path / "model"), tmp_path)
-    needs, whole = told(config, last_two), told(config)
+    needs = told(config, last_two)
+    whole = told(config)
     trained = needs.planner.blueprint.trained
     assert trained is not None and trained.parameters == 2 * 32 * 32 and trained.lowest == 6
     assert needs.host["moments"] == 8 * trained.parameters and needs.device["adapters"] == 0

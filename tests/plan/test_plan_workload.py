@@ -98,7 +98,8 @@ def test_a_real_step_takes_what_was_told(
     parts = device_parts(demand, Allocation(3, saved=saved))
     told = sum(size for part, size in parts.items() if part not in ("slots", "residents"))
     assert 0.97 * real <= told <= 1.1 * real
-    work, again = workload.of(0), len(demand.visited_twice) * recompute
+    work = workload.of(0)
+    again = len(demand.visited_twice) * recompute
     layers = len(blueprint.layers) * (work.forward + work.backward) + again * work.recompute
     expected = 3 * (layers + workload.head.flops)
     assert 0.98 * expected <= flops <= expected  # nothing below the lowest layer wants a gradient
@@ -124,7 +125,8 @@ def test_operations_are_those_of_the_matrices_and_of_attention(tmp_path: Path) -
     config = large_config("8B")
     blueprint = hollow(tmp_path, config, lora_target_modules=["q_proj"], lora_rank=1, gradient_checkpointing=True)
     work = work_of(blueprint, rows=2, length=256).of(0)
-    tokens, matrices = 512, sum(tensor.shape.numel() for tensor in blueprint.layers[0].tensors if len(tensor.shape) > 1)
+    tokens = 512
+    matrices = sum(tensor.shape.numel() for tensor in blueprint.layers[0].tensors if len(tensor.shape) > 1)
     attention = 4 * 256 * config.hidden_size  # scores, and values weighted by them; no mask makes it less
     assert work.forward == pytest.approx(2 * tokens * matrices + tokens * attention, rel=0.001)
     assert work.backward == pytest.approx(2 * tokens * matrices + 2.5 * tokens * attention, rel=0.001)
@@ -138,8 +140,10 @@ def test_of_experts_only_those_that_are_active_count(tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         directory = write_hollow(tmp_path / str(dtype), config, dtype)
         blueprint = draw_up(LemaConfig(str(directory), device="cpu", lora_target_modules=["q_proj"], lora_rank=1))
-        work, tokens = work_of(blueprint, length=32).of(0), 32
-        expert, attention = 3 * 64 * 128, 4 * 64 * 64
+        work = work_of(blueprint, length=32).of(0)
+        tokens = 32
+        expert = 3 * 64 * 128
+        attention = 4 * 64 * 64
         expected = 2 * tokens * (2 * expert + attention + 8 * 64) + tokens * 4 * 32 * 64
         assert work.forward == pytest.approx(expected, rel=0.02)
         stacked = 8 * expert * dtype.itemsize  # a view of the weights is no memory
@@ -290,7 +294,8 @@ def test_what_is_stored_quantised_is_counted_small_where_it_waits_and_large_once
     plain = write_model(tmp_path / "model", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
     prepare(plain, tmp_path / "int8", quantize="int8")
     whole, small = (planner_of(settings(path, tmp_path, max_length=16)) for path in (plain, tmp_path / "int8"))
-    before, after = whole.demand(), small.demand()
+    before = whole.demand()
+    after = small.demand()
     assert before.expanded_bytes == 0 and all(layer.expand == 0 for layer in before.layers)
     assert after.expanded_bytes == small.blueprint.layers[0].expanded_bytes > after.layers[0].slot_bytes
     assert after.layers[0].read_bytes < 0.7 * before.layers[0].read_bytes
@@ -308,7 +313,8 @@ def test_three_pieces_of_the_head_tell_what_all_take(tmp_path: Path, monkeypatch
     split = Split(drawn.model, load("cpu"))
     with without_values(drawn.model):
         learn(split, drawn.layers)
-        pieced, hidden = drawn.head.pieced(split, load("cpu"), drawn.layers), torch.empty(2, 12, 32)
+        pieced = drawn.head.pieced(split, load("cpu"), drawn.layers)
+        hidden = torch.empty(2, 12, 32)
         assert pieced is not None and len(pieced.spans) > 4
         weights = dict(enumerate(map(fake_weights, drawn.head.pieces(drawn.layers)), 8))
         chunks: Any = _Chunks((2, 12), 8)

@@ -121,7 +121,8 @@ def test_activations_are_kept_only_where_computing_takes_the_time(
 
 @given(demands(), st.integers(2, 4), st.sampled_from(["device", "host", "disk"]))
 def test_the_input_of_a_layer_whose_activations_are_kept_stays_with_them(demand: Demand, slots: int, tier: Any) -> None:
-    none, every = frozenset[int](), frozenset(demand.visited_twice)
+    none = frozenset[int]()
+    every = frozenset(demand.visited_twice)
     away, kept = (Allocation(slots, boundaries=tier, saved=saved) for saved in (none, every))
     activations = sum(demand.layers[index].saved_bytes for index in every)
     inputs = len(every) * demand.boundary_bytes
@@ -195,7 +196,8 @@ def equal_layers(count: int = 12, **changes: float) -> Demand:
 
 
 def test_memory_goes_to_residents_until_the_link_keeps_up_and_then_to_activations() -> None:
-    demand, slow = equal_layers(), Speeds(disk=1e9, link=50.0)  # a layer takes two seconds to upload, one to compute
+    demand = equal_layers()
+    slow = Speeds(disk=1e9, link=50.0)  # a layer takes two seconds to upload, one to compute
     bare = sum(device_parts(demand, Allocation(3)).values())
     taken = [solve(demand, slow, 3, device_limit=bare + extra) for extra in range(0, 2000, 50)]
     for one in taken:
@@ -208,10 +210,13 @@ def test_memory_goes_to_residents_until_the_link_keeps_up_and_then_to_activation
 
 
 def test_products_are_kept_before_activations_if_they_save_more_seconds_for_their_bytes() -> None:
-    fast, cheap, dear = Speeds(disk=1e9, link=1e9), {"product_bytes": 20}, {"product_bytes": 45}
+    fast = Speeds(disk=1e9, link=1e9)
+    cheap = {"product_bytes": 20}
+    dear = {"product_bytes": 45}
     for sizes, order in ((cheap, ("products", "saved")), (dear, ("saved", "products"))):
         demand = equal_layers(**sizes, without_products=0.2)
-        bare, seen = sum(device_parts(demand, Allocation(3)).values()), list[Allocation]()
+        bare = sum(device_parts(demand, Allocation(3)).values())
+        seen = list[Allocation]()
         for extra in range(0, 700, 5):
             seen.append(solve(demand, fast, 3, device_limit=bare + extra, stay=False, boundaries="device"))
             assert sum(device_parts(demand, seen[-1]).values()) <= bare + extra
@@ -226,7 +231,8 @@ def test_products_are_kept_before_activations_if_they_save_more_seconds_for_thei
 
 
 def test_boundaries_leave_the_device_when_there_is_no_room_for_them() -> None:
-    demand, fast = equal_layers(recompute=0.0), Speeds(disk=1e9, link=1e9)
+    demand = equal_layers(recompute=0.0)
+    fast = Speeds(disk=1e9, link=1e9)
     kept = sum(device_parts(demand, Allocation(3)).values())
     assert solve(demand, fast, 3, device_limit=kept).boundaries == "device"
     assert solve(demand, fast, 3, device_limit=kept - 1).boundaries == "host"
@@ -235,7 +241,8 @@ def test_boundaries_leave_the_device_when_there_is_no_room_for_them() -> None:
 
 
 def test_host_memory_holds_layers_as_long_as_reading_is_what_takes_the_time() -> None:
-    demand, cold = equal_layers(), Speeds(disk=50.0, link=1e9)
+    demand = equal_layers()
+    cold = Speeds(disk=50.0, link=1e9)
     ring = sum(host_parts(demand, Allocation(3)).values())
     found = [solve(demand, cold, 3, host_limit=ring + 100 * count, host_cache="fill") for count in range(14)]
     sizes = [len(one.host_cached) for one in found]

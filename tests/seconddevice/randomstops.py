@@ -68,7 +68,9 @@ class Seen:
 @contextmanager
 def counted(seen: Seen) -> Iterator[None]:
     """Count visits of layers and steps of the optimizer, and note when the handler of a stop is called."""
-    leased, note, step = Engine.leased, StopOnSignal._note, LemaTrainer._step_or_drop
+    leased = Engine.leased
+    note = StopOnSignal._note
+    step = LemaTrainer._step_or_drop
 
     @contextmanager
     def counting(engine: Engine, layer: int, way: Any) -> Iterator[Any]:
@@ -118,7 +120,8 @@ class Stops:
     """
 
     def __init__(self, place: Path, way: dict[str, Any]) -> None:
-        self._place, self._way = place, {"device": "second", "max_steps": STEPS, **way}
+        self._place = place
+        self._way = {"device": "second", "max_steps": STEPS, **way}
         if not (place / "model").exists():
             write_model(place / "model")
         self._number = 0
@@ -146,11 +149,13 @@ class Stops:
         config = self._config(f"cut-{self._number}")
 
         def send() -> None:
-            seen.sent_at, seen.sent_in = seen.visits, seen.under_way
+            seen.sent_at = seen.visits
+            seen.sent_in = seen.under_way
             os.kill(os.getpid(), number)
 
         timer = threading.Timer(draw.uniform(0.0, self._seconds), send)
-        seen, kept = Seen(timer.start), None
+        seen = Seen(timer.start)
+        kept = None
         with counted(seen), StopOnSignal() as stop:
             try:
                 trained(config, stop)
@@ -177,7 +182,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     seconddevice.install()
-    draw, failures, places, most = random.Random(given.seed), 0, Counter[str](), 0
+    draw = random.Random(given.seed)
+    failures = 0
+    places = Counter[str]()
+    most = 0
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lema-stops-") as directory:
         for index, way in enumerate(WAYS):

@@ -118,7 +118,8 @@ def test_memory_that_is_freed_under_a_copy_is_told() -> None:
 
 
 def test_waits_of_the_host_are_counted(second: SecondDevice) -> None:
-    source, target = pinned(1, 2), torch.zeros(2, device=DEVICE)
+    source = pinned(1, 2)
+    target = torch.zeros(2, device=DEVICE)
     second.forget_waits()
     target.copy_(source, non_blocking=True)
     assert second.host_waits == 0

@@ -101,7 +101,8 @@ def test_rows_of_embeddings_lock_no_memory_anew(
         counts = []
         for order in (batches, batches, batches[::-1]):
             model.backend.synchronize()
-            before, had = second.host_synchronizations, len(buffers)
+            before = second.host_synchronizations
+            had = len(buffers)
             model.adapter.loss(order).backward()
             counts.append((second.host_synchronizations - before, len(buffers) - had))
     assert [waits for waits, _ in counts[1:]] == [0, 0], counts
@@ -145,8 +146,10 @@ def test_every_weight_on_lease_begins_at_a_multiple_of_sixteen(
 
 def test_the_host_is_answered_from_what_it_knows(second: SecondDevice) -> None:
     """What forwards make of known tensors is known too; what is changed in place, or was never known, is asked for."""
-    copies, mask = HostCopies(), torch.ones(2, 5, dtype=torch.long)
-    placed, unknown = mask.to("second"), torch.zeros(3, dtype=torch.bool, device="second")
+    copies = HostCopies()
+    mask = torch.ones(2, 5, dtype=torch.long)
+    placed = mask.to("second")
+    unknown = torch.zeros(3, dtype=torch.bool, device="second")
     copies.note(placed, mask)
     second.forget_waits()
     with copies.answering():

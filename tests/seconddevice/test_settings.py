@@ -212,7 +212,8 @@ def test_memory_runs_out_at_the_devices_limit_and_the_step_is_taken_all_the_same
     checkpoint_of: CheckpointOf, second: SecondDevice
 ) -> None:
     """With smaller micro-batches, as on a real device."""
-    model, batches = checkpoint_of("llama").streamed, micro_batches(2)
+    model = checkpoint_of("llama").streamed
+    batches = micro_batches(2)
     with sdpa_kernel(SDPBackend.MATH):
         with opened(model, "cpu") as streamed:
             expected = take(streamed, batches)

@@ -82,7 +82,8 @@ def killed_in_backward(model: StreamedModel, layer: int, number: signal.Signals,
 def test_a_run_is_stopped_before_the_next_layer_and_goes_on_bitwise(
     tmp_path: Path, layer: int, number: signal.Signals, kept: bool
 ) -> None:
-    directory, adapters = write_model(tmp_path / "model"), []
+    directory = write_model(tmp_path / "model")
+    adapters = []
     for cut in (False, True):
         config = settings(directory, tmp_path / str(cut), **RUN, gradient_checkpointing=not kept, save_steps=1)
         for resumed in range(1 + cut):
@@ -105,7 +106,8 @@ def test_a_run_is_stopped_before_the_next_layer_and_goes_on_bitwise(
 
 
 def test_a_signal_at_any_time_is_seen_before_the_layer_after_next(tmp_path: Path) -> None:
-    draw, stops = random.Random(5), Stops(tmp_path, WAYS[3])
+    draw = random.Random(5)
+    stops = Stops(tmp_path, WAYS[3])
     for number in (signal.SIGTERM, signal.SIGINT):
         fault, _ = stops.stopped(number, draw)
         assert fault == ""

@@ -56,7 +56,8 @@ def test_torch_is_asked_whether_the_device_has_memory_of_its_own(monkeypatch: py
 
 def test_a_host_buffer_is_the_slot(second: SecondDevice) -> None:
     with closing(SecondBackend(unified=True)) as backend:
-        used, buffer = second.used, backend.host_buffer(NBYTES)
+        used = second.used
+        buffer = backend.host_buffer(NBYTES)
         assert not buffer.is_pinned()
         buffer.fill_(3)
         upload = backend.device_slots(NBYTES, 1).upload(buffer[4096:])
@@ -102,7 +103,9 @@ def test_a_step_is_the_cpus_and_copies_no_weights(
 
     monkeypatch.setattr(_Queue, "copy", counted)
     settings = {"offload_dir": str(tmp_path), **MEMORY[name]}
-    model, batches, taken = checkpoint_of("llama").streamed, micro_batches(4, padding=True), []
+    model = checkpoint_of("llama").streamed
+    batches = micro_batches(4, padding=True)
+    taken = []
     with second.course(seed), sdpa_kernel(SDPBackend.MATH):
         for backend in (SecondBackend(unified=True), None):
             with opened(model, "second" if backend else "cpu", backend, **settings) as streamed:

@@ -94,7 +94,8 @@ def test_every_file_and_directory_is_flushed_before_the_name_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
+    rename = os.rename
 
     def flushed(descriptor: int) -> None:
         events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)

@@ -144,7 +144,8 @@ def test_a_tokenizer_that_makes_text_without_end_is_refused_before_it_is_loaded(
 def test_a_template_of_a_million_characters_is_refused_wherever_it_lies(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    about, template = {"tokenizer_class": "PreTrainedTokenizerFast"}, "{{ messages }}" + "x" * MAX_TEMPLATE_BYTES
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    template = "{{ messages }}" + "x" * MAX_TEMPLATE_BYTES
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": template}))
     with pytest.raises(DataError, match="the chat template has 1,048,590 characters"):
         load_tokenizer(tmp_path, trusted=False, how="-")

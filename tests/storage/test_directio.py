@@ -27,7 +27,8 @@ def content(size: int) -> bytes:
 
 def write(path: Path, size: int, spans: "list[tuple[int, int]]") -> None:
     """Write `content(size)` to `path`, each span of it in turn."""
-    data, descriptor = content(size), os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    data = content(size)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     blocks = BlockFile(descriptor, path, size)
     try:
         for begin, end in spans:
@@ -55,7 +56,8 @@ def test_spans_of_any_length_in_any_order_end_at_their_places(
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Descriptor, offset and length of every write."""
-    real, seen = os.pwrite, list[tuple[int, int, int]]()
+    real = os.pwrite
+    seen = list[tuple[int, int, int]]()
 
     def watched(descriptor: int, view: memoryview, offset: int) -> int:
         seen.append((descriptor, offset, len(view)))
@@ -76,7 +78,9 @@ def test_only_whole_blocks_are_written_and_each_once(tmp_path: Path, writes: lis
 
 def refuse_direct_writes(monkeypatch: pytest.MonkeyPatch, opened: bool) -> None:
     """Make direct writes fail as they do where a file system has none: when opening, or only when writing."""
-    real_open, real_write, direct = os.open, os.pwrite, set[int]()
+    real_open = os.open
+    real_write = os.pwrite
+    direct = set[int]()
 
     def open_plain(path: Any, flags: int, *rest: Any) -> int:
         if not flags & os.O_DIRECT:
@@ -116,7 +120,8 @@ def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_write_that_fails_is_raised_while_more_is_given_or_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
 ) -> None:
-    real, calls = os.pwrite, iter(range(1000))
+    real = os.pwrite
+    calls = iter(range(1000))
 
     def failing(*arguments: Any) -> int:
         if next(calls) >= when:

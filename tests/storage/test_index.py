@@ -169,7 +169,8 @@ def test_a_weight_map_names_only_files_beside_it(tmp_path: Path, target: Any) ->
 
 @pytest.mark.parametrize("through", ["shard", "single", "index"])
 def test_a_link_out_of_the_directory_is_refused(tmp_path: Path, through: str) -> None:
-    model, secret = tmp_path / "model", tmp_path / "secret"
+    model = tmp_path / "model"
+    secret = tmp_path / "secret"
     model.mkdir()
     secret.mkdir()
     write_sharded(secret)

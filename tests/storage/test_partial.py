@@ -70,7 +70,8 @@ def test_a_name_with_special_characters_is_no_pattern(tmp_path: Path) -> None:
 
 
 def test_a_file_swept_before_it_was_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, swept = partial.lock, list[Path]()
+    real = partial.lock
+    swept = list[Path]()
 
     def sweep_first(descriptor: int, **how: bool) -> bool | None:
         if not swept:

@@ -34,7 +34,8 @@ def quantise(weight: Tensor, storage: torch.dtype, nested: bool) -> tuple[dict[s
 def written(directory: Path, storage: str, nested: bool) -> Checkpoint:
     """Write a model in four bits, and as what the library expands it to. One row of each weight is all codes of the
     largest number, which are bits of NaN in each floating type."""
-    whole, streamed = published(directory / "whole"), published(directory / "streamed")
+    whole = published(directory / "whole")
+    streamed = published(directory / "streamed")
     stored: dict[str, Tensor] = {}
     for file in sorted(whole.glob("*.safetensors")):
         expanded = load_file(file)
@@ -61,7 +62,8 @@ def test_all_storages_of_transformers_are_among_those_tested() -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_step_is_that_of_the_weights_of_the_library(storage: str, tmp_path: Path) -> None:
     checkpoint = written(tmp_path, storage, nested=storage in ("bfloat16", "float32", "uint8"))
-    whole, batches = whole_model(checkpoint), micro_batches(2)
+    whole = whole_model(checkpoint)
+    batches = micro_batches(2)
     draw_b(whole)
     with streamed_model(checkpoint) as model:
         assert sum(len(layer.expansions) for layer in model.memory.layers) == LINEARS * NUM_LAYERS

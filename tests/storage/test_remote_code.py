@@ -172,9 +172,11 @@ def test_no_file_and_no_setting_can_say_it(
     place: str, model: Path, imports: Imports, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = {"model_name_or_path": str(model), "device": "cpu", "output_dir": str(tmp_path / "out")}
-    file, words = tmp_path / "run.yaml", ["train", tmp_path / "run.yaml"]
+    file = tmp_path / "run.yaml"
+    words = ["train", tmp_path / "run.yaml"]
     if place == "lema_config.json":
-        file, words = tmp_path / "lema_config.json", ["generate", tmp_path, "-p", "the mill"]
+        file = tmp_path / "lema_config.json"
+        words = ["generate", tmp_path, "-p", "the mill"]
     file.write_text(json.dumps(given if place == "--set" else given | {"trust_remote_code": True}))
     if place == "--set":
         words += ["--set", "trust_remote_code=true"]

@@ -69,7 +69,8 @@ def test_a_lock_that_was_taken_away_with_its_file_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the opening of a file and its locking the run before may end, and take the file with it."""
-    flock, files = fcntl.flock, []
+    flock = fcntl.flock
+    files = []
 
     def late(descriptor: int, how: int) -> None:
         if not files:

@@ -48,14 +48,16 @@ def test_a_part_is_read_and_nothing_else(
     }
     save_file(whole, tmp_path / "whole.safetensors")
     records = read_header(tmp_path / "whole.safetensors")[1]
-    parts, expected = {}, {}
+    parts = {}
+    expected = {}
     for name, tensor in whole.items():
         axis = draw.randrange(tensor.ndim)
         ranges = some_ranges(draw, tensor.shape[axis])
         parts[name] = part_of(records[name], axis, ranges)
         expected[name] = chosen(tensor, axis, ranges).to(wanted)
     layer = lay_out_tensors({name: (part, wanted) for name, part in parts.items()})
-    buffer, reader = CpuBackend().host_buffer(layer.nbytes).fill_(0xC3), LayerReader(threads=2)
+    buffer = CpuBackend().host_buffer(layer.nbytes).fill_(0xC3)
+    reader = LayerReader(threads=2)
     reader.submit(layer, buffer).wait()
     reader.close()
     found = views(buffer, layer)
@@ -97,7 +99,9 @@ def test_parts_of_a_tensor_that_is_put_together_are_put_together_of_what_they_ne
     def made(*pieces: tuple[str, Move]) -> AssembledRecord:
         return AssembledRecord("experts", (5, 4, 3), tuple(Piece(records[name], move) for name, move in pieces))
 
-    run, halves, turns = ((12, 1, 1),), ((5, 6, 12), (6, 1, 1)), ((5, 6, 12), (2, 3, 6), (3, 1, 1))
+    run = ((12, 1, 1),)
+    halves = ((5, 6, 12), (6, 1, 1))
+    turns = ((5, 6, 12), (2, 3, 6), (3, 1, 1))
     ways: dict[str, TensorRecord | AssembledRecord] = {
         "one by one": made(*((f"expert {one}", Move(0, 12 * one, run)) for one in range(5))),
         "in halves": made(("upper", Move(0, 0, halves)), ("lower", Move(0, 6, halves))),
@@ -106,7 +110,8 @@ def test_parts_of_a_tensor_that_is_put_together_are_put_together_of_what_they_ne
         "in one piece": made(("whole", Move(0, 0, ((60, 1, 1),)))),
         "whole": records["whole"],
     }
-    reader, draw = LayerReader(threads=1), random.Random(0)
+    reader = LayerReader(threads=1)
+    draw = random.Random(0)
     some = [(axis, some_ranges(draw, stacked.shape[axis])) for axis in (0, 1, 2) for _ in range(9)]
     for axis, ranges in ((0, ((0, 5),)), (0, ((1, 3),)), (0, ((4, 5),)), *some):
         wanted = chosen(stacked, axis, ranges)

@@ -90,7 +90,8 @@ def test_what_must_go_through_the_page_cache_does_not_stay_in_it(
     if refused:
         refuse_direct(monkeypatch)
     else:  # the flag is taken, but transfers are refused
-        write, refusals = os.pwrite, iter([OSError(errno.EINVAL, "refused")])
+        write = os.pwrite
+        refusals = iter([OSError(errno.EINVAL, "refused")])
 
         def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
             for refusal in refusals:
@@ -159,8 +160,10 @@ def test_a_write_that_fails_is_raised_in_the_training_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(os, "pwrite", failing(number, os.pwrite))
-    arena, state = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path), torch.randn(1, 8, 4)
-    step, done = arena.step([state], range(20)), []
+    arena = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path)
+    state = torch.randn(1, 8, 4)
+    step = arena.step([state], range(20))
+    done = []
     with pytest.raises(DiskError, match="writing failed for boundary activations: No space left") as caught:
         for layer in range(20):
             step.keep(layer, 0, state)
@@ -185,7 +188,8 @@ def test_a_read_that_fails_is_raised_in_the_training_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(os, "preadv", failing(number, os.preadv))
-    arena, state = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path), torch.randn(1, 8, 4)
+    arena = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path)
+    state = torch.randn(1, 8, 4)
     step = arena.step([state], range(9))
     with pytest.raises(ReadError, match="reading failed for boundary activations"):  # at the turn already, if seen
         for layer in range(9):

@@ -181,7 +181,8 @@ def test_pieces_are_the_bytes_of_the_tensor_and_bounded(tmp_path: Path) -> None:
     save_file({"before": torch.ones(3), "t": tensor}, tmp_path / "model.safetensors")
     record = GlobalBinaryIndex(tmp_path)["t"]
     tracemalloc.start()
-    sizes, same = [], True
+    sizes = []
+    same = True
     for piece in read_pieces(record):
         start = sum(sizes)
         same &= piece == tensor[start : start + len(piece)].numpy().data

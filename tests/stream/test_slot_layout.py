@@ -20,7 +20,8 @@ TENSORS = st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 20000), st.boo
 
 def packed_of(tensors: list[tuple[int, int, bool]]) -> list[Packed]:
     """Tensors one after the other, with gaps."""
-    packed, end = [], 0
+    packed = []
+    end = 0
     for gap, nbytes, part in tensors:
         packed.append(Packed(end + gap, nbytes, VECTOR if part else SLOT_ALIGNMENT))
         end += gap + nbytes
@@ -68,7 +69,8 @@ def layer_at(directory: Path, lead: int, odd: bool) -> tuple[Stored, int]:
         "scale": torch.arange(7 if odd else 64, dtype=torch.uint8),
         "experts": torch.randn(4, 32, 32).bfloat16(),
     }
-    file, data = directory / "layer.bin", bytearray(lead)
+    file = directory / "layer.bin"
+    data = bytearray(lead)
     records = {}
     names = {torch.float32: "F32", torch.uint8: "U8", torch.bfloat16: "BF16"}
     for name, tensor in contents.items():

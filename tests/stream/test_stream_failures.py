@@ -202,7 +202,8 @@ class LostSlots:
 
 class LostUpload:
     def __init__(self, upload: Upload) -> None:
-        self.wait, self.release = upload.wait, upload.release
+        self.wait = upload.wait
+        self.release = upload.release
 
     def drained(self) -> None:
         raise RuntimeError("the device is gone")

@@ -56,7 +56,8 @@ def test_a_step_costs_what_the_formula_says(
     data: st.DataObject,
 ) -> None:
     some = st.one_of(st.just(set[int]()), st.sets(st.integers(0, num_layers - 1)))
-    residents, cached = data.draw(some), data.draw(some)
+    residents = data.draw(some)
+    cached = data.draw(some)
     lowest = data.draw(st.one_of(st.just(0), st.integers(0, num_layers - 1)))
     stream = LayerStream(
         stored.layers[:num_layers],
@@ -80,7 +81,8 @@ def test_a_step_costs_what_the_formula_says(
             stream.announce(order)
         if before is not None:
             leases = sum(layer not in residents | cached for layer in order)
-            read, kept = after.layers_read - before.layers_read, after.layers_kept - before.layers_kept
+            read = after.layers_read - before.layers_read
+            kept = after.layers_kept - before.layers_kept
             # A step announced late may find what would have been given up, had its first layers been read ahead.
             assert read == reads if ahead or lowest == 0 else read <= reads
             assert read + kept == leases

@@ -37,7 +37,9 @@ class Caller:
     """Training code: leases layers, nested or not, and looks at the weights when they come and before they go."""
 
     def __init__(self, stored: Stored, stream: LayerStream, reader: SteppedReader) -> None:
-        self.stored, self.stream, self.reader = stored, stream, reader
+        self.stored = stored
+        self.stream = stream
+        self.reader = reader
         self.ahead: list[int] = []
 
     def announce(self, order: list[int]) -> None:
@@ -96,7 +98,8 @@ def test_a_lease_holds_its_layer_whatever_went_before(
         host_cached=host_cached,
         reader=reader,
     )
-    caller, stay = Caller(stored, stream, reader), [stored.layers[layer] for layer in residents]
+    caller = Caller(stored, stream, reader)
+    stay = [stored.layers[layer] for layer in residents]
 
     def ahead() -> list[Any]:
         return [ticket for ticket in reader.pending if ticket.layer not in stay]
@@ -269,7 +272,8 @@ def test_no_host_buffer_is_refilled_before_the_device_has_copied_it(
     host_cached: set[int],
 ) -> None:
     """The device copies at the last moment, so a buffer overwritten early gives another layer's numbers."""
-    backend, reader = LateBackend(), SteppedReader(seed)
+    backend = LateBackend()
+    reader = SteppedReader(seed)
     stream = LayerStream(
         stored.layers, backend, prefetch_depth=depth, residents=residents, host_cached=host_cached, reader=reader
     )
@@ -293,7 +297,8 @@ def test_no_host_buffer_is_refilled_before_the_device_has_copied_it(
 
 def test_a_read_cancelled_before_it_began_does_not_free_its_buffer(stored: Stored) -> None:
     """Its buffer still feeds a copy under way: whoever gets it next must wait for that copy."""
-    backend, reader = LateBackend(), SteppedReader(0)
+    backend = LateBackend()
+    reader = SteppedReader(0)
     stream = LayerStream(stored.layers, backend, prefetch_depth=1, reader=reader)
     results = []
     with stream.lease(0) as first:

@@ -61,7 +61,9 @@ def lay_out(directory: Path, layout: list[Wanted]) -> tuple[Tensors, dict[str, T
     tensors: Tensors = {}
     expected: dict[str, Tensor] = {}
     for number, want in enumerate(layout):
-        name, data, content = f"t{number}", files[want.file], values(want, number)
+        name = f"t{number}"
+        data = files[want.file]
+        content = values(want, number)
         data += b"\xa5" * want.gap
         raw = raw_bytes(content)
         path = directory / f"{want.file}.bin"

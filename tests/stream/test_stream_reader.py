@@ -166,7 +166,8 @@ def test_a_buffer_that_never_becomes_free_is_left_alone(stored: Stored, reader: 
 def test_a_settled_ticket_reads_no_more(stored: Stored) -> None:
     reader = LayerReader(threads=1)
     free = threading.Event()
-    first, second = buffer_for(stored.layers[0]), buffer_for(stored.layers[1])
+    first = buffer_for(stored.layers[0])
+    second = buffer_for(stored.layers[1])
     under_way = reader.submit(stored.layers[0], first, free.wait)
     waiting = reader.submit(stored.layers[1], second, lambda: None)  # behind the other's gate
     waiting.cancel()
@@ -179,7 +180,8 @@ def test_a_settled_ticket_reads_no_more(stored: Stored) -> None:
 
 
 def test_layers_whose_buffers_are_in_use_hold_up_no_other(stored: Stored) -> None:
-    reader, free = LayerReader(threads=2), threading.Event()
+    reader = LayerReader(threads=2)
+    free = threading.Event()
     buffers = [buffer_for(layer) for layer in stored.layers]
     in_use = [reader.submit(stored.layers[index], buffers[index], free.wait) for index in range(4)]
     for index in (4, 5):
@@ -209,7 +211,8 @@ def test_the_threads_of_a_reader_that_nobody_closed_end_with_it(stored: Stored) 
 
 
 def test_settling_waits_for_the_read_that_has_begun(stored: Stored, reader: LayerReader) -> None:
-    begun, free = threading.Event(), threading.Event()
+    begun = threading.Event()
+    free = threading.Event()
 
     def before() -> None:
         begun.set()

@@ -73,7 +73,9 @@ def test_a_view_comes_back_in_a_later_lease(
     with stream.lease(layer) as lease:
         view = follow(lease.weights[name], chain)
         reference = lease.refer(view)
-        shape, stride, dtype = view.shape, view.stride(), view.dtype
+        shape = view.shape
+        stride = view.stride()
+        dtype = view.dtype
         assert reference is not None
         assert torch.equal(lease.resolve(reference), view)
     with stream.lease((layer + 1) % NUM_LAYERS):  # something else comes in between

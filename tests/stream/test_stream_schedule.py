@@ -89,7 +89,8 @@ def test_a_layer_in_parts_is_leased_once_each_way_its_parts_the_other_way_round_
     counts = data.draw(st.lists(st.integers(0, 5), min_size=num_layers, max_size=num_layers))
     ends = list(itertools.accumulate(counts, initial=num_layers))
     parts = {at: range(*pair) for at, pair in enumerate(itertools.pairwise(ends)) if counts[at]}
-    up, top = in_parts(forward_order(num_layers), parts), num_layers - 1
+    up = in_parts(forward_order(num_layers), parts)
+    top = num_layers - 1
     assert list(up) == [one for layer in range(num_layers) for one in (layer, *parts.get(layer, ()))]
     order = in_parts(training_order(num_layers), parts, top_layer=top)
     assert order[: len(up)] == up

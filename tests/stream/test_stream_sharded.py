@@ -42,8 +42,11 @@ COURSES = st.lists(st.one_of(ANNOUNCE, FOLLOW, LEASE, ACCOMPANY, CANCEL), max_si
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """Layers of some pages each, of which one tensor is cast, and one lies in a run of its own."""
     directory = tmp_path_factory.mktemp("layers")
-    file, generator = directory / "layers.bin", torch.Generator().manual_seed(1)
-    data, layers, contents = bytearray(52), [], []
+    file = directory / "layers.bin"
+    generator = torch.Generator().manual_seed(1)
+    data = bytearray(52)
+    layers = []
+    contents = []
     for index in range(NUM_LAYERS):
         tensors = {
             "weight": torch.randn(30 + index, 100 + 70 * index, generator=generator),
@@ -69,7 +72,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 @settings(max_examples=50)
 @given(index=LAYER, size=st.integers(1, 9))
 def test_the_parts_of_a_layer_are_the_layer(stored: Stored, index: int, size: int) -> None:
-    layer, reader = stored.layers[index], LayerReader(threads=1)
+    layer = stored.layers[index]
+    reader = LayerReader(threads=1)
     parts = [rank_share(layer, rank, size) for rank in range(size)]
     assert {part.nbytes for part in parts} == {part_bytes(layer.nbytes, size)}
     assert layer.nbytes <= size * parts[0].nbytes < layer.nbytes + size * PAGE
@@ -119,14 +123,18 @@ class Replica(Alone):
     """One of several processes, which sends its part at once, or as late as may be."""
 
     def __init__(self, board: Board, rank: int, seed: int, *, machine: dict[int, Tensor] | None = None) -> None:
-        self.board, self.rank, self.size, self.chance = board, rank, board.size, Random(seed)  # type: ignore[misc]
+        self.board = board
+        self.rank = rank
+        self.size = board.size
+        self.chance = Random(seed)  # type: ignore[misc]
         self.local_rank, self.local_size = (rank, board.size) if machine is not None else (0, 1)  # type: ignore[misc]
         self.machine = machine
         self.num_gathered = self.num_told = self.under_way = 0
 
     def gather(self, upload: Upload, whole: Tensor) -> Gathering:
         assert not self.under_way, "two gatherings are under way"
-        self.under_way, number = 1, self.num_gathered
+        self.under_way = 1
+        number = self.num_gathered
         self.num_gathered += 1
         whole.fill_(0xA5)
         sending = _Sending(self, number, upload, whole)
@@ -150,7 +158,10 @@ class Replica(Alone):
 
 class _Sending:
     def __init__(self, replica: Replica, number: int, upload: Upload, whole: Tensor) -> None:
-        self.replica, self.number, self.upload, self.whole = replica, number, upload, whole
+        self.replica = replica
+        self.number = number
+        self.upload = upload
+        self.whole = whole
         self.sent = False
 
     def send(self) -> None:
@@ -284,7 +295,8 @@ def test_a_lease_holds_its_layer_in_every_process(
 def test_each_process_moves_its_part_of_the_bytes(
     stored: Stored, size: int, depth: int, residents: tuple[int, ...], host_cached: Collection[int], poison: bool
 ) -> None:
-    order, passes = training_order(NUM_LAYERS), 3
+    order = training_order(NUM_LAYERS)
+    passes = 3
     whole = order * passes
     gathered = fetched(whole, 2)  # a layer is put together but once at a turn
     held = set(residents)
@@ -420,7 +432,8 @@ class BrokenReader(LayerReader):
 @pytest.mark.parametrize("poison", [False, True])
 def test_the_processes_of_a_machine_keep_one_copy(stored: Stored, poison: bool) -> None:
     """Each reads its share into memory that all have; nothing else is read, and each finds all layers there."""
-    cached, size = (0, 1, 3, 4, 5), 2
+    cached = (0, 1, 3, 4, 5)
+    size = 2
     machine: dict[int, Tensor] = {}
 
     def work(replica: Replica) -> tuple[int, dict[int, int]]:

@@ -51,7 +51,8 @@ def alive(made: list[weakref.ref[Tensor]]) -> int:
 def test_every_lease_has_its_weights_whenever_a_slot_is_given_up(
     stored: Stored, name: str, seed: int, depth: int, cached: set[int]
 ) -> None:
-    chance, made = Random(seed), BACKENDS[name]
+    chance = Random(seed)
+    made = BACKENDS[name]
     backend: Backend = made()
     stream = LayerStream(stored.layers, backend, prefetch_depth=depth, host_cached=cached, reader=SteppedReader(seed))
     with closing(stream):
@@ -63,7 +64,8 @@ def test_every_lease_has_its_weights_whenever_a_slot_is_given_up(
                         stream.shrink()
                     if isinstance(backend, LateBackend):
                         found: list[bool] = []
-                        weights, expected = lease.weights, stored.contents[layer]
+                        weights = lease.weights
+                        expected = stored.contents[layer]
                         backend.compute(lambda w=weights, e=expected, f=found: f.append(same(w, e)))
                     else:
                         assert same(lease.weights, stored.contents[layer])
@@ -88,7 +90,8 @@ def test_the_one_on_lease_and_the_last_stay(stored: Stored) -> None:
 def test_memory_is_given_back_at_once_on_both_sides(
     stored: Stored, cached: tuple[int, ...], buffers: tuple[int, ...]
 ) -> None:
-    backend, reader = Counting(), SteppedReader(3)
+    backend = Counting()
+    reader = SteppedReader(3)
     with closing(LayerStream(stored.layers, backend, prefetch_depth=3, host_cached=cached, reader=reader)) as stream:
         order = training_order(len(stored), 0)
         stream.announce(order)

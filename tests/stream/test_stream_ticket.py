@@ -39,7 +39,9 @@ def test_what_has_no_parts_is_over() -> None:
 
 
 def test_every_part_is_done_once_and_behind_its_gate(workers: Workers) -> None:
-    chance, events, tickets = Random(3), list[tuple[str, int, int]](), []
+    chance = Random(3)
+    events = list[tuple[str, int, int]]()
+    tickets = []
     sizes = [chance.randrange(6) for _ in range(MANY)]
     for number, size in enumerate(sizes):
         parts = [lambda n=number, p=part: events.append(("part", n, p)) for part in range(size)]
@@ -57,14 +59,17 @@ def test_every_part_is_done_once_and_behind_its_gate(workers: Workers) -> None:
 
 @pytest.mark.parametrize("gate", [None, lambda: None], ids=["ungated", "gated"])
 def test_the_parts_of_one_ticket_are_done_side_by_side(gate: Callable[[], None] | None) -> None:
-    workers, all_at_once = Workers(3, "test-worker"), threading.Barrier(3, timeout=60)
+    workers = Workers(3, "test-worker")
+    all_at_once = threading.Barrier(3, timeout=60)
     run(workers, *[all_at_once.wait] * 3, gate=gate).wait()
     assert not all_at_once.broken
     workers.close()
 
 
 def test_the_oldest_ticket_is_done_first() -> None:
-    workers, free, order = Workers(1, "test-worker"), threading.Event(), list[int]()
+    workers = Workers(1, "test-worker")
+    free = threading.Event()
+    order = list[int]()
     run(workers, free.wait)
     tickets = [run(workers, lambda n=number: order.append(n), lambda n=number: order.append(n)) for number in range(9)]
     free.set()
@@ -75,7 +80,8 @@ def test_the_oldest_ticket_is_done_first() -> None:
 
 
 def test_gates_that_stay_shut_leave_threads_for_what_needs_none() -> None:
-    workers, free = Workers(2, "test-worker"), threading.Event()
+    workers = Workers(2, "test-worker")
+    free = threading.Event()
     waiting = [run(workers, lambda: None, gate=free.wait) for _ in range(5)]  # more gates than threads
     run(workers, lambda: None).wait()
     assert not any(ticket.done() for ticket in waiting)
@@ -87,7 +93,8 @@ def test_gates_that_stay_shut_leave_threads_for_what_needs_none() -> None:
 
 def test_the_first_failure_ends_a_ticket(workers: Workers) -> None:
     """What had not begun never does, and the other tickets are done all the same."""
-    free, done = threading.Event(), list[int]()
+    free = threading.Event()
+    done = list[int]()
     blocked = [run(workers, free.wait) for _ in range(8)]  # every thread has something else to do
     failing = run(workers, *[fail] * 20, *[lambda: done.append(0)] * 20)
     other = run(workers, lambda: done.append(1))
@@ -102,7 +109,9 @@ def test_the_first_failure_ends_a_ticket(workers: Workers) -> None:
 
 
 def test_a_ticket_that_failed_is_not_over_while_a_part_is_running() -> None:
-    workers, running, free = Workers(2, "test-worker"), threading.Event(), threading.Event()
+    workers = Workers(2, "test-worker")
+    running = threading.Event()
+    free = threading.Event()
 
     def keep_on() -> None:
         running.set()
@@ -132,7 +141,10 @@ def test_a_gate_that_fails_lets_nothing_through(workers: Workers) -> None:
 
 
 def test_settling_at_the_gate_lets_nothing_through() -> None:
-    workers, begun, free, done = Workers(1, "test-worker"), threading.Event(), threading.Event(), list[int]()
+    workers = Workers(1, "test-worker")
+    begun = threading.Event()
+    free = threading.Event()
+    done = list[int]()
 
     def gate() -> None:
         begun.set()
@@ -157,7 +169,9 @@ def test_settling_at_the_gate_lets_nothing_through() -> None:
 
 
 def test_closing_waits_for_what_runs_and_begins_nothing_more(workers: Workers) -> None:
-    begun, free, done = threading.Event(), threading.Event(), list[int]()
+    begun = threading.Event()
+    free = threading.Event()
+    done = list[int]()
 
     def part() -> None:
         begun.set()

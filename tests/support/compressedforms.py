@@ -69,10 +69,13 @@ def compressed(name: str, weight: Tensor, form: Form) -> tuple[Tensors, Tensor]:
     if form.ordered == "numbered":
         numbers = numbers[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + outputs))]
     grouped = torch.stack([weight[:, numbers == group].float() for group in range(inputs // size)], 1)
-    least, most = -(2 ** (form.bits - 1)), 2 ** (form.bits - 1) - 1
-    low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+    least = -(2 ** (form.bits - 1))
+    most = 2 ** (form.bits - 1) - 1
+    low = grouped.amin(-1).clamp_max(0)
+    high = grouped.amax(-1).clamp_min(0)
     if form.symmetric:
-        scales, zeros = torch.maximum(-low, high) / most, torch.zeros(low.shape, dtype=torch.int8)
+        scales = torch.maximum(-low, high) / most
+        zeros = torch.zeros(low.shape, dtype=torch.int8)
         scales = scales.to(torch.bfloat16)
     else:
         scales = ((high - low) / (most - least)).to(torch.bfloat16)
@@ -116,7 +119,8 @@ def write_compressed(form: Form, directory: Path, num_layers: int) -> Checkpoint
     """Write a Llama of bf16 in a form, and, as fp32, what its weights stand for."""
     whole = published(directory / "whole", num_hidden_layers=num_layers)
     weights = {name: one for file in sorted(whole.glob("*.safetensors")) for name, one in load_file(file).items()}
-    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
+    stored = dict[str, Tensor]()
+    plain = dict[str, Tensor]()
     for name, weight in weights.items():
         made, plain[name] = compressed(name, weight, form) if "proj.weight" in name else ({name: weight}, weight)
         stored |= made

@@ -79,7 +79,8 @@ def try_checkpoint(checkpoint: Checkpoint) -> Found:
         return Found(refused, how)
     model = meta_model(config_of(checkpoint), torch.bfloat16)
     name, layers = find_layers(model)
-    counts, sizes = [], []
+    counts = []
+    sizes = []
     for number, layer in enumerate(layers):
         inside = [(f"{name}.{number}.{own_name}", one.numel()) for own_name, one in layer.named_parameters()]
         counts.append(sum(count for _, count in inside))

@@ -92,7 +92,8 @@ class Scenario:
 
     def next_tenant(self, memory: np.ndarray) -> None:
         """Use the memory for something else, in the queue of compute, the moment the last tensor in it is dropped."""
-        compute, value = self.device.queues[0], self.fresh()
+        compute = self.device.queues[0]
+        value = self.fresh()
         self.write(compute, memory.ctypes.data, value)
         self.read(compute, memory.ctypes.data, value, "memory that was given back")
 
@@ -132,7 +133,8 @@ class Scenario:
             self.held = [one for one in self.held if one.ring is not ring]
 
     def upload(self) -> None:
-        source, value = self.host_memory(), self.fresh()
+        source = self.host_memory()
+        value = self.fresh()
         source.fill_(value)
         if not self.begin_upload(source, value):
             self.buffers.append(source)
@@ -158,7 +160,8 @@ class Scenario:
 
     def lease_again(self) -> None:
         if one := self.one_of([one for one in self.held if one.released and not one.refilled]):
-            one.leased, one.released = one.upload.wait(), False
+            one.leased = one.upload.wait()
+            one.released = False
             one.ring.free.remove(one.slot)
             self.read(self.device.compute, one.leased.data_ptr(), one.value, "a slot leased again")
 
@@ -170,7 +173,8 @@ class Scenario:
             self.after_release(one)
 
     def after_release(self, one: Held) -> None:
-        one.leased, one.released = None, True
+        one.leased = None
+        one.released = True
         one.ring.free.append(one.slot)
 
     def drain(self) -> None:
@@ -190,7 +194,9 @@ class Scenario:
     # Downloads
 
     def download(self) -> None:
-        source, target, value = self.device_memory(), self.host_memory(), self.fresh()
+        source = self.device_memory()
+        target = self.host_memory()
+        value = self.fresh()
         self.write(self.device.compute, source.data_ptr(), value)
         download = self.code.CopyDown(self.copies, source, target)
         self.downloads.append(Down(download, source if self.chance.random() < 0.5 else None, value, target))

@@ -176,7 +176,8 @@ def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> C
         streamed = {name: parameter.grad for name, parameter in trained(model.lora_manager).items()}
         adapter = model.lora_manager.peft_config["default"]
         bytes_offloaded = model.adapter.counters.bytes_offloaded
-        layers_name, num_layers = model.split.layers_name, model.split.num_layers
+        layers_name = model.split.layers_name
+        num_layers = model.split.num_layers
         shifted = model.adapter.shifts_labels
     base = aligned(auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32))
     base.config.use_cache = False
@@ -201,7 +202,9 @@ def whole_loss(
     model: torch.nn.Module, batches: list[dict[str, Tensor]], *, shifted: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Accumulate gradients over micro-batches on the whole model; return the loss of the step, and the logits."""
-    tokens, total, outputs = trained_tokens(batches, shifted=shifted), torch.zeros(()), []
+    tokens = trained_tokens(batches, shifted=shifted)
+    total = torch.zeros(())
+    outputs = []
     for batch in batches:
         logits = model(**model_inputs(batch), use_cache=False).logits
         targets = targets_of(batch["labels"], shifted=shifted)
@@ -215,7 +218,9 @@ def whole_loss(
 def ways() -> dict[str, dict[str, Tensor]]:
     """One micro-batch of two rows in each of the ways in which rows are laid out."""
     plain = micro_batches()[0]
-    ids, labels, length = plain["input_ids"], plain["labels"], plain["input_ids"].shape[1]
+    ids = plain["input_ids"]
+    labels = plain["labels"]
+    length = plain["input_ids"].shape[1]
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
     padding = {"input_ids": ids * mask, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
@@ -235,7 +240,8 @@ def compare_ways(model_type: str, directory: Path, dtype: torch.dtype) -> dict[s
         The largest difference of loss, logits and gradients, by dtype and way; those ways that `transformers` takes,
         and in fp32 a step of two micro-batches of different lengths.
     """
-    published, found = write_model(tiny_config(model_type), directory / "published"), {}
+    published = write_model(tiny_config(model_type), directory / "published")
+    found = {}
     name = str(dtype).removeprefix("torch.")
     with opened(published, dtype=name) as model:
         whole = _whole(published, dtype, model.lora_manager)
@@ -243,7 +249,8 @@ def compare_ways(model_type: str, directory: Path, dtype: torch.dtype) -> dict[s
             found["two micro-batches"] = farthest(_streamed_step(model, *micro_batches()), _two(whole, model))
         for way, batch in ways().items():
             if way not in UNTAKEN.get(model_type, ()):
-                streamed, expected = _streamed_step(model, batch), _whole_step(whole, batch, dtype)
+                streamed = _streamed_step(model, batch)
+                expected = _whole_step(whole, batch, dtype)
                 found[f"{name} {way}"] = farthest(streamed, expected)
     return found
 
@@ -277,7 +284,8 @@ def _streamed_step(model: LemaModel, *batches: dict[str, Tensor]) -> Step:
 def _two(whole: PeftModel, streamed: LemaModel) -> Step:
     torch.manual_seed(DRAWS)
     loss, logits = whole_loss(whole, micro_batches(), shifted=streamed.adapter.shifts_labels)
-    name, gradients = streamed.split.layers_name, _taken(whole)
+    name = streamed.split.layers_name
+    gradients = _taken(whole)
     for layer in range(streamed.split.num_layers):
         inside = [one for key, one in gradients.items() if f".{name}.{layer}." in key]
         assert any(one is not None and bool(one.any()) for one in inside), f"layer {layer} has no gradient"

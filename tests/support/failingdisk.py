@@ -24,7 +24,9 @@ class FailingDisk:
     """
 
     def __init__(self, name: str, *, begin: int | None = None, short: bool = False) -> None:
-        self.name, self.begin, self.short = name, begin, short
+        self.name = name
+        self.begin = begin
+        self.short = short
         self.reads = 0  # that were seen
 
     def install(self, put: Callable[[Any, str, Any], None]) -> "FailingDisk":

@@ -18,7 +18,9 @@ class FakeStream:
     """`torch.Stream`. Within it, a copy that need not be waited for is queued; one that must be is a mistake."""
 
     def __init__(self, queue: FakeQueue) -> None:
-        self.queue, self.device, self.device_index = queue, DEVICE, DEVICE.index
+        self.queue = queue
+        self.device = DEVICE
+        self.device_index = DEVICE.index
         self._mode: QueuedCopies | None = None
 
     def wait_event(self, event: FakeTorchEvent) -> None:

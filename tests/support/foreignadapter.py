@@ -69,8 +69,10 @@ def of_rank(adapter: Mapping[str, Tensor], shape: Shape, rank: int, layers: rang
     """What one rank of one stage holds."""
     held: dict[str, Tensor] = {}
     for layer in layers:
-        attention, mlp = ATTENTION.format(layer), MLP.format(layer)
-        queries, keys = shape.query_heads(rank), [head for head, _ in shape.key_slots(rank)]
+        attention = ATTENTION.format(layer)
+        mlp = MLP.format(layer)
+        queries = shape.query_heads(rank)
+        keys = [head for head, _ in shape.key_slots(rank)]
         q, k, v = (adapter[f"{attention}.{name}_proj.lora_B.weight"] for name in "qkv")
         if shape.grouped:
             base = f"{attention}.qkv_proj"
@@ -107,11 +109,13 @@ def metadata_of(held: Mapping[str, Tensor], shape: Shape, layers: range, sizes: 
     for name in held:
         cut = {"partition_stride": 1, "num_partitions": shape.tp, "tensor_model_parallel": True}
         dim = 1 if ".lora_A." in name else 0
-        column, row = ("o_proj" not in name and "down_proj" not in name), ("o_proj" in name or "down_proj" in name)
+        column = "o_proj" not in name and "down_proj" not in name
+        row = "o_proj" in name or "down_proj" in name
         is_cut = (column and dim == 0) or (row and dim == 1)
         spelt = name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
         if ".lora_embedding_" in name:
-            spelt, is_cut = f"{name}.default", False
+            spelt = f"{name}.default"
+            is_cut = False
         parameters[spelt] = {**cut, "partition_dim": dim} if is_cut else dict(whole)
         if name.endswith("weight_qkv"):
             parameters[spelt] = dict(whole)  # the library forgets to mark it
@@ -196,7 +200,8 @@ def save_references(held: Mapping[str, Tensor], file: Path) -> None:
         def __init__(self, tid: int) -> None:
             self.tid = tid
 
-    TensorReference.__module__, TensorReference.__qualname__ = names[-1], "TensorReference"
+    TensorReference.__module__ = names[-1]
+    TensorReference.__qualname__ = "TensorReference"
     modules[names[-1]].TensorReference = TensorReference  # type: ignore[attr-defined]
     assert not sys.modules.keys() & modules.keys()
     sys.modules.update(modules)

@@ -48,7 +48,8 @@ def whole(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(chosen(name))
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
-    optimizer, losses = make_optimizer(trained, config, model), []
+    optimizer = make_optimizer(trained, config, model)
+    losses = []
     for _ in range(steps):
         losses.append(accumulate(model, micro_batches(count)).detach())
         if config.max_grad_norm is not None:

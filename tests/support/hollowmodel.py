@@ -24,7 +24,8 @@ def write_hollow(directory: Path, config: PreTrainedConfig, dtype: torch.dtype =
     config.save_pretrained(directory)
     model = meta_model(config, dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, seen = 0, set[int]()
+    end = 0
+    seen = set[int]()
     for name, tensor in model.named_parameters():
         if id(tensor) not in seen:
             seen.add(id(tensor))

@@ -24,7 +24,8 @@ class FakeStore:
     """
 
     def __init__(self, device: FakeDevice, chance: Random) -> None:
-        self.device, self.chance = device, chance
+        self.device = device
+        self.chance = chance
         self.live = self.refused = 0
         self.free = list[Tensor]()
 
@@ -61,7 +62,8 @@ class HostOnly(FakeStore):
 
 class Kept:
     def __init__(self, store: FakeStore, nbytes: int) -> None:
-        self.store, self.nbytes = store, nbytes
+        self.store = store
+        self.nbytes = nbytes
         self.buffer: Tensor | None = None
         self.dropped = False
         store.live += 1
@@ -117,7 +119,8 @@ class ThroughBuffers(FakeStore):
 
 class Written:
     def __init__(self, store: ThroughBuffers, nbytes: int) -> None:
-        self.store, self.nbytes = store, nbytes
+        self.store = store
+        self.nbytes = nbytes
         self.buffer: Tensor | None = None
         self.on_disk: bytes | None = None
         self.dropped = False
@@ -128,7 +131,8 @@ class Written:
         return self.buffer
 
     def filled(self, landed: Callable[[], None]) -> None:
-        buffer, self.buffer = self.buffer, None
+        buffer = self.buffer
+        self.buffer = None
         assert buffer is not None
 
         def write() -> None:
@@ -153,7 +157,8 @@ class Written:
         return self.buffer
 
     def used(self, drained: Callable[[], None]) -> None:
-        buffer, self.buffer = self.buffer, None
+        buffer = self.buffer
+        self.buffer = None
         assert buffer is not None
 
         def drain() -> None:

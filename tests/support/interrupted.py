@@ -25,7 +25,8 @@ def stop_at(place: str, number: signal.Signals, *, stuck: bool) -> None:
     *owners, name = name.split(".")
     for owner in owners:
         holder = getattr(holder, owner)
-    function, sent = getattr(holder, name), []
+    function = getattr(holder, name)
+    sent = []
 
     @functools.wraps(function)  # so that a worker finds it by its name
     def stopping(*arguments: Any, **options: Any) -> Any:
@@ -38,7 +39,8 @@ def stop_at(place: str, number: signal.Signals, *, stuck: bool) -> None:
                 os.kill(MAIN, number)
             else:
                 threading.Timer(0.5, os.kill, (MAIN, number)).start()
-                lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_char * 64)()
+                lock = ctypes.CDLL(None).pthread_mutex_lock
+                mutex = (ctypes.c_char * 64)()
                 lock(mutex)
                 lock(mutex)  # for ever; no signal interrupts it
         return function(*arguments, **options)

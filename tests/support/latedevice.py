@@ -53,7 +53,8 @@ class LateDevice(CpuBackend):
         super().__init__()
         self.queues = FakeDevice(Random(seed or 0), holds_tensors=True)
         if seed is None:
-            self.queues._eager, self.queues._lazy = 0.0, True
+            self.queues._eager = 0.0
+            self.queues._lazy = True
         self.queues.compute = self.queues.gathers = AtOnce(self.queues)  # type: ignore[assignment]
         self.synchronized = 0
         self.slots: list[Tensor] = []  # all there ever were
@@ -90,7 +91,8 @@ class FakeDriver:
     """Locks up to `limit` bytes, and remembers what is locked."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.locked = limit, dict[int, int]()
+        self.limit = limit
+        self.locked = dict[int, int]()
 
     def lock(self, address: int, nbytes: int) -> str | None:
         if self.limit is not None and sum(self.locked.values()) + nbytes > self.limit:

@@ -24,7 +24,8 @@ from lema_tools.models.published import write_hollow
 __all__ = ["CONFIGS", "MODELS", "SIZES", "files_of", "page"]
 
 ROOT = Path(__file__).parents[2]
-CONFIGS, PAGE = ROOT / "configs" / "models", ROOT / "docs" / "your-model.md"
+CONFIGS = ROOT / "configs" / "models"
+PAGE = ROOT / "docs" / "your-model.md"
 GB = 10**9
 SIZES = (8, 12, 16, 24, 48, 80)  # GB of device memory
 # Their sizes are known, but no file was made so far.

@@ -65,7 +65,8 @@ def batches_of(mutation: Mutation) -> list[Tensors]:
 
 def _pack(lengths: tuple[int, ...]) -> Tensors:
     """Return two packs of rows with these lengths, in both orders. The first token of a row is not trained."""
-    packs, total = (lengths, lengths[::-1]), sum(lengths)
+    packs = (lengths, lengths[::-1])
+    total = sum(lengths)
     generator = torch.Generator().manual_seed(total)
     ids = torch.randint(3, VOCABULARY, (2, total), generator=generator)
     positions = torch.stack([torch.cat([torch.arange(length) for length in pack]) for pack in packs])
@@ -77,7 +78,8 @@ def _padded(batch: Tensors, side: str) -> Tensors:
     mask = torch.ones_like(batch["input_ids"])
     mask[1, slice(3) if side == "left" else slice(-3, None)] = 0
     empty = mask == 0
-    ids, labels = batch["input_ids"].masked_fill(empty, 0), batch["labels"].masked_fill(empty, -100)
+    ids = batch["input_ids"].masked_fill(empty, 0)
+    labels = batch["labels"].masked_fill(empty, -100)
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
@@ -86,7 +88,8 @@ def sharded(described: Mapping[str, Any] | None) -> Callable[[Path], None]:
 
     def divide(directory: Path) -> None:
         held = tensors(directory)
-        names, places = sorted(held), dict[str, str]()
+        names = sorted(held)
+        places = dict[str, str]()
         (directory / "model.safetensors").unlink()
         for number in range(3):
             file = f"model-0000{number + 1}-of-00003.safetensors"

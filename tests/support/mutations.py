@@ -32,7 +32,8 @@ TYPES += ("cohere", "granite", "gemma3", "qwen3_moe", "starcoder2", "glm4", "blo
 
 def _chosen(pattern: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
     """Change the tensors whose names have a word; one that starts with "not " is not to be there."""
-    word, wanted = pattern.removeprefix("not "), not pattern.startswith("not ")
+    word = pattern.removeprefix("not ")
+    wanted = not pattern.startswith("not ")
     return lambda held: {name: change(one) if (word in name) is wanted else one for name, one in held.items()}
 
 

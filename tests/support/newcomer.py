@@ -36,9 +36,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "my.yaml").write_text(settings, encoding="utf-8")
         for command in commands():
-            before, began = os.times(), time.perf_counter()
+            before = os.times()
+            began = time.perf_counter()
             done = subprocess.run(command, cwd=directory, stdout=subprocess.DEVNULL, check=False)
-            passed, after = time.perf_counter() - began, os.times()
+            passed = time.perf_counter() - began
+            after = os.times()
             used = after.children_user + after.children_system - before.children_user - before.children_system
             name = " ".join(["lema", *command[1:]])
             sys.stdout.write(f"{name}: {passed:.1f} s on the clock, {used:.1f} s of the processors\n")

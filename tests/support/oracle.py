@@ -301,7 +301,8 @@ def _whole_generated(whole: PeftModel, prompts: Tensor) -> dict[str, Any]:
     whole.eval()
     options: dict[str, Any] = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": NEW, "max_length": None}
     options |= {"do_sample": False, "use_cache": True, "return_dict_in_generate": False}
-    pad, ends = whole.generation_config.pad_token_id, whole.generation_config.eos_token_id
+    pad = whole.generation_config.pad_token_id
+    ends = whole.generation_config.eos_token_id
     chosen = {"pad_token_id": 0} if pad is None else {}
     if ends is None:
         chosen["eos_token_id"] = ends = TOKENIZER.eos_token_id

@@ -76,7 +76,8 @@ class System(ModuleType):
 
 def hide(ours: Callable[[Mapping[str, Any]], bool]) -> None:
     """Hide it from the modules that `ours` says of their globals."""
-    import_, systems = builtins.__import__, dict[str, System]()
+    import_ = builtins.__import__
+    systems = dict[str, System]()
 
     def import_hidden(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
@@ -126,7 +127,8 @@ def console() -> ModuleType:
             raise PermissionError(errno.EACCES, "Permission denied") from None
 
     module = ModuleType("msvcrt")
-    module.LK_NBLCK, module.locking = 2, locking
+    module.LK_NBLCK = 2
+    module.locking = locking
     return module
 
 

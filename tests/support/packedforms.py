@@ -53,7 +53,8 @@ def _auto_round(**settings: Any) -> dict[str, Any]:
     return {"quant_method": "auto-round", "data_type": "int", "sym": False} | settings
 
 
-GPTQ, AWQ = PackedForm(), PackedForm("awq", numbered=False)
+GPTQ = PackedForm()
+AWQ = PackedForm("awq", numbered=False)
 FORMS: Mapping[str, PackedForm] = {
     "gptq, groups of 128": GPTQ,
     "gptq, groups of 128, desc_act": replace(GPTQ, desc_act=True),
@@ -80,12 +81,14 @@ def packed(name: str, weight: Tensor, form: PackedForm) -> Tensors:
     """Quantise one weight, `[outputs, inputs]`, by rounding; return its stored tensors."""
     outputs, inputs = weight.shape
     size = inputs if form.group_size == -1 else min(inputs, form.group_size)
-    groups, most = inputs // size, 2**form.bits - 1
+    groups = inputs // size
+    most = 2**form.bits - 1
     number_of = torch.arange(inputs) // size
     if form.desc_act:
         number_of = number_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + outputs))]
     grouped = torch.stack([weight[:, number_of == group].float() for group in range(groups)])  # [groups, outputs, size]
-    low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+    low = grouped.amin(-1).clamp_max(0)
+    high = grouped.amax(-1).clamp_min(0)
     scales = ((high - low) / most).clamp_min(1e-4).half()
     zeros = (-low / scales).round().clamp(1, most).int()
     codes = (weight / scales.float()[number_of].t() + zeros[number_of].t()).round().clamp(0, most).int()
@@ -145,7 +148,8 @@ def _read(parts: Mapping[str, Tensor], numbers: Tensor | None, form: PackedForm)
     zeros = torch.tensor([_codes(row, order, form.bits) for row in parts["qzeros"].tolist()])  # [groups, outputs]
     if form.method == "gptq" and form.less_one:
         zeros += 1
-    inputs, groups = codes.shape[1], len(scales)
+    inputs = codes.shape[1]
+    groups = len(scales)
     number_of = torch.arange(inputs) * groups // inputs if numbers is None else numbers
     weight = torch.empty(codes.shape, dtype=scales.dtype)
     for number in range(inputs):

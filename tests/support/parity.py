@@ -17,7 +17,8 @@ from lema_cpu import CpuBackend
 
 SEED = 7  # of the adapters
 DRAWS = 11  # of dropout
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from lema.train.phases.paths import PhasePaths
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.stage import PhaseRun
 
-BLOCK, ROWS = 12, 4
+BLOCK = 12
+ROWS = 4
 STEP = BLOCK * ROWS
 # Whatever changes what a run has on disk, but for lines of measurements.
 WRITERS: dict[Any, tuple[str, ...]] = {
@@ -63,7 +64,8 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    mine, theirs = weights(one), weights(other)
+    mine = weights(one)
+    theirs = weights(other)
     assert mine.keys() == theirs.keys()
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 

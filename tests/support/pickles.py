@@ -39,7 +39,8 @@ def watch() -> None:
 
 def found() -> list[str]:
     """Return what was looked up for a pickle since the last call, and by which lines of LEMA's."""
-    told, _found[:] = list(_found), []
+    told = list(_found)
+    _found[:] = []
     return told
 
 

@@ -19,7 +19,8 @@ LENGTHS = ((9, 12, 10), (4, 11, 13), (6, 9, 8), (5, 13, 9))  # of the prompt, an
 
 def examples(*, labelled: bool = False, seed: int = 2) -> PreferenceDataset:
     """Draw four pairs, or eight rows of which every other is desirable."""
-    draw, columns = torch.Generator().manual_seed(seed), Columns()
+    draw = torch.Generator().manual_seed(seed)
+    columns = Columns()
     for number, (prompt, *rows) in enumerate(LENGTHS):
         begins = torch.randint(3, VOCABULARY, (prompt,), generator=draw).tolist()
         for length in rows:

@@ -114,7 +114,8 @@ def int4(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
         groups = weight.float().unflatten(-1, (-1, GROUP))
         scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-6).to(torch.bfloat16)
         whole = (groups / scale).round().clamp(-8, 7).flatten(-2).to(torch.int8)
-        packed, shape = pack_to_int32(whole, 4), torch.tensor(weight.shape, dtype=torch.int64)
+        packed = pack_to_int32(whole, 4)
+        shape = torch.tensor(weight.shape, dtype=torch.int64)
         return {f"{name}_packed": packed, f"{name}_scale": scale.squeeze(-1), f"{name}_shape": shape}
 
     scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
@@ -188,7 +189,8 @@ def write_published(config: PreTrainedConfig, form: str, directory: Path) -> Pat
             if isinstance(getattr(part, size, None), int):
                 setattr(part, size, BLOCK if form in PACKED else 2 * BLOCK)
         if form in PACKED:
-            part.hidden_size, part.head_dim = BLOCK, BLOCK // 4
+            part.hidden_size = BLOCK
+            part.head_dim = BLOCK // 4
     write_model(config, directory, torch.bfloat16)
     weights: Tensors = {}
     for file in sorted(directory.glob("*.safetensors*")):
@@ -218,7 +220,8 @@ def dequantized(directory: Path) -> torch.nn.Module:
     model = aligned(auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32))
     model.float().config.use_cache = False
     model.config.__dict__.pop("quantization_config", None)
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer = None
+    model.is_quantized = False
     return model
 
 

@@ -49,7 +49,8 @@ def dequantized(directory: Path, **options: Any) -> PreTrainedModel:
     for name, weight in list(expanded_by_the_library(model)):
         owner = model.get_submodule(name)
         plain = nn.Linear(owner.in_features, owner.out_features, bias=owner.bias is not None, dtype=weight.dtype)
-        plain.weight, plain.bias = nn.Parameter(weight.clone()), owner.bias
+        plain.weight = nn.Parameter(weight.clone())
+        plain.bias = owner.bias
         model.set_submodule(name, plain)
     del model.config.quantization_config
     return model

@@ -25,7 +25,9 @@ GARBAGE = 0xDD
 
 class FakeEvent:
     def __init__(self, device: FakeDevice, queue: FakeQueue) -> None:
-        self._device, self.queue, self.done = device, queue, False
+        self._device = device
+        self.queue = queue
+        self.done = False
 
     def wait(self) -> None:
         if not self.done:
@@ -40,7 +42,8 @@ class FakeEvent:
 
 class FakeQueue:
     def __init__(self, device: FakeDevice, name: str) -> None:
-        self.device, self.name = device, name
+        self.device = device
+        self.name = name
         self.work: deque[Callable[[], None] | FakeEvent] = deque()  # an event: to be waited for
 
     def record(self) -> FakeEvent:
@@ -66,7 +69,8 @@ class FakeQueue:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        before, self.device.compute = self.device.compute, self
+        before = self.device.compute
+        self.device.compute = self
         yield
         self.device.compute = before
 
@@ -100,7 +104,9 @@ class FakeDevice:
     """
 
     def __init__(self, chance: Random, *, holds_tensors: bool = False) -> None:
-        self.chance, self.holds_tensors, self.host_waits = chance, holds_tensors, 0
+        self.chance = chance
+        self.holds_tensors = holds_tensors
+        self.host_waits = 0
         self.waiting_threads = set[threading.Thread]()
         self.lock = threading.RLock()
         self.queues = [FakeQueue(self, name) for name in NAMES]

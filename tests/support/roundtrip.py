@@ -49,7 +49,8 @@ def roundtrip(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = to
     """
     source = published(config, directory / "published", dtype)
     expected = from_pretrained(source).state_dict()
-    index, skeleton = GlobalBinaryIndex(source), meta_model(read_config(source), dtype)
+    index = GlobalBinaryIndex(source)
+    skeleton = meta_model(read_config(source), dtype)
     converters: list[WeightConverter] = []
     with patch.object(Conversion, "records", autospec=True, side_effect=_noting(converters)):
         names = map_names(skeleton, index)

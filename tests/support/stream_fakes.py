@@ -40,8 +40,11 @@ class Stored:
 def write_layers(directory: Path, num_layers: int = 6) -> Stored:
     """Write layers of different sizes, each two tensors behind each other, beginning anywhere in a page."""
     directory.mkdir(parents=True, exist_ok=True)
-    file, generator = directory / "layers.bin", torch.Generator().manual_seed(1)
-    data, layers, contents = bytearray(52), [], []
+    file = directory / "layers.bin"
+    generator = torch.Generator().manual_seed(1)
+    data = bytearray(52)
+    layers = []
+    contents = []
     for index in range(num_layers):
         tensors = {
             "weight": torch.randn(24, 20 + 7 * index, generator=generator),
@@ -90,7 +93,8 @@ class SteppedReader(LayerReader):
 
     def __init__(self, seed: int) -> None:
         super().__init__(threads=1)
-        self.chance, self.pending = Random(seed), list[SteppedTicket]()
+        self.chance = Random(seed)
+        self.pending = list[SteppedTicket]()
 
     def submit(
         self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
@@ -112,7 +116,10 @@ class SteppedTicket(Ticket):
         self, reader: SteppedReader, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None
     ) -> None:
         super().__init__([])
-        self.reader, self.layer, self.buffer, self.before = reader, layer, buffer, before
+        self.reader = reader
+        self.layer = layer
+        self.buffer = buffer
+        self.before = before
         self.begun = False
         self.error: ReadError | None = None
 
@@ -210,7 +217,8 @@ class LateBackend(CpuBackend):
 
 class _LateSlots:
     def __init__(self, backend: LateBackend, nbytes: int, count: int) -> None:
-        self.backend, self.free = backend, {i: torch.zeros(nbytes, dtype=torch.uint8) for i in range(count)}
+        self.backend = backend
+        self.free = {i: torch.zeros(nbytes, dtype=torch.uint8) for i in range(count)}
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> _LateUpload:
         layout = layout or SlotLayout(len(source), (Span(0, len(source), 0),))
@@ -231,7 +239,10 @@ class _LateDownload:
 
 class _LateUpload:
     def __init__(self, slots: _LateSlots, number: int, slot: Tensor, source: Tensor, layout: SlotLayout) -> None:
-        self.slots, self.number, self.slot, self.nbytes = slots, number, slot, layout.nbytes
+        self.slots = slots
+        self.number = number
+        self.slot = slot
+        self.nbytes = layout.nbytes
 
         def copy() -> None:
             for span in layout.spans:

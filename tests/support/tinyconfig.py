@@ -141,7 +141,8 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _settings(default: PreTrainedConfig) -> dict[str, Any]:
     """Return what to make a config of, or a part of one, given the default one."""
-    mapped, layers = set(type(default).attribute_map), _layers(default)
+    mapped = set(type(default).attribute_map)
+    layers = _layers(default)
     chosen: dict[str, Any] = {}
     for name, value in vars(default).items():
         if name in mapped:

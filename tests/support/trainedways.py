@@ -82,7 +82,8 @@ def streamed_model(
 
 def assert_begins_as(model: LemaModel, whole: PeftModel) -> None:
     """Names, values, dtypes and places of everything that trains are those of PEFT."""
-    found, expected = trained(model.lora_manager), trained(whole)
+    found = trained(model.lora_manager)
+    expected = trained(whole)
     assert list(found) == list(expected)
     for name, parameter in found.items():
         assert parameter.dtype == expected[name].dtype, name

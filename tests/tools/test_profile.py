@@ -94,7 +94,8 @@ def test_adapters_products_are_told_from_those_of_the_base(found: StepProfile, c
     # Of the base's three passes (forward, again, and for the input's gradient) the top layer has two, and one product
     # is left out of each other layer's second. Adapters have four, of which the top layer has three; the gradient of
     # nothing is formed below the lowest layer.
-    base, adapter = sum(rows * columns for rows, columns in sides), 5 * sum(sum(side) for side in sides)
+    base = sum(rows * columns for rows, columns in sides)
+    adapter = 5 * sum(sum(side) for side in sides)
     ratio = found.parts["adapter matmuls"].flops / found.parts["base matmuls"].flops
     assert adapter / base < ratio < 2 * adapter / base
 
@@ -142,7 +143,8 @@ phases:
 
 def test_a_phase_is_profiled_by_its_name(config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The phase that trains adapters, with its own settings and rows; the phase before it is not run."""
-    given, phased = LemaConfig.from_yaml(config), tmp_path / "phases.yaml"
+    given = LemaConfig.from_yaml(config)
+    phased = tmp_path / "phases.yaml"
     rows = given.train_data if isinstance(given.train_data, str) else next(iter(given.train_data or ()))
     phased.write_text(PHASES.format(model=given.model_name_or_path, rows=rows, output=tmp_path / "out"))
     assert_refused(capfd, 2, ["several kinds", "--phase few"], "profile", phased)
@@ -159,7 +161,13 @@ def test_products_of_experts_are_those_of_the_base_and_of_adapters(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of a mixture of experts: nothing of theirs is counted as attention, which has its own arithmetic and no more."""
-    hidden, inner, experts, chosen, layers, length, rows = 32, 64, 8, 4, 4, 16, 2
+    hidden = 32
+    inner = 64
+    experts = 8
+    chosen = 4
+    layers = 4
+    length = 16
+    rows = 2
     settings: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 64}
     settings |= {"hidden_size": hidden, "moe_intermediate_size": inner, "num_experts": experts}
     settings |= {"num_experts_per_tok": chosen, "num_hidden_layers": layers, "decoder_sparse_step": 1}

@@ -75,7 +75,8 @@ def page_of(directory: Path, *words: Any) -> Page:
 
 
 def test_the_curves_are_those_of_metrics(plain_run: Path) -> None:
-    page, rows = page_of(plain_run), read_metrics(plain_run / METRICS)
+    page = page_of(plain_run)
+    rows = read_metrics(plain_run / METRICS)
     for title, key in (("learning rate", "learning_rate"), ("gradient norm", "grad_norm")):
         found = page.curve(title)[title]
         assert [(step, told) for step, _, told in found] == [(r["step"], number(r[key])) for r in rows if key in r]
@@ -91,7 +92,8 @@ def test_the_curves_are_those_of_metrics(plain_run: Path) -> None:
 
 
 def test_settings_environment_and_results_are_those_of_the_run(plain_run: Path) -> None:
-    page, about = page_of(plain_run), json.loads((plain_run / "plan.json").read_text())
+    page = page_of(plain_run)
+    about = json.loads((plain_run / "plan.json").read_text())
     given = [one for one in page.all("tr") if one.get("class") == "given"]
     assert len(given) == 2 * len(about["given"]) > 0, "once by themselves, once among all"
     assert all(name in page.texts["settings"] for name in about["settings"])

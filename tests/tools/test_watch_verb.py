@@ -44,7 +44,8 @@ def running(directory: Path) -> None:
 
 
 def test_numbers_are_those_of_the_last_lines_of_metrics(plain_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told, rows = shown(plain_run, capfd), read_metrics(plain_run / METRICS)
+    told = shown(plain_run, capfd)
+    rows = read_metrics(plain_run / METRICS)
     last = [row for row in rows if "loss" in row][-1]
     evaluated = [row for row in rows if "eval_loss" in row][-1]
     assert "ended" in told and "step 6/6" in told and "100%" in told
@@ -57,7 +58,8 @@ def test_numbers_are_those_of_the_last_lines_of_metrics(plain_run: Path, capfd: 
 def test_a_run_of_phases_has_the_steps_of_all_and_the_memory_of_the_last(
     phase_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told, run = shown(phase_run, capfd, "--once"), read_run(phase_run)
+    told = shown(phase_run, capfd, "--once")
+    run = read_run(phase_run)
     plan = json.loads((phase_run / "plan.json").read_text())["plan"]["phases"]
     assert "ended" in told and "step 4/4" in told and "phase adapters" in told
     assert [name for name, _ in run.phases] == ["whole", "adapters"]
@@ -69,9 +71,11 @@ def test_a_run_of_phases_has_the_steps_of_all_and_the_memory_of_the_last(
 
 def test_memory_is_the_plan_of_the_run_against_the_most_that_was_measured(plain_run: Path) -> None:
     (memory,) = read_run(plain_run).memories  # on this device, that of the host is the device's
-    about, rows = json.loads((plain_run / "plan.json").read_text()), read_metrics(plain_run / METRICS)
+    about = json.loads((plain_run / "plan.json").read_text())
+    rows = read_metrics(plain_run / METRICS)
     planned = about["plan"]["memory"]
-    device, host = planned["device"], planned["host"]
+    device = planned["device"]
+    host = planned["host"]
     assert memory.measured == max(row["memory"] for row in rows if "memory" in row)
     beside = sum(host.values()) - min(host["ring"], device["slots"])  # one memory serves as both
     assert memory.planned == about["used"] + sum(device.values()) + beside
@@ -117,7 +121,8 @@ def test_a_run_that_goes_on_says_how_long_it_takes_still(
     lines = (place / METRICS).read_text().splitlines(keepends=True)
     (place / METRICS).write_text("".join(lines[:2]))
     running(place)
-    told, run = shown(place, capfd), read_run(place)
+    told = shown(place, capfd)
+    run = read_run(place)
     assert f"running (process {os.getpid()})" in told and "step 2/6" in told and " left" in told
     seconds = [json.loads(line)["seconds_passed"] for line in lines[:2]]
     assert run.seconds_left == pytest.approx(4 * sum(seconds) / 2)
@@ -125,7 +130,8 @@ def test_a_run_that_goes_on_says_how_long_it_takes_still(
 
 def test_the_tail_reads_what_is_new_and_begins_again_where_the_file_was_cut_back(tmp_path: Path) -> None:
     file = tmp_path / METRICS
-    tail, lines = MetricsTail(file), [json.dumps({"step": step, "loss": step / 2}) + "\n" for step in range(1, 9)]
+    tail = MetricsTail(file)
+    lines = [json.dumps({"step": step, "loss": step / 2}) + "\n" for step in range(1, 9)]
     file.write_text("".join(lines[:3]) + lines[3][:5])
     assert [row["step"] for row in tail.rows()] == [1, 2, 3]
     with file.open("a") as out:

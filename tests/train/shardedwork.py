@@ -91,13 +91,15 @@ def compare(directory: Path, names: Collection[str]) -> None:
 
 def _bytes_are_those_of_a_part(model: LemaModel) -> None:
     """Each process reads, uploads and gathers what the formula says, in a step after others."""
-    stream, replicas = model.memory, model.backend.replicas
+    stream = model.memory
+    replicas = model.backend.replicas
     order = training_order(len(stream.layers))
     before = stream.counters
     streamed_step(model, micro_batches(BATCHES, padding=True))
     after = stream.counters
     gathered = fetched(order * 2, 2)[len(fetched(order, 2)) :]
-    held, once = stream.residents, len(fetched(fetched(order, 2), stream.num_slots, stream.residents))
+    held = stream.residents
+    once = len(fetched(fetched(order, 2), stream.num_slots, stream.residents))
     uploaded = fetched(fetched(order * 2, 2), stream.num_slots, held)[once:]
     on_disk = held | stream.host_cached
     read = fetched(fetched(order * 2, 2), stream.num_slots, on_disk)
@@ -112,7 +114,8 @@ def _bytes_are_those_of_a_part(model: LemaModel) -> None:
 
 def _host_memory_is_shared(model: LemaModel) -> None:
     """The layers are once in memory, in which every process has its proportional share."""
-    stream, replicas = model.memory, model.backend.replicas
+    stream = model.memory
+    replicas = model.backend.replicas
     for layer in sorted(stream.host_cached):
         _ = int(stream._host[layer].sum())  # every page of it is looked at
     whole = sum(stream.layers[layer].nbytes for layer in stream.host_cached)

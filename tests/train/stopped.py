@@ -34,8 +34,10 @@ def stopped_in_turn(place: Path, way: str, rows: int = 11) -> None:
         way: how the processes share the work.
         rows: to train on, four at a time; of the last batch, not every process has some.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    data, changes = token_rows(rows), {**RUN, **WAYS[way]}
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    data = token_rows(rows)
+    changes = {**RUN, **WAYS[way]}
     begun, cut = (settings(place / "model", place / f"{name}-{way}-{size}", **changes) for name in ("whole", "cut"))
     begun = begun.model_copy(update={"save_steps": 1})
     first = LemaModel(begun)  # it holds the group of processes together until the end
@@ -47,7 +49,8 @@ def stopped_in_turn(place: Path, way: str, rows: int = 11) -> None:
         asked += 1
 
     first.get_trainer().fit(data, EVAL_ROWS, stop=count)
-    expected, polls = adapter_of(first.skeleton), asked
+    expected = adapter_of(first.skeleton)
+    polls = asked
     every: list[Any] = [None] * size
     dist.all_gather_object(every, polls)
     assert max(every) >= LEASES, "some layers are begun without asking"

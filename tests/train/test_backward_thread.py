@@ -88,7 +88,8 @@ def test_what_a_plan_measures_is_differentiated_as_in_a_run(
 ) -> None:
     """Else workspaces that a library keeps for each thread would stay on the device."""
     seen: list[bool] = []
-    backward, grad = torch.autograd.backward, torch.autograd.grad
+    backward = torch.autograd.backward
+    grad = torch.autograd.grad
 
     def noting(differentiate: Callable[..., Any]) -> Callable[..., Any]:
         def note(roots: Any, *args: Any, **kwargs: Any) -> Any:

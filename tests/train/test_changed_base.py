@@ -79,7 +79,8 @@ class _At(TrainerCallback):
     """Changes the model's file after a step."""
 
     def __init__(self, step: int, change: Callable[[], None]) -> None:
-        self._step, self._change = step, change
+        self._step = step
+        self._change = change
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._step:
@@ -111,7 +112,8 @@ def written(directory: Path) -> str:
 @pytest.mark.parametrize("change", [rewrite, exchange, shorten, change_a_little, change_unseen])
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_changed_model_ends_the_run(step: int, change: Callable[[Path], None], config: LemaConfig) -> None:
-    out, before = Path(config.output_dir), base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))
+    out = Path(config.output_dir)
+    before = base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))
     with pytest.raises(WeightsError, match="the model has changed since the run began to read it"):
         train(config, step, change)
     saved = sorted(path.name for path in out.glob("checkpoint-*"))

@@ -72,13 +72,15 @@ def test_layers_stay_in_half_precision_until_they_are_leased(tmp_path: Path, mea
         measured(times)
         config = settings(base, tmp_path / "run", compute_dtype=compute, strategy="resident")
         with opened(config) as model:
-            layer, stream = model.memory.layers[0], model.memory
+            layer = model.memory.layers[0]
+            stream = model.memory
             with stream.lease(0) as lease:
                 types_leased = {weight.dtype for weight in lease.weights.values()}
             sizes[times, compute] = layer.read_bytes, layer.nbytes, layer.expanded_bytes, types_leased
             assert not layer.casts  # else memory of the host would hold more than is stored
             assert model.planner.blueprint.expanded_bytes == layer.expanded_bytes
-    slow, fast = sizes[30.0, "auto"], sizes[1.0, "auto"]
+    slow = sizes[30.0, "auto"]
+    fast = sizes[1.0, "auto"]
     assert slow[:2] == fast[:2] and slow[2] >= 2 * slow[0] and not fast[2]
     assert slow[3] == {torch.float32} and fast[3] == {torch.bfloat16}
     assert sizes[30.0, "weights"] == fast and sizes[1.0, "float32"] == slow
@@ -116,7 +118,8 @@ def test_a_device_with_instructions_for_a_type_is_not_timed(monkeypatch: pytest.
 
 def test_timing_leaves_threads_and_generators_as_they_were() -> None:
     products.slowness.cache_clear()
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    state = torch.get_rng_state()
     assert products.slowness(torch.float16) > 0
     assert products.slowness(torch.float16) == products.slowness(torch.float16)
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
@@ -162,7 +165,8 @@ def test_another_type_is_told_when_a_run_goes_on(
 def test_an_adapter_that_is_computed_in_another_type_than_it_was_trained_in_says_so(
     tmp_path: Path, measured: Slow, recwarn: pytest.WarningsRecorder
 ) -> None:
-    base, out = write_model(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "run"
+    base = write_model(tmp_path / "model", dtype=torch.bfloat16)
+    out = tmp_path / "run"
     measured(30.0)
     with opened(settings(base, out, max_steps=1, save_steps=1)) as model:
         model.get_trainer().fit(token_rows(8))
@@ -181,7 +185,8 @@ def test_an_adapter_that_is_computed_in_another_type_than_it_was_trained_in_says
 
 def test_of_several_processes_the_first_decides(tmp_path: Path) -> None:
     base = write_model(tmp_path / "model", dtype=torch.bfloat16)
-    config, index = settings(base, tmp_path / "run"), GlobalBinaryIndex(base)
+    config = settings(base, tmp_path / "run")
+    index = GlobalBinaryIndex(base)
     files = ModelFiles(config)
     replicas = SimpleNamespace(first=False, everyone=lambda mine: [(None, torch.float32), mine])
     device: Any = SimpleNamespace(replicas=replicas, fast_dtype=lambda dtype: dtype)

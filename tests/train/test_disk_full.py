@@ -56,7 +56,8 @@ def test_a_run_goes_on_without_the_checkpoint_that_there_is_no_room_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk, config = Disk(2, 3), settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
+    disk = Disk(2, 3)
+    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
     found(disk, monkeypatch)
     with pytest.warns(UserWarning, match=r"no checkpoint after step [23]: .*The run goes on") as warned:
         _, adapter = run_fit(config, ROWS, callbacks=[disk])
@@ -73,7 +74,8 @@ def test_a_run_goes_on_without_the_checkpoint_that_there_is_no_room_for(
 def test_without_room_for_its_last_checkpoint_a_run_fails_and_the_one_before_stays(
     found: Callable[[Disk, pytest.MonkeyPatch], None], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, config = Disk(2), settings(llama, tmp_path / "out", save_steps=1, max_steps=2)
+    disk = Disk(2)
+    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=2)
     found(disk, monkeypatch)
     with pytest.raises(DiskFull, match=r"full|No space left") as caught:
         run_fit(config, ROWS, callbacks=[disk])
@@ -92,7 +94,8 @@ def test_stopped_on_a_full_disk_a_run_fails_and_goes_on_from_the_checkpoint_befo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Asked by the file, which would stop the run that goes on if it were left there."""
-    disk, config = Disk(2, 3), settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
+    disk = Disk(2, 3)
+    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
     with monkeypatch.context() as full:
         found(disk, full)
         file = tmp_path / "out" / STOP_FILE

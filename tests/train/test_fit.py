@@ -103,12 +103,15 @@ def test_evaluation_is_the_whole_model_s_mean_over_trained_tokens(
         model.save_pretrained(tmp_path / "adapter")
         found = model.get_trainer().evaluate(rows)
     whole = whole_model(llama, tmp_path / "adapter")
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     with torch.no_grad():
         for row in rows:
-            ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+            ids = torch.tensor([row["input_ids"]])
+            labels = torch.tensor([row["labels"]])
             count = int((labels[:, 1:] != -100).sum())
-            total, tokens = total + float(whole(input_ids=ids, labels=labels).loss) * count, tokens + count
+            total = total + float(whole(input_ids=ids, labels=labels).loss) * count
+            tokens = tokens + count
     assert found["eval_loss"] == pytest.approx(total / tokens, rel=1e-6)
     assert found["eval_perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
     assert found["eval_tokens"] == tokens

@@ -41,15 +41,14 @@ def saved(directory: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(directory / "adapter_model.safetensors"))
 
 
-ROWS, HELD_OUT = token_rows(16), token_rows(2, seed=2)
+ROWS = token_rows(16)
+HELD_OUT = token_rows(2, seed=2)
 
 
 @pytest.mark.usefixtures("told")
 def test_the_best_adapter_is_left_and_its_checkpoint_is_not_rotated_away(llama: Path, tmp_path: Path) -> None:
-    config, lines = (
-        config_of(llama, tmp_path, save_steps=2, save_total_limit=2, load_best_model_at_end=True),
-        list[str](),
-    )
+    config = config_of(llama, tmp_path, save_steps=2, save_total_limit=2, load_best_model_at_end=True)
+    lines = list[str]()
     result, adapter = run_fit(config, ROWS, HELD_OUT, say=lines.append)
     assert checkpoints(config) == [4, 6, 8]
     assert (result["best_step"], result["best_eval_loss"]) == (4, 3.995)
@@ -142,7 +141,8 @@ def test_a_best_adapter_that_is_damaged_is_said_and_the_last_is_left(llama: Path
                 file = tmp_path / "checkpoint-4" / "adapter_model.safetensors"
                 file.write_bytes(file.read_bytes()[:-1] + b"x")
 
-    config, lines = config_of(llama, tmp_path, load_best_model_at_end=True, save_steps=8), list[str]()
+    config = config_of(llama, tmp_path, load_best_model_at_end=True, save_steps=8)
+    lines = list[str]()
     run_fit(config, ROWS, HELD_OUT, [Damage()], say=lines.append)
     assert any("the best adapter, of step 4, cannot be kept" in line for line in lines)
     assert same(saved(tmp_path), saved(tmp_path / "checkpoint-8"))

@@ -54,7 +54,9 @@ def hf_events(model: Path, output_dir: Path, rows: Any, eval_rows: Any, **argume
 def test_events_come_as_transformers_trainer_fires_them(
     llama: Path, evaluation: dict[str, Any], logging: int, tmp_path: Path
 ) -> None:
-    rows, eval_rows, recorder = token_rows(16), token_rows(3), Recorder()
+    rows = token_rows(16)
+    eval_rows = token_rows(3)
+    recorder = Recorder()
     shared = {"gradient_accumulation_steps": 2, "num_train_epochs": 2.0, "save_steps": 3, "logging_steps": logging}
     config = settings(llama, tmp_path / "ours", eval_steps=evaluation.get("eval_steps"), **shared)
     run_fit(config, rows, eval_rows, [recorder])

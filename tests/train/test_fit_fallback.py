@@ -74,7 +74,8 @@ def test_from_an_older_checkpoint_it_ends_bitwise_as_if_nothing_had_been_damaged
 ) -> None:
     whole, expected = straight
     damage(copied / "checkpoint-6" / name)
-    config, said = config_of(llama, copied), list[str]()
+    config = config_of(llama, copied)
+    said = list[str]()
     assert same(run_fit(config, ROWS, resume=True, say=said.append)[1], expected)
     assert len(said) == 2 and str(copied / "checkpoint-6" / name) in said[0] and "passed over" in said[0]
     assert said[1] == f"resuming from {copied / 'checkpoint-4'} (step 4 of 6)"
@@ -173,11 +174,15 @@ def test_no_row_of_a_step_that_was_taken_is_read_again(llama: Path, copied: Path
 @contextmanager
 def processes(count: int) -> Iterator[list[Any]]:
     """As many processes as far as their words go, each a thread."""
-    barrier, given = threading.Barrier(count), [None] * count
+    barrier = threading.Barrier(count)
+    given = [None] * count
 
     class One(Alone):
         def __init__(self, rank: int) -> None:
-            self.rank, self.size, self.num_processes, self.first = rank, count, count, rank == 0  # type: ignore[misc]
+            self.rank = rank
+            self.size = count
+            self.num_processes = count
+            self.first = rank == 0  # type: ignore[misc]
 
         def everyone(self, value: Any) -> list[Any]:
             given[self.rank] = value

@@ -116,7 +116,8 @@ def test_noise_is_drawn_as_the_trainer_draws_it(llama: Path, adapter: Path, tmp_
 
 
 def test_noise_is_not_in_evaluations_nor_in_what_is_generated(llama: Path, tmp_path: Path) -> None:
-    rows, found = token_rows(3), []
+    rows = token_rows(3)
+    found = []
     for alpha in (None, 50.0):
         with opened(settings(llama, tmp_path, neftune_noise_alpha=alpha)) as model:
             trainer = model.get_trainer()
@@ -193,7 +194,9 @@ def test_prompts_are_continued_after_each_evaluation(
         given = {"eval_steps": 1, "max_steps": 3, "lora_dropout": 0.1, "save_steps": 1}
         return settings(llama, tmp_path / name, eval_prompts=prompts, eval_prompts_max_new_tokens=4, **given)
 
-    rows, held_out, texts = token_rows(12), token_rows(2, seed=2), ["the miller", "corn by the river"]
+    rows = token_rows(12)
+    held_out = token_rows(2, seed=2)
+    texts = ["the miller", "corn by the river"]
     _, without = run_fit(config("without", None), rows, held_out)
     (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n")
     with opened(config("with", str(tmp_path / "prompts.txt"))) as model:
@@ -225,7 +228,9 @@ class Hub:
     endpoint = "https://hub.test"
 
     def __init__(self, fails: str = "") -> None:
-        self.fails, self.asked, self.sent = fails, list[Any](), set[str]()
+        self.fails = fails
+        self.asked = list[Any]()
+        self.sent = set[str]()
 
     def __call__(self) -> "Hub":
         return self

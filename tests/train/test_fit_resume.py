@@ -50,7 +50,8 @@ class Crash(TrainerCallback):
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     gpt2: Path, recompute: bool, tmp_path: Path
 ) -> None:
-    rows, eval_rows = token_rows(22), token_rows(3, seed=2)
+    rows = token_rows(22)
+    eval_rows = token_rows(3, seed=2)
 
     def config(name: str) -> LemaConfig:
         return settings(
@@ -155,7 +156,8 @@ def test_a_run_that_may_replace_an_adapter_replaces_no_checkpoints(llama: Path, 
 
 def test_files_that_no_run_replaces_are_nothing_to_say_anything_of(llama: Path, tmp_path: Path) -> None:
     """Nor are the first lines of a run that was killed before it had saved anything: they are measured again."""
-    out, said = tmp_path / "out", list[str]()
+    out = tmp_path / "out"
+    said = list[str]()
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     (out / "metrics.jsonl").write_text('{"type": "train", "step": 1, "loss": 3.5}\n[1]\nnot JSON\n')
@@ -168,7 +170,8 @@ def test_files_that_no_run_replaces_are_nothing_to_say_anything_of(llama: Path, 
 
 @pytest.mark.slow
 def test_resuming_a_finished_run_trains_nothing_and_says_so(llama: Path, tmp_path: Path) -> None:
-    config, said = settings(llama, tmp_path / "out", save_steps=1), list[str]()
+    config = settings(llama, tmp_path / "out", save_steps=1)
+    said = list[str]()
     expected, first = run_fit(config, token_rows(4))
     result, again = run_fit(config, token_rows(4), resume=True, say=said.append)
     assert result["train_loss"] == expected["train_loss"] and result.keys() == expected.keys()
@@ -222,7 +225,8 @@ def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
     later = config.model_copy(update={"max_steps": 4, "micro_batch_size": 2})
     run_fit(later, token_rows(8), resume=True, say=said.append)
     assert list(logged(config)) == [1, 2, 3, 4]
-    counted, epoch = logged(config, "num_tokens"), sum(len(row["input_ids"]) for row in token_rows(8))
+    counted = logged(config, "num_tokens")
+    epoch = sum(len(row["input_ids"]) for row in token_rows(8))
     assert (counted[2], counted[4]) == (epoch, 2 * epoch)  # of the whole run, whatever process took the steps
     times = list(logged(config, "time").values())
     assert times == sorted(times) and times[0] > 1e9
@@ -251,7 +255,8 @@ def test_other_rows_at_once_are_said_where_they_decide_a_rotary_table(kind: str,
 
 def test_a_run_that_adapts_no_experts_goes_on_without_them(tmp_path: Path) -> None:
     """As one does that began before experts were adapted by default."""
-    model, out = write_checkpoint("mixtral", tmp_path).streamed, tmp_path / "out"
+    model = write_checkpoint("mixtral", tmp_path).streamed
+    out = tmp_path / "out"
     rows = [{"input_ids": [*range(first, first + 9)], "labels": [*range(first, first + 9)]} for first in range(1, 9)]
     begun = settings(model, out, save_steps=1, max_steps=1)
     run_fit(begun.model_copy(update={"lora_target_parameters": []}), rows)

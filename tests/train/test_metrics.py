@@ -121,7 +121,8 @@ def test_metrics_that_cannot_be_opened_are_a_disk_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")  # noqa: PTH110
 def test_a_full_disk_is_a_disk_error(tmp_path: Path) -> None:
     with closing(MetricsLog(tmp_path / "m.jsonl")) as metrics, Path("/dev/full").open("ab+", buffering=0) as full:
-        own, metrics._file = metrics._file, full
+        own = metrics._file
+        metrics._file = full
         with pytest.raises(DiskError, match="No space left"):
             metrics.write({"step": 1})
         metrics._file = own
@@ -151,7 +152,8 @@ def test_a_disk_that_fills_within_a_line_keeps_the_lines_before(tmp_path: Path) 
 
 def test_the_loss_curve_is_a_png_and_nothing_else_is_left(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path, png = tmp_path / "m.jsonl", tmp_path / "loss.png"
+    path = tmp_path / "m.jsonl"
+    png = tmp_path / "loss.png"
     log(path, train(1, "a"), {"step": 2, "loss": math.nan}, train(3, "a"), evaluation(3, "a"), {"note": "no step"})
     assert plot_loss(path, png) is True
     whole = path.read_bytes()
@@ -246,7 +248,8 @@ def test_what_a_run_measures_again_is_cut_and_nothing_else(tmp_path: Path) -> No
     log(path, *({"step": step, "loss": 1.0 / step} for step in range(1, 6)))
     with path.open("a") as file:
         file.write("of the user's\n[1]\n" + '{"step": 6, "lo')
-    whole, place = path.read_text(), path.stat().st_ino
+    whole = path.read_text()
+    place = path.stat().st_ino
     cut_metrics(path, lambda _: True)
     assert (path.read_text(), path.stat().st_ino) == (whole, place)  # nothing was written
     cut_metrics(path, lambda row: row["step"] <= 3)

@@ -75,7 +75,8 @@ def test_a_weight_that_is_not_finite_is_named_by_its_layer(
 def test_after_a_token_without_finite_embedding_a_good_step_is_as_if_nothing_had_been(
     llama: Path, first_step: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    good, bad = batch(1), batch(2)
+    good = batch(1)
+    bad = batch(2)
     token = next(token for token in range(1, VOCABULARY) if not (good["input_ids"] == token).any())
     bad["input_ids"][1, 4] = token
     spoilt = poisoned_copy(
@@ -149,7 +150,9 @@ def test_half_precision_skips_a_step_that_overflows_and_gives_up_when_all_do(lla
         hook = model.skeleton.get_submodule("model.layers.2.mlp.up_proj.lora_A.default").register_forward_hook(
             infinite_gradient
         )
-        before, scale, rates = adapter_of(model.skeleton), trainer.scaler.get_scale(), trainer.schedule.get_last_lr()
+        before = adapter_of(model.skeleton)
+        scale = trainer.scaler.get_scale()
+        rates = trainer.schedule.get_last_lr()
         trainer.train_step(batch(1))
         assert trainer.scaler.get_scale() == scale / 2
         assert all(torch.equal(tensor, before[key]) for key, tensor in adapter_of(model.skeleton).items())

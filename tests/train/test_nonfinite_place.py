@@ -78,11 +78,14 @@ def test_a_head_that_hands_nan_down_is_named(llama: Path, tmp_path: Path) -> Non
 
 def test_the_first_of_the_passes_of_a_step_is_looked_at_too(llama: Path, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path, gradient_accumulation_steps=2)) as model:
-        trainer, poison = model.get_trainer(), token_rows(1, 9)[0]["input_ids"][0]
-        first, second = batch(1), batch(2)
+        trainer = model.get_trainer()
+        poison = token_rows(1, 9)[0]["input_ids"][0]
+        first = batch(1)
+        second = batch(2)
         first["input_ids"][0, 0], second["input_ids"][:] = poison, second["input_ids"] % (poison - 1) + 1
         first["input_ids"][first["input_ids"] == poison] = poison
-        rows, seen = torch.cat([first["input_ids"], second["input_ids"]]).tolist(), list[Tensor]()
+        rows = torch.cat([first["input_ids"], second["input_ids"]]).tolist()
+        seen = list[Tensor]()
 
         def note(module: torch.nn.Module, args: Any, output: Tensor) -> None:
             if all(row in rows for row in args[0].tolist()):  # else the head is computed, by tokens that are nobody's
@@ -150,7 +153,8 @@ def test_fit_names_the_rows_of_a_gradient(llama: Path, tmp_path: Path) -> None:
 def test_the_range_of_a_gradient_tells_every_kind_of_number() -> None:
     for value, finite in ((torch.nan, False), (torch.inf, False), (-torch.inf, False), (3e38, True), (0.0, True)):
         for dtype in (torch.float32, torch.bfloat16):
-            hidden, gradient = HiddenGradients(), torch.ones(2, 3, 70, dtype=dtype)
+            hidden = HiddenGradients()
+            gradient = torch.ones(2, 3, 70, dtype=dtype)
             gradient[1, 2, 66] = value
             hidden.observe(4, [None, gradient])
             hidden.observe(3, [torch.full((2,), torch.nan)] if not finite else [])

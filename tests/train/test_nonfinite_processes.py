@@ -25,9 +25,11 @@ def spoilt_in_turn(place: Path, way: str) -> None:
     model = LemaModel(settings(place / "model", place / way, **WAYS[way]))
     model.initialize_lora()
     draw_b(model.skeleton)
-    trainer, replicas = model.get_trainer(), model.backend.replicas
+    trainer = model.get_trainer()
+    replicas = model.backend.replicas
     batches = Batches(ROWS, 8, shuffle=False, rank=replicas.rank, size=replicas.size, micro_batch_size=2)
-    parts, before = batches.micro_batches([0]), adapter_of(model.skeleton)
+    parts = batches.micro_batches([0])
+    before = adapter_of(model.skeleton)
     for layer in (7, 4, 1):
         hook = spoil(model, layer) if last else None
         with pytest.raises(NonFiniteError, match="a gradient is not finite; the optimizer made no step") as caught:
@@ -57,7 +59,8 @@ def _loss_is_not_finite(model: LemaModel, parts: Sequence[Mapping[str, Tensor]],
     def spoilt(module: torch.nn.Module, args: object, output: Tensor) -> Tensor:
         return output * torch.nan
 
-    trainer, norm = model.get_trainer(), model.skeleton.get_submodule("model.norm")
+    trainer = model.get_trainer()
+    norm = model.skeleton.get_submodule("model.norm")
     hook = norm.register_forward_hook(spoilt) if last else None
     with pytest.raises(NonFiniteError, match="the loss is nan") as caught:
         trainer.accumulate(parts)

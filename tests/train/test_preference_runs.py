@@ -219,7 +219,9 @@ def test_grpo_raises_the_reward_of_what_the_model_says(tmp_path: Path) -> None:
     """Completions drawn from the model itself; a token is worth more the lower its number is."""
     model = write_model(tmp_path / "model", initializer_range=0.3)  # by which some tokens are likelier than others
     config = settings(model, tmp_path / "out", learning_rate=2e-2, micro_batch_size=16)
-    prompt, length, rows = torch.tensor([5, 6, 7]), 4, 32
+    prompt = torch.tensor([5, 6, 7])
+    length = 4
+    rows = 32
     rewards = []
     with opened(config) as streamed:
         trainer = streamed.get_trainer()
@@ -238,7 +240,8 @@ def test_grpo_raises_the_reward_of_what_the_model_says(tmp_path: Path) -> None:
 
 def drawn(streamed: Any, ids: torch.Tensor, length: int) -> torch.Tensor:
     """Draw tokens from the streamed model, whole rows at a time."""
-    objective, streamed.adapter.objective = streamed.adapter.objective, None
+    objective = streamed.adapter.objective
+    streamed.adapter.objective = None
     for _ in range(length):
         logits: list[torch.Tensor] = []
         streamed.adapter.evaluate([{"input_ids": ids, "labels": ids}], logits)

@@ -11,7 +11,8 @@ from smallrun import run_fit, settings, token_rows
 
 from lema import LemaConfig
 
-ROWS, EVAL_ROWS = token_rows(8), token_rows(3, seed=2)
+ROWS = token_rows(8)
+EVAL_ROWS = token_rows(3, seed=2)
 RUNS: dict[str, dict[str, Any]] = {
     # Lines cover two steps, checkpoints fall between them, and evaluations come at the ends of epochs, after these.
     "epochs": {"num_train_epochs": 2.0, "save_steps": 1, "logging_steps": 2, "load_best_model_at_end": True},
@@ -55,7 +56,8 @@ def told_of(out: Path) -> dict[str, Any]:
 
 def straight(llama: Path, way: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> tuple[list[str], Any, Any]:
     """Return the changes that a run makes which nothing disturbs, what it comes to, and what it tells."""
-    out, results = tmp_path / "straight", list[Any]()
+    out = tmp_path / "straight"
+    results = list[Any]()
     every = killed(out, patch, lambda: results.append(go_on(config_of(llama, out, way))), -1)
     whole = told_of(out)
     assert any("loss" in row for row in whole["metrics"]) and "train_loss" in whole["metrics"][-1]
@@ -89,11 +91,14 @@ def test_killed_again_and_again_it_leaves_the_record_of_the_run(
 ) -> None:
     _, expected, whole = straight(llama, way, tmp_path, monkeypatch)
     config = config_of(llama, tmp_path / "cut", way)
-    kills, lives = 0, 11  # changes that a process lives to make: more and more, so that one comes to the end
+    kills = 0
+    lives = 11  # changes that a process lives to make: more and more, so that one comes to the end
     while len(killed(tmp_path / "cut", monkeypatch, lambda: go_on(config), lives, last=True)) > lives:
-        kills, lives = kills + 1, lives + 5
+        kills = kills + 1
+        lives = lives + 5
     assert kills >= 2
-    found, told = go_on(config), told_of(tmp_path / "cut")  # once more, when the run has ended
+    found = go_on(config)
+    told = told_of(tmp_path / "cut")  # once more, when the run has ended
     assert (found, told) == (expected, whole), difference(found, expected, told, whole)
 
 

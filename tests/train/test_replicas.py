@@ -76,7 +76,8 @@ def adapter(directory: Path) -> dict[str, torch.Tensor]:
 
 def assert_alike(one: Path, other: Path) -> None:
     """Adapters and every measured loss are the same, but for the order of additions."""
-    left, right = adapter(one), adapter(other)
+    left = adapter(one)
+    right = adapter(other)
     assert left.keys() == right.keys()
     for name in left:
         assert float((left[name] - right[name]).norm()) <= 1e-5 * float(left[name].norm()), name
@@ -114,7 +115,8 @@ def test_a_run_goes_on_with_another_number_of_processes(place: Path, alone: Path
     train(place, "moved", 2, max_steps=4, lr_scheduler_type="constant")
     whole = train(place, "unmoved", 1, lr_scheduler_type="constant")
     moved = train(place, "moved", 1, "--resume", lr_scheduler_type="constant")
-    left, right = adapter(whole), adapter(moved)
+    left = adapter(whole)
+    right = adapter(moved)
     assert all(float((left[name] - right[name]).norm()) <= 1e-5 * float(left[name].norm()) for name in left)
 
 
@@ -241,7 +243,8 @@ def test_a_signal_to_one_process_stops_all_of_them_after_one_step_and_the_run_go
     """The adapter is bitwise that of two processes that were never stopped."""
     length = {"num_train_epochs": 5, "save_steps": 0, "lr_scheduler_type": "constant", "lora_dropout": 0.2}
     whole = train(place, "never-stopped", 2, **length)
-    config, out = written(place, "stopped", **length), place / "stopped"
+    config = written(place, "stopped", **length)
+    out = place / "stopped"
     with started_processes(["-m", "lema", "train", str(config)], 2) as started:
         while not (out / "metrics.jsonl").exists() or len(read_metrics(out / "metrics.jsonl")) < 3:
             assert started.poll() is None, started.communicate()
@@ -255,5 +258,6 @@ def test_a_signal_to_one_process_stops_all_of_them_after_one_step_and_the_run_go
     (checkpoint,) = out.glob("checkpoint-*")
     assert 3 <= int(checkpoint.name.removeprefix("checkpoint-")) < 20
     train(place, "stopped", 2, "--resume", **length)
-    left, right = adapter(whole), adapter(out)
+    left = adapter(whole)
+    right = adapter(out)
     assert all(torch.equal(left[name], right[name]) for name in left)

@@ -54,9 +54,11 @@ def test_a_step_computes_its_micro_batches_rows_times_their_longest(
 
         monkeypatch.setattr(model.split, "run_layer", noted)
         trainer.fit(ROWS)
-        taken, shapes[:] = list(shapes), []
+        taken = list(shapes)
+        shapes[:] = []
         trainer.evaluate(ROWS)
-    ranked, each = sorted(LENGTHS, reverse=True), micro_batch_size or 6
+    ranked = sorted(LENGTHS, reverse=True)
+    each = micro_batch_size or 6
     groups = [ranked[first : first + each] for first in range(0, len(ranked), each)]
     assert taken == [(len(group), group[0]) for group in groups]  # of both batches of the step together
     if micro_batch_size == 1:

@@ -156,10 +156,12 @@ def test_shares_are_whole_parameters_and_even() -> None:
 class Second(Alone):
     """The second of two processes, to whom the first sends what it has updated."""
 
-    rank, size = 1, 2
+    rank = 1
+    size = 2
 
     def __init__(self, sent: torch.Tensor) -> None:
-        self.sent, self.sums = sent, 0
+        self.sent = sent
+        self.sums = 0
 
     def sum(self, tensor: torch.Tensor) -> None:
         other = self.sent if self.sums == 0 else torch.full_like(tensor, -0.0)
@@ -168,9 +170,11 @@ class Second(Alone):
 
 
 def test_the_others_parameters_arrive_to_the_last_bit_and_gradients_stay() -> None:
-    first, second = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2))
+    first = torch.nn.Parameter(torch.ones(4))
+    second = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([first, second], lr=0.1)
-    first.grad, second.grad = torch.ones(4), torch.full((2,), -1.0)
+    first.grad = torch.ones(4)
+    second.grad = torch.full((2,), -1.0)
     sent = torch.tensor([-0.0, 0.0, 1e-42, 3.0])
     step_share(optimizer, Second(sent), optimizer.step)
     assert first.detach().numpy().tobytes() == sent.numpy().tobytes()

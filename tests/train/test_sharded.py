@@ -98,15 +98,19 @@ def demand(*, shared: bool = False) -> Demand:
 
 
 class Several(Alone):
-    size, local_size = 8, 4  # on two machines
+    size = 8
+    local_size = 4  # on two machines
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_plan_counts_the_parts_of_one_process(shared: bool) -> None:
-    whole, allocation = demand(shared=shared), Allocation(2, frozenset({1}), frozenset({0, 2}), "host")
-    device, host = device_parts(whole, allocation), host_parts(whole, allocation)
+    whole = demand(shared=shared)
+    allocation = Allocation(2, frozenset({1}), frozenset({0, 2}), "host")
+    device = device_parts(whole, allocation)
+    host = host_parts(whole, allocation)
     cut = of_one_process(whole, Several(), sharded=True)
-    parts, in_host = device_parts(cut, allocation), host_parts(cut, allocation)
+    parts = device_parts(cut, allocation)
+    in_host = host_parts(cut, allocation)
     assert [layer.upload_bytes for layer in cut.layers] == [layer.slot_bytes for layer in cut.layers]
     assert [layer.slot_bytes // PAGE for layer in cut.layers] == [2, 1, 2, 1]  # rounded up to whole pages
     assert all(
@@ -122,9 +126,11 @@ def test_a_plan_counts_the_parts_of_one_process(shared: bool) -> None:
 
 
 def test_a_plan_counts_once_what_the_processes_of_a_machine_share() -> None:
-    whole, allocation = demand(), Allocation(2, frozenset({1}), frozenset({0, 2}))
+    whole = demand()
+    allocation = Allocation(2, frozenset({1}), frozenset({0, 2}))
     together = of_one_process(whole, Several(), sharded=False)
-    alone, host = host_parts(whole, allocation), host_parts(together, allocation)
+    alone = host_parts(whole, allocation)
+    host = host_parts(together, allocation)
     assert device_parts(together, allocation) == device_parts(whole, allocation)
     assert host["cached"] == alone["cached"] == (10 + 9) * PAGE
     assert host["ring"] == 4 * alone["ring"] > 0

@@ -82,7 +82,8 @@ def test_fit_goes_on_as_if_the_batch_had_not_been_in_the_data(
         batches = Batches(ROWS, 4, shuffle=False)
         for number in range(batches.steps_per_epoch):
             if number == 1:  # what dropout drew for it was drawn
-                before, rates = adapter_of(model.skeleton), trainer.schedule.get_last_lr()  # type: ignore[union-attr]
+                before = adapter_of(model.skeleton)
+                rates = trainer.schedule.get_last_lr()  # type: ignore[union-attr]
                 with pytest.raises(NonFiniteError), spoilt(model, trainer, {2}, kind):
                     trainer.accumulate(batches.micro_batches([number]))
                 assert same(adapter_of(model.skeleton), before) and trainer.schedule.get_last_lr() == rates  # type: ignore[union-attr]
@@ -162,7 +163,8 @@ class Spoiling:
     """Multiplies the losses of some calls, counted from 1, with NaN."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
-        count, loss = itertools.count(1), StreamedModel.loss
+        count = itertools.count(1)
+        loss = StreamedModel.loss
 
         def called(model: StreamedModel, *arguments: Any, **options: Any) -> Tensor:
             found = loss(model, *arguments, **options)
@@ -176,7 +178,8 @@ class Spoiling:
 def test_weights_go_on_as_if_the_step_had_not_been(
     clipped: float | None, checkpoint_of: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    checkpoint, found = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    found = []
     for faulty in (True, False):
         changes = {"max_grad_norm": clipped, "max_skipped_steps": 1}
         with monkeypatch.context() as patch, full(checkpoint, **changes) as (_, training):

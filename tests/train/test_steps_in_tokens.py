@@ -145,7 +145,8 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
         options: dict[str, Any] = {"tokens_per_step": 100, "group_by_length": grouped, "num_train_epochs": 2.5}
         return settings(llama, tmp_path / name, lora_dropout=0.1, save_steps=3, batch_size=8, max_length=64, **options)
 
-    straight, whole = Recorder(), None
+    straight = Recorder()
+    whole = None
     _, whole = run_fit(config("straight"), ROWS, ROWS[:5], [straight])
     with pytest.raises(KeyboardInterrupt):
         run_fit(config("broken"), ROWS, ROWS[:5], [Crash(4)])
@@ -156,7 +157,8 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     steps = max(logged(config("straight")))
     sampler = StepSampler(ROWS, config("straight"), Alone(), Padding())
     assert steps == sampler.num_steps == sampler._batches.num_batches(2.5)
-    epochs, rates = logged(config("straight"), "epoch"), logged(config("straight"), "learning_rate")
+    epochs = logged(config("straight"), "epoch")
+    rates = logged(config("straight"), "learning_rate")
     assert 2 < epochs[steps] <= 3 and [epoch for epoch in epochs.values() if epoch == int(epoch)]
     assert rates[steps] == pytest.approx(1e-2 / steps)  # linear, down to 0 after the last of these steps
     tokens = logged(config("straight"), "tokens")
@@ -208,7 +210,8 @@ def test_what_the_plan_takes_for_the_largest_micro_batch_and_step_holds(
     for micro in (64, 100, 400):
         options = {"max_length": 64, "micro_batch_tokens": micro, "num_train_epochs": 3.0, **changes}
         config = LemaConfig("m", output_dir=str(tmp_path), **options)
-        shape, size = step_shape(config, 128), Padding(1, 128)
+        shape = step_shape(config, 128)
+        size = Padding(1, 128)
         sampler = StepSampler(ROWS, config, Alone(), size)
         steps = [sampler.micro_batches(step) for step in range(sampler.num_steps)]
         assert max(part["input_ids"].numel() for parts in steps for part in parts) <= shape.micro_batch.tokens

@@ -23,7 +23,8 @@ from lema.lora import save_adapter
 from lema.train import train
 from lema.train.stop import POLL_INTERVAL, SIGNALS, StopOnSignal
 
-ROWS, EVAL_ROWS = token_rows(22), token_rows(4, seed=2)
+ROWS = token_rows(22)
+EVAL_ROWS = token_rows(4, seed=2)
 RUN: dict[str, Any] = {"max_steps": 3, "lora_dropout": 0.1, "micro_batch_size": 2, "eval_steps": 2, "logging_steps": 2}
 # Whoever is asked is asked before each lease, and before each of two micro-batches.
 IN_STEP = 15 * 3  # eight layers up, seven down
@@ -95,7 +96,8 @@ def test_stopped_before_any_layer_it_keeps_the_last_step_and_can_go_on(
     model: Path, whole: tuple[LemaConfig, dict[str, Tensor]], recompute: bool, places: range, tmp_path: Path
 ) -> None:
     """In the second step's forward and backward, and in the evaluation after it."""
-    begun, config = Path(whole[0].output_dir), settings(model, tmp_path, **RUN, gradient_checkpointing=recompute)
+    begun = Path(whole[0].output_dir)
+    config = settings(model, tmp_path, **RUN, gradient_checkpointing=recompute)
     with opened(config) as streamed:
         trainer = streamed.get_trainer()
         for count in places:
@@ -176,7 +178,8 @@ def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 def test_the_optimizers_step_is_taken_whole(command: Callable[[str], LemaConfig], number: signal.Signals) -> None:
-    config, before = command(number.name), signal.getsignal(number)
+    config = command(number.name)
+    before = signal.getsignal(number)
     stopped_and_resumed(config, "checkpoint-2", Kill("on_pre_optimizer_step", 1, number))
     assert signal.getsignal(number) is before
     assert_same_adapter(Path(command("whole").output_dir), Path(config.output_dir))

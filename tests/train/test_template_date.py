@@ -16,7 +16,8 @@ from lema.train.checkpoint.resume import settings_then
 from lema.train.run import train
 
 TEMPLATE = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content + '@' }}{% endfor %}"
-QUESTION, ANSWER = {"role": "user", "content": "the miller of"}, {"role": "assistant", "content": "corn and the river"}
+QUESTION = {"role": "user", "content": "the miller of"}
+ANSWER = {"role": "assistant", "content": "corn and the river"}
 
 
 def dated_tokenizer(template: str = TEMPLATE) -> Any:
@@ -27,7 +28,8 @@ def dated_tokenizer(template: str = TEMPLATE) -> Any:
 
 def test_rows_have_the_date_that_is_given_and_say_which(monkeypatch: pytest.MonkeyPatch) -> None:
     set_day(monkeypatch, "2026-11-28")
-    encode, rows = dated_tokenizer(), [{"messages": [QUESTION, ANSWER]}]
+    encode = dated_tokenizer()
+    rows = [{"messages": [QUESTION, ANSWER]}]
     pair = {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "corn"}]}
     for date, shown in ((None, "28"), ("2026-03-07", "07")):
         data = prepare_data(rows, encode, max_length=64, forms=Forms(template_date=date))
@@ -45,14 +47,16 @@ def test_a_template_that_marks_answers_is_told_the_date_too() -> None:
     marked = "{{ strftime_now('%d') }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
     marked += "{{ m.content + '@' }}{% endgeneration %}{% else %}{{ m.content + '@' }}{% endif %}{% endfor %}"
     encode = dated_tokenizer(marked)
-    rows, forms = [{"messages": [QUESTION, ANSWER]}], Forms(template_date="2026-03-07")
+    rows = [{"messages": [QUESTION, ANSWER]}]
+    forms = Forms(template_date="2026-03-07")
     assert encode.decode(prepare_data(rows, encode, max_length=64, forms=forms)[0]["input_ids"]).startswith("07the")
 
 
 def test_a_run_over_midnight_resumes_with_the_date_of_its_first_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, data = write_model(tmp_path / "model"), tmp_path / "chats.jsonl"
+    base = write_model(tmp_path / "model")
+    data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n" for _ in range(4)))
     given = {"train_data": str(data), "chat_template": TEMPLATE, "save_steps": 1, "batch_size": 2}
     set_day(monkeypatch, "2026-11-28")

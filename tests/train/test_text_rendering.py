@@ -106,7 +106,8 @@ def test_a_merge_without_a_template_of_the_adapter_keeps_every_template_of_the_m
 
 
 def test_templates_of_an_adapter_take_the_place_of_all_others(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     source.mkdir()
     out.mkdir()
     (out / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": OWN}))

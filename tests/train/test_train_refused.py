@@ -237,7 +237,8 @@ def test_weights_alone_are_taken_of_a_checkpoint(write_config: Any, capfd: pytes
 def test_a_damaged_checkpoint_is_passed_over_and_without_an_optimizer_none_is_gone_on_from_unasked(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config, out = write_config(max_steps=2, save_steps=1), tmp_path / "out"
+    config = write_config(max_steps=2, save_steps=1)
+    out = tmp_path / "out"
     assert lema("train", config) == 0
     (out / "checkpoint-2" / "optimizer.safetensors").unlink()
     capfd.readouterr()

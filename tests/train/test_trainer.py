@@ -103,7 +103,8 @@ def test_what_a_tokenizer_returns_is_a_batch(model: LemaModel) -> None:
     encode.pad_token = encode.eos_token
     encoded = encode(["the miller", "the mill by the river"], padding=True, return_tensors="pt")
     logits, loss = model.get_trainer().train_step(encoded)
-    ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    ids = encoded["input_ids"]
+    mask = encoded["attention_mask"]
     assert not bool(mask.all())
     targets = ids.masked_fill(mask == 0, -100)[:, 1:].flatten()
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)

@@ -107,7 +107,8 @@ def test_a_checkpoint_resumes_bitwise_with_dropout(
             trainer.train_step(batch(seed))
         trainer.save_checkpoint(tmp_path / "saved", {"mine": [1, "two"]})
         expected = [trainer.train_step(batch(seed))[1] for seed in range(3, 6)]
-        straight, drawn = adapter_of(model.skeleton), (torch.rand(1), random.random(), np.random.random())
+        straight = adapter_of(model.skeleton)
+        drawn = (torch.rand(1), random.random(), np.random.random())
     with opened(config) as model:
         trainer = trainer_of(model)
         torch.manual_seed(2)
@@ -233,7 +234,8 @@ def test_a_checkpoint_of_another_kind_of_device_resumes_with_other_draws(llama: 
         trainer = model.get_trainer()
         trainer.train_step(batch(1))
         trainer.save_checkpoint(out / "checkpoint-1")
-        expected, host = adapter_of(model.skeleton), torch.get_rng_state()
+        expected = adapter_of(model.skeleton)
+        host = torch.get_rng_state()
     file = out / "checkpoint-1" / "state.json"
     state = json.loads(file.read_text())
     assert state["generators"]["kind"] == "cpu"

@@ -33,7 +33,8 @@ def prepare(
 
     directory = resolve_model(model, revision=revision, trust_remote_code=trust_remote_code)
     with contextlib.closing(ByteProgress()) as display:
-        weights, dtype = own_weights(model, directory), checked.dtype
+        weights = own_weights(model, directory)
+        dtype = checked.dtype
         prepared = prepare_model(
             weights, out, dtype, quantize=quantize, trust_remote_code=trust_remote_code, progress=display
         )

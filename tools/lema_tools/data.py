@@ -51,7 +51,8 @@ def data(
     read = read_data(checked, files, checked.train_data)
     dataset: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
     num_eval_rows = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
-    dataset, tokenizer = mixed(checked, dataset), None
+    dataset = mixed(checked, dataset)
+    tokenizer = None
     with suppress(LemaError):  # a model has none where its rows are token ids
         tokenizer = files.tokenizer if rows else None
     about = described(dataset, rows, tokenizer)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
-COLDEST, HOTTEST = 1e-4, 1e4  # divisors of logits, of which none overflows in bfloat16
+COLDEST = 1e-4
+HOTTEST = 1e4  # divisors of logits, of which none overflows in bfloat16
 LINE = b'{"'  # how each result begins
 MOST_RESULTS = 2**32  # bytes of the results that a command which resumes reads again
 
@@ -170,24 +171,29 @@ class _ResultWriter:
         from lema.data.chat.prompts import fitting, prompt_ids
         from lema.train.inference.texts import completions, plan_of
 
-        model, first = self.model, self.model.backend.replicas.first
+        model = self.model
+        first = self.model.backend.replicas.first
         ids = [prompt_ids(row, model.tokenizer, chat=chat) for row in self.rows]
         fitting(self.rows, ids, new, model.skeleton.config.get_text_config())
         plan = plan_of(model, ids, new, batch_size, kv, choose=True)
         size = plan.rows if plan is not None else batch_size or min(64, len(ids))
         if plan is not None and first and not self.bare:
             typer.echo(f"{len(ids):,} prompts, {plan.summary()}", err=True)
-        began, before = time.monotonic(), model.memory.counters
+        began = time.monotonic()
+        before = model.memory.counters
         seed = model.config.seed if seed is None else seed
         with contextlib.closing(TokenProgress(len(ids), len(self.results))) as display:
-            on_token, done = display if first else lambda _: None, self.results.keys()
+            on_token = display if first else lambda _: None
+            done = self.results.keys()
             batches = completions(
                 model, ids, new, size, options, keys_values=kv, seed=seed, done=done, on_token=on_token
             )
             tokens = self._written(batches, display, first=first)
-        seconds, after = time.monotonic() - began, model.memory.counters
+        seconds = time.monotonic() - began
+        after = model.memory.counters
         if first and not self.bare:
-            read, rate = human_bytes(after.bytes_read - before.bytes_read), tokens / max(seconds, 1e-9)
+            read = human_bytes(after.bytes_read - before.bytes_read)
+            rate = tokens / max(seconds, 1e-9)
             typer.echo(f"{tokens:,} tokens, {human_count(rate)}/s; {read} of weights read", err=True)
 
     def _written(self, batches: Iterable[list["Completion"]], show: Callable[[int, int], None], *, first: bool) -> int:

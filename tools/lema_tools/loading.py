@@ -83,7 +83,9 @@ class Outcome:
         from lema.train.model import LemaModel
         from lema.train.phases.file import OF_ADAPTERS, with_model
 
-        paths, phase, config = self._paths, self.phase, self.file.config
+        paths = self._paths
+        phase = self.phase
+        config = self.file.config
         if phase.trains != "lora" and paths.is_begun(self.index):
             return self._based_on(with_model(config, self._model_left()), trust_remote_code=trust_remote_code)
         if phase.trains == "lora" and (saved := paths.saved(self.index)):
@@ -116,7 +118,8 @@ class Outcome:
         return {**rows, **self.phase.overrides, "output_dir": str(self._paths.phase_directory(self.index))}
 
     def _model_left(self) -> Path:
-        paths, name = self._paths, self.phase.name
+        paths = self._paths
+        name = self.phase.name
         model = paths.model_of(self.index)
         if not paths.leaves_model(self.index):
             after = self.file.plan.phases[self.index + 1].name
@@ -134,7 +137,8 @@ class Outcome:
         """Return the rows to evaluate on of each data set that the phase reads, by its name."""
         from lema.train.phases.file import read_sources
 
-        plan, used = self.file.plan, {sampling.full_name for sampling in self.phase.mixture}
+        plan = self.file.plan
+        used = {sampling.full_name for sampling in self.phase.mixture}
         files_by_name = {name: files for name, files in self.file.eval_data.items() if name in used}
         of_phase = plan.model_copy(update={"phases": [self.phase]})
         return read_sources(self.file.config, of_phase, files_by_name, "val", files=model.files)

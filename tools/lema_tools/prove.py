@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["prove", "write_model"]
 
-LAYERS, HIDDEN, WORDS = 12, 512, 2048
+LAYERS = 12
+HIDDEN = 512
+WORDS = 2048
 DTYPES = "float32", "bfloat16", "float16"
 MORE = 1.2  # times the weights: what the whole model takes at least, with adapter, optimizer and activations
 
@@ -85,7 +87,8 @@ def check_memory(case: "Case") -> None:
     planner = planner_of(config, machine_state=machine_state_of(config), strict=False)
     needed = int(MORE * planner.blueprint.model_bytes)
     with closing(open_backend(config)) as backend:
-        stats, host = backend.memory(), memory_available()
+        stats = backend.memory()
+        host = memory_available()
     free = host if stats.shared else min(host, stats.total if stats.free is None else stats.free)
     if needed > free:
         what = f"the whole model takes {human_bytes(needed)} at least, and {human_bytes(free)} are free"

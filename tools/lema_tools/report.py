@@ -87,7 +87,8 @@ def _machine(run: Run) -> str:
 
 def _tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     yield "steps", f"{run.step:,}", "" if run.steps is None else f"of {run.steps:,}"
-    losses, evaluations = by_step(run.trained, "loss"), by_step(run.evaluated, "eval_loss")
+    losses = by_step(run.trained, "loss")
+    evaluations = by_step(run.evaluated, "eval_loss")
     if losses:
         yield "loss", f"{losses[-1][1]:.4f}", f"at step {losses[-1][0]:,}; {losses[0][1]:.4f} at first"
     if finite := [point for point in evaluations if math.isfinite(point[1])]:
@@ -131,7 +132,8 @@ def _phases(run: Run) -> str:
         losses = by_step([row for row in run.trained if row.get("phase") == phase["name"]], "loss")
         loss_range = f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}" if losses else ""
         state = "ended" if ended else "begun" if begun else "to come"
-        steps, peak = f"{phase['first_step']:,} to {phase['last_step']:,}", f"{phase['rates']['peak']:.3g}"
+        steps = f"{phase['first_step']:,} to {phase['last_step']:,}"
+        peak = f"{phase['rates']['peak']:.3g}"
         rows.append((phase["name"], phase["trains"], human_count(phase["trainable"]), steps, peak, loss_range, state))
     headers = ("phase", "trains", "parameters", "steps", "highest learning rate", "loss", "state")
     return f'<div class="card" style="margin-top:14px">{table(rows, headers)}</div>' if rows else ""
@@ -139,10 +141,14 @@ def _phases(run: Run) -> str:
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the exponential means, without the pull of the first; what is not finite is passed over."""
-    total, weight, stays, means = 0.0, 0.0, 1 - min(0.5, 20 / len(points)), list[tuple[float, float]]()
+    total = 0.0
+    weight = 0.0
+    stays = 1 - min(0.5, 20 / len(points))
+    means = list[tuple[float, float]]()
     for step, value in points:
         if math.isfinite(value):
-            total, weight = stays * total + value, stays * weight + 1.0
+            total = stays * total + value
+            weight = stays * weight + 1.0
             means.append((step, total / weight))
     return means
 
@@ -171,7 +177,8 @@ def _more(run: Run, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
     """Yield curves of what an objective has measured, beside the evaluations' of the same name."""
     names = sorted({key for row in run.trained for key in row if not KNOWN.fullmatch(key)})
     for name in names:
-        points, evaluations = by_step(run.trained, name), by_step(run.evaluated, f"eval_{name}")
+        points = by_step(run.trained, name)
+        evaluations = by_step(run.evaluated, f"eval_{name}")
         if points:
             yield chart(
                 name, [Series("training", points, 6), Series("evaluation", evaluations, 1, "dots")], marks=marks
@@ -184,7 +191,8 @@ def _times(run: Run) -> str:
         for name, value in parts.items():
             sums[name] = sums.get(name, 0.0) + value
     sums = {name: value for name, value in sums.items() if value}
-    total, colours = sum(sums.values()), {name: at for at, name in enumerate(TIMES) if name in sums}
+    total = sum(sums.values())
+    colours = {name: at for at, name in enumerate(TIMES) if name in sums}
     if not total:
         return '<p class="none">The lines of metrics have no seconds of steps.</p>'
     labels = {name: f"{value:.3g} s, {100 * value / total:.1f}%" for name, value in sums.items()}

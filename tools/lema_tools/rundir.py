@@ -22,7 +22,9 @@ from lema_tools.planfile import MOST, check_plan
 
 __all__ = ["TIMES", "Memory", "MetricsTail", "Run", "amount", "by_step", "read_json", "read_run"]
 
-METRICS, PLAN, LOCK = "metrics.jsonl", "plan.json", ".lock"
+METRICS = "metrics.jsonl"
+PLAN = "plan.json"
+LOCK = ".lock"
 NON_FINITE = ("NaN", "Infinity", "-Infinity")  # what JSON has no numbers for
 LARGEST = 1e100  # numbers beyond are drawn as infinity is
 MOST_METRICS = 2**31  # bytes of them
@@ -130,9 +132,11 @@ class Run:
     @cached_property
     def seconds(self) -> list[tuple[int, int, dict[str, float]]]:
         """Of each line of metrics that has seconds: its step, how many steps it is of, and where they went."""
-        step_seconds, before = [], 0
+        step_seconds = []
+        before = 0
         for row in self.trained:
-            count, before = max(1, int(row["step"]) - before), int(row["step"])
+            count = max(1, int(row["step"]) - before)
+            before = int(row["step"])
             if (total := amount(row, "seconds_passed")) is not None:
                 parts = {name: amount(row, key) or 0.0 for name, key in TIMES.items() if key is not None}
                 step_seconds.append((before, count, {"computing": max(0.0, total - sum(parts.values())), **parts}))
@@ -154,18 +158,23 @@ class Run:
     @property
     def memories(self) -> list[Memory]:
         """What the plan spends memory on, of phases the one that runs or ran last, against what was measured."""
-        plan, limits = self.about.get("plan") or {}, ("device_memory", "host_memory")
-        shared, rows = bool(plan.get("shared")), self.trained
+        plan = self.about.get("plan") or {}
+        limits = ("device_memory", "host_memory")
+        shared = bool(plan.get("shared"))
+        rows = self.trained
         if phases := plan.get("phases"):
             name = self.phases[-1][0] if self.phases else phases[0]["name"]
             phase = next((candidate for candidate in phases if candidate["name"] == name), phases[0])
-            parts, limit_values = phase["memory"]["parts"], [plan.get(key) for key in limits]
+            parts = phase["memory"]["parts"]
+            limit_values = [plan.get(key) for key in limits]
             rows = [row for row in rows if row.get("phase") == name]
         elif parts := plan.get("memory") or {}:
             limit_values = [parts.get("device_limit"), parts.get("host_limit")]
         else:
             return []
-        device, host, (most, there) = parts["device"], parts["host"], (int(limit or 0) for limit in limit_values)
+        device = parts["device"]
+        host = parts["host"]
+        most, there = (int(limit or 0) for limit in limit_values)
         measured = max(
             (int(memory_used) for row in rows if (memory_used := amount(row, "memory")) is not None), default=None
         )
@@ -199,7 +208,9 @@ class MetricsTail:
 
     def _begin(self) -> None:
         self._rows: list[dict[str, Any]] = []
-        self._read, self._last, self._inode = 0, b"", -1
+        self._read = 0
+        self._last = b""
+        self._inode = -1
 
     def rows(self) -> list[dict[str, Any]]:
         """Return all whole lines that are there now; `DataError` where one is no JSON object, `ConfigError` where there
@@ -226,7 +237,8 @@ class MetricsTail:
         ]  # what follows is a line that is being written, or was when it was killed
         for line in complete.splitlines(keepends=True):
             self._rows.append(_row(line, f"{self._file}:{len(self._rows) + 1}"))
-            self._read, self._last = self._read + len(line), line
+            self._read = self._read + len(line)
+            self._last = line
 
 
 def _bounded(stream: BinaryIO, file: Path) -> bytes:

@@ -13,7 +13,12 @@ from lema_tools.page import escape
 
 __all__ = ["Bar", "Series", "Span", "bars", "chart", "columns", "legend", "number", "timeline"]
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 250, 58, 12, 12, 30
+WIDTH = 560
+HEIGHT = 250
+LEFT = 58
+RIGHT = 12
+TOP = 12
+BOTTOM = 30
 MOST = 500  # points of a curve; of more, means are drawn
 COLOURS = 10  # that the page has
 
@@ -93,12 +98,16 @@ def chart(
     head = f"<figure><figcaption>{escape(title)}{legend(names)}"
     if not finite:
         return f'{head}</figcaption><p class="none">Nothing was measured.</p>{note}</figure>'
-    first, last = min(x for x, _ in finite), max(x for x, _ in finite)
-    low, high = min(y for _, y in finite), max(y for _, y in finite)
+    first = min(x for x, _ in finite)
+    last = max(x for x, _ in finite)
+    low = min(y for _, y in finite)
+    high = max(y for _, y in finite)
     low = min(0.0, low) if from_zero else low
     margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
-    low, high = low if from_zero else low - margin, high + margin
-    wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    low = low if from_zero else low - margin
+    high = high + margin
+    wide = WIDTH - LEFT - RIGHT
+    tall = HEIGHT - TOP - BOTTOM
 
     def at(x: float, y: float) -> tuple[float, float]:
         across = 0.5 if last == first else (x - first) / (last - first)
@@ -134,11 +143,13 @@ def _drawn(series: Series, at: object) -> Iterable[str]:
             if math.isfinite(y):
                 cx, cy = position(x, y)
                 yield f'<circle class="c{series.colour}" cx="{cx:.1f}" cy="{cy:.1f}" r="3.5"/>'
-    path, pen = "", "M"
+    path = ""
+    pen = "M"
     for x, y in points:
         if math.isfinite(y):
             cx, cy = position(x, y)
-            path, pen = f"{path}{pen}{cx:.1f} {cy:.1f}", "L"
+            path = f"{path}{pen}{cx:.1f} {cy:.1f}"
+            pen = "L"
         else:
             pen = "M"
     yield f'<path class="curve {series.style} c{series.colour}" d="{path}"/>'
@@ -155,7 +166,8 @@ def legend(names: Mapping[str, int], values: Mapping[str, str] | None = None) ->
 
 def bars(bar: Bar, values: Mapping[str, str], *, mark: str = "", note: str = "") -> str:
     """Return one bar, with its parts and their `values` below; `mark` is said at the mark, `note` at the end."""
-    total, cells = max(sum(bar.parts.values()), bar.mark or 0.0) or 1.0, []
+    total = max(sum(bar.parts.values()), bar.mark or 0.0) or 1.0
+    cells = []
     for name, size in bar.parts.items():
         tooltip = escape(f"{name}: {values[name]}")
         style = f"width:{100 * size / total:.3f}%"
@@ -180,14 +192,16 @@ def columns(title: str, parts: Sequence[tuple[float, Mapping[str, float]]], colo
         for group in groups
     ]
     high = 1.06 * max(sum(column.values()) for _, column in stacked) or 1.0
-    tall, column_width = HEIGHT - TOP - BOTTOM, (WIDTH - LEFT - RIGHT) / len(stacked)
+    tall = HEIGHT - TOP - BOTTOM
+    column_width = (WIDTH - LEFT - RIGHT) / len(stacked)
     drawn = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     for value in _ticks(0.0, high):
         y = TOP + tall * (1 - value / high)
         drawn.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         drawn.append(f'<text class="tick end" x="{LEFT - 6}" y="{y + 4:.1f}">{number(value)}</text>')
     for at, (step, column) in enumerate(stacked):
-        y, x = float(HEIGHT - BOTTOM), LEFT + at * column_width
+        y = float(HEIGHT - BOTTOM)
+        x = LEFT + at * column_width
         for name, value in column.items():
             height = tall * value / high
             y -= height
@@ -205,8 +219,11 @@ def columns(title: str, parts: Sequence[tuple[float, Mapping[str, float]]], colo
 
 def timeline(spans: Sequence[Span], tracks: Mapping[str, int]) -> str:
     """Return rows of what happened when, one for each track with its colour; a pointer tells name and length."""
-    begin, end = min(span.begin for span in spans), max(span.end for span in spans)
-    left, wide, row = 150, 1000 - 150 - 30, 26
+    begin = min(span.begin for span in spans)
+    end = max(span.end for span in spans)
+    left = 150
+    wide = 1000 - 150 - 30
+    row = 26
     height = row * len(tracks) + 30
     scale = wide / ((end - begin) or 1.0)
     drawn = [f'<svg viewBox="0 0 1000 {height}" role="img" aria-label="timeline of a step">']
@@ -220,11 +237,9 @@ def timeline(spans: Sequence[Span], tracks: Mapping[str, int]) -> str:
         drawn.append(f'<text class="track mid" x="{x:.1f}" y="{height - 10}">{number(value)} ms</text>')
     index_by_track = {track: at for at, track in enumerate(tracks)}
     for span in spans:
-        at, x, width = (
-            index_by_track[span.track],
-            left + (span.begin - begin) * scale,
-            max(0.6, (span.end - span.begin) * scale),
-        )
+        at = index_by_track[span.track]
+        x = left + (span.begin - begin) * scale
+        width = max(0.6, (span.end - span.begin) * scale)
         tooltip = escape(f"{span.track}: {span.name}, {1000 * (span.end - span.begin):.3g} ms")
         geometry = f'x="{x:.2f}" y="{at * row + 4}" width="{width:.2f}" height="{row - 9}"'
         drawn.append(f'<rect class="f{tracks[span.track]}" rx="1.5" {geometry}><title>{tooltip}</title></rect>')

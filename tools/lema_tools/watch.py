@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["curve", "picture", "watch"]
 
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow", "bright_magenta")
-CURVE, OTHERS = (3, 8, 14), 26  # lines of the curve: the least, usual and most; about how many all others take
+CURVE = (3, 8, 14)
+OTHERS = 26  # lines of the curve: the least, usual and most; about how many all others take
 POLL_SECONDS = 0.05  # seconds, where nothing tells that a key was pressed
 LARGEST = 6  # parts of memory that are named
 
@@ -41,7 +42,8 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    console, tail = Console(highlight=False), MetricsTail(output_dir / METRICS)
+    console = Console(highlight=False)
+    tail = MetricsTail(output_dir / METRICS)
     run = read_run(output_dir, tail)
     if not once and draws(console) and run.state == "running":
         with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live, _key() as key:
@@ -142,7 +144,8 @@ def _signs(run: Run) -> "Text":
     """Return a line that says that the run may learn nothing, or did not for a while."""
     from rich.text import Text
 
-    last, count = run.signs[-1], run.dead_steps
+    last = run.signs[-1]
+    count = run.dead_steps
     since = f"since {count:,} step{'s' * (count > 1)}" if count else f"step {int(amount(last, 'step') or 0):,}"
     return Text(f"\nthis run may learn nothing, {since}: {last.get('why')}", "bold red" if count else "yellow")
 
@@ -153,9 +156,12 @@ def curve(points: Sequence[tuple[int, float]], width: int, height: int) -> list[
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     if not finite:
         return []
-    (first, last), values = (finite[0][0], finite[-1][0]), [value for _, value in finite]
-    low, high = min(values), max(values)
-    wide, tall = 2 * width - 1, 4 * height - 1
+    first, last = (finite[0][0], finite[-1][0])
+    values = [value for _, value in finite]
+    low = min(values)
+    high = max(values)
+    wide = 2 * width - 1
+    tall = 4 * height - 1
     columns: dict[int, list[float]] = {}
     for step, value in finite:
         columns.setdefault(round(wide * (step - first) / max(1, last - first)), []).append(value)
@@ -186,7 +192,8 @@ def _loss(run: Run, width: int, height: int) -> "Iterator[Text]":
         label = f"{max(finite):9.4g} " if at == 0 else f"{min(finite):9.4g} " if at == len(lines) - 1 else " " * 10
         yield Text.assemble((label, "dim"), (line, "cyan"))
     if lines:
-        left, right = f"step {points[0][0]:,}", f"{points[-1][0]:,}"
+        left = f"step {points[0][0]:,}"
+        right = f"{points[-1][0]:,}"
         yield Text(" " * 10 + left + "loss".center(max(0, width - len(left) - len(right))) + right, "dim")
 
 
@@ -194,7 +201,8 @@ def _numbers(run: Run) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    last, recent = run.trained[-1], run.trained[-RECENT:]
+    last = run.trained[-1]
+    recent = run.trained[-RECENT:]
     rates = [value for _, value in by_step(recent, "tokens_per_second")]
     cells = [("loss", _shown(last, "loss", "{:.4f}")), ("learning rate", _shown(last, "learning_rate", "{:.2e}"))]
     cells.append(("gradient norm", _shown(last, "grad_norm", "{:.3g}")))
@@ -259,7 +267,8 @@ def _bar(parts: Sequence[float], width: int) -> "Text":
     """Draw fractions of a width beside each other; one that is there at all has a character where there is room."""
     from rich.text import Text
 
-    text, begun = Text(no_wrap=True, overflow="crop"), 0.0
+    text = Text(no_wrap=True, overflow="crop")
+    begun = 0.0
     for part, colour in zip(parts, _colours(), strict=False):
         cells = round((begun + part) * width) - round(begun * width)
         text.append("█" * cells, colour)

@@ -67,11 +67,17 @@ class ParallelEmbedding(nn.Module):
             raise ConfigError("sequence_parallel_enabled and shard_across_embedding exclude each other", where=name)
         self.comm = comm_of(tensor_model_parallel_group)
         self.tensor_parallel_group = tensor_model_parallel_group
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse, self.dtype = scale_grad_by_freq, sparse, dtype
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+        self.dtype = dtype
         self.shard_across_embedding = shard_across_embedding
-        self.sequence_parallel_enabled, self.sequence_dimension = sequence_parallel_enabled, sequence_dimension
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
         if not shard_across_embedding and not pad and num_embeddings % self.comm.size:
             raise ConfigError(
                 f"{num_embeddings} ids cannot be cut for {self.comm.size} ranks", where=name, how="set pad=True"

@@ -45,7 +45,8 @@ def partitioned(
         dtype: of the weight.
         device: of the weight; on `meta` nothing is drawn.
     """
-    local, dim = list(shape), layout.dim
+    local = list(shape)
+    dim = layout.dim
     local[dim] = local_size(layout, shape[dim])
     if torch.empty(0, device=device).device.type == "meta":
         return nn.Parameter(torch.empty(local, dtype=dtype, device="meta"))

@@ -100,6 +100,7 @@ def _shape(layer: Any, kind: Kind, comm: Comm) -> tuple[tuple[Layout, ...], tupl
         layout = getattr(layer, "layout", None)
         across = bool(getattr(layer, "shard_across_embedding", False))
         return (layout or vocabulary(layer.num_embeddings, across, comm),), (layer.num_embeddings, layer.embedding_dim)
-    sizes, dim = (layer.input_size, layer.output_size), 0 if kind == "column" else 1
+    sizes = (layer.input_size, layer.output_size)
+    dim = 0 if kind == "column" else 1
     layout = getattr(layer, "layout", None)
     return (layout or blocks(sizes[1 - dim], getattr(layer, "stride", 1), comm, dim),), sizes

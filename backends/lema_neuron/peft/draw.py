@@ -16,7 +16,8 @@ from lema_neuron.comm import Comm
 __all__ = ["common_seed", "draw_a", "draw_b", "draw_vectors", "seeded"]
 
 _SEED: ContextVar[int | None] = ContextVar("seed of adapters", default=None)
-LIMBS, BITS = 4, 16  # of a seed: each of its parts is exact in any dtype of a device
+LIMBS = 4
+BITS = 16  # of a seed: each of its parts is exact in any dtype of a device
 
 
 @contextmanager

@@ -25,13 +25,17 @@ class ShardedDropout(nn.Module):
 
     def __init__(self, p: float, layout: Layout, size: int | None, comm: Comm) -> None:
         super().__init__()
-        self.p, self.layout, self.size, self.comm = p, layout, size, comm
+        self.p = p
+        self.layout = layout
+        self.size = size
+        self.comm = comm
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop numbers, and scale the others by `1 / (1 - p)`."""
         if not self.training:
             return input
-        shape, dim = list(input.shape), self.layout.dim % input.dim()
+        shape = list(input.shape)
+        dim = self.layout.dim % input.dim()
         shape[dim] = self.size or shape[dim] * self.comm.size
         mask = dropout(torch.ones(shape, dtype=input.dtype, device=input.device), self.p)
         return input * shard(mask, along(self.layout, dim), self.comm.rank)

@@ -84,7 +84,9 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         if config.lora_bias:
             raise ValueError(f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}.")
         self._begin(adapter_name, r, lora_alpha, config)
-        (ids, features), layout, device = self.base.sizes, self.base.layouts[0], new_device()
+        ids, features = self.base.sizes
+        layout = self.base.layouts[0]
+        device = new_device()
         across = self._across
         inner = (r, ids if across else local_size(layout, ids))
         outer = (local_size(layout, features) if across else features, r)
@@ -97,8 +99,11 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
 
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
         """Fill an adapter; see `NeuronLoraLayer.draw`. A begins as zeros, B is drawn, as in PEFT."""
-        (ids, features), r, rank = self.base.sizes, self.r[adapter_name], self.base.comm.rank
-        part_by_name, name = self.parts(), f"{module_name}.{adapter_name}"
+        ids, features = self.base.sizes
+        r = self.r[adapter_name]
+        rank = self.base.comm.rank
+        part_by_name = self.parts()
+        name = f"{module_name}.{adapter_name}"
         with torch.no_grad():
             first = draw_b((r, ids), how, seed, f"{name}.A")
             self.lora_embedding_A[adapter_name].copy_(
@@ -111,7 +116,9 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
 
     def parts(self) -> dict[str, Part]:
         """Return how both factors are divided; under sequence parallelism a whole B is for this rank's tokens only."""
-        (ids, features), comm, layout = self.base.sizes, self.base.comm, self.base.layouts[0]
+        ids, features = self.base.sizes
+        comm = self.base.comm
+        layout = self.base.layouts[0]
         first: Part = (
             sharded_part(along(layout, 1 - layout.dim), ids, comm)
             if not self._across
@@ -122,7 +129,8 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
             second = sharded_part(along(layout, 1 - layout.dim), features, comm)
         part_by_name = {}
         for name in self.lora_embedding_A:
-            part_by_name[f"lora_embedding_A.{name}"], part_by_name[f"lora_embedding_B.{name}"] = first, second
+            part_by_name[f"lora_embedding_A.{name}"] = first
+            part_by_name[f"lora_embedding_B.{name}"] = second
         return part_by_name
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -139,7 +147,8 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         return result.to(kind)
 
     def _added(self, name: str, ids: Tensor) -> Tensor:
-        base, layer = self.base, self._layer
+        base = self.base
+        layer = self._layer
         first: Tensor = self.lora_embedding_A[name].T
         second: Tensor = self.lora_embedding_B[name].T
         if self._across:

@@ -73,9 +73,11 @@ class NeuronLoraLayer(LoraLayer):
         check_dora(config, self.base, self._layer)
         if r <= 0:
             raise ValueError(f"`r` should be a positive integer value but the value passed is {r}")
-        self.r[name], self.lora_alpha[name] = r, alpha
+        self.r[name] = r
+        self.lora_alpha[name] = alpha
         self.scaling[name] = alpha / math.sqrt(r) if config.use_rslora else alpha / r
-        self.use_rslora[name], self.use_dora[name] = config.use_rslora, config.use_dora
+        self.use_rslora[name] = config.use_rslora
+        self.use_dora[name] = config.use_dora
         self.lora_bias[name] = config.lora_bias
         self.lora_dropout[name] = self._dropout(config.lora_dropout)
 
@@ -157,7 +159,8 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
     ) -> None:
         nn.Module.__init__(self)
         NeuronLoraLayer.__init__(self, base_layer, **kwargs)
-        self.fan_in_fan_out, self.is_target_conv_1d_layer = False, is_target_conv_1d_layer
+        self.fan_in_fan_out = False
+        self.is_target_conv_1d_layer = is_target_conv_1d_layer
         self._active_adapter = adapter_name
         lora_config = as_config(
             config,
@@ -174,7 +177,8 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
     ) -> None:
         """Add an adapter, or replace it."""
         self._begin(adapter_name, r, lora_alpha, config)
-        base, layer = self.base, self._layer
+        base = self.base
+        layer = self._layer
         over: dict[str, Any] = {
             "sequence_parallel_enabled": base.sequence_parallel,
             "sequence_dimension": base.sequence_dimension,
@@ -216,7 +220,9 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
 
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
         """Fill an adapter; see `NeuronLoraLayer.draw`."""
-        (inputs, outputs), r, rank = self.base.sizes, self.r[adapter_name], self.base.comm.rank
+        inputs, outputs = self.base.sizes
+        r = self.r[adapter_name]
+        rank = self.base.comm.rank
         part_by_name = self.parts()
         first: Any = self.lora_A[adapter_name]
         second: Any = self.lora_B[adapter_name]
@@ -237,7 +243,8 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
         The gradient of a column layer's A covers this rank's tokens only, or this rank's rows of B only. That of a row
         layer's B covers this rank's tokens only.
         """
-        base, part_by_name = self.base, {}
+        base = self.base
+        part_by_name = {}
         partial = base.sequence_parallel or (base.kind == "column" and base.boundary)
         for name in self.lora_A:
             replicated = self.lora_B[name] if base.kind == "row" else self.lora_A[name]

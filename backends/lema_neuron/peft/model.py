@@ -64,7 +64,8 @@ class NeuronPeftModel(PeftModel):
         Raises:
             DataError: copies differ from rank to rank.
         """
-        part_by_name, state = parts(self, self.comm), {}
+        part_by_name = parts(self, self.comm)
+        state = {}
         for name, parameter in self.named_parameters():
             part = part_by_name[name]
             adapter = ".lora_" in name or ".modules_to_save." in name
@@ -79,7 +80,8 @@ class NeuronPeftModel(PeftModel):
         Raises:
             ConfigError: the model has no parameter of such a name.
         """
-        part_by_name, parameters = parts(self, self.comm), dict(self.named_parameters())
+        part_by_name = parts(self, self.comm)
+        parameters = dict(self.named_parameters())
         if unknown := sorted(state.keys() - parameters.keys()):
             raise ConfigError(f"the model has no parameter {unknown[0]}", how="use the names of the whole model")
         with torch.no_grad():

@@ -84,7 +84,8 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
             raise ValueError(f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}.")
         self._begin(adapter_name, r, lora_alpha, config)
         base = self.base
-        first, second = nn.ModuleDict(), nn.ModuleDict()
+        first = nn.ModuleDict()
+        second = nn.ModuleDict()
         for number, projection in enumerate(PROJECTIONS):
             size = base.sizes[min(number, 1) + 1]
             first[projection] = nn.Linear(base.sizes[0], r, bias=False, device="meta")
@@ -105,7 +106,8 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
 
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
         """Fill an adapter; see `NeuronLoraLayer.draw`."""
-        base, r = self.base, self.r[adapter_name]
+        base = self.base
+        r = self.r[adapter_name]
         name = f"{module_name}.{adapter_name}"
         with torch.no_grad():
             for number, projection in enumerate(PROJECTIONS):
@@ -144,7 +146,8 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         return q, k, v
 
     def _added(self, name: str, x: Tensor) -> list[Tensor]:
-        base, pairs = self.base, [self._pair(name, projection) for projection in PROJECTIONS]
+        base = self.base
+        pairs = [self._pair(name, projection) for projection in PROJECTIONS]
         x = self._cast_input_dtype(x, pairs[0][0].weight.dtype)
         inner = torch.cat([first(self.lora_dropout[name](x)) for first, _ in pairs], -1)
         if base.sequence_parallel:
@@ -184,7 +187,8 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
 
     def _weights(self, name: str) -> list[tuple[Tensor, Tensor]]:
         """Return each weight's data and the adapter's change; neuronx-distributed may fuse them, in rows q, k, v."""
-        layer, added = self._layer, [delta.detach() for delta in self.get_delta_weight(name)]
+        layer = self._layer
+        added = [delta.detach() for delta in self.get_delta_weight(name)]
         if hasattr(layer, "weight_qkv"):
             weights = layer.weight_qkv.data.split([delta.shape[0] for delta in added])
         else:

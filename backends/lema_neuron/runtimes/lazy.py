@@ -63,7 +63,8 @@ class Lazy:
 
     def comm(self, joined: Joined) -> Comm:
         """Return the processes that hold one copy together; the groups of all ranks are named."""
-        size, ordinal = _num_processes(), _ordinal()
+        size = _num_processes()
+        ordinal = _ordinal()
         parts = size // joined.replicas.size
         groups = [range(start, start + parts) for start in range(0, size, parts)]
         return XlaComm(groups, import_module("torch_xla.core.xla_model"), ordinal)
@@ -93,7 +94,8 @@ def _see_the_others(size: int, xla: Any, xm: Any) -> None:
     Raises:
         BackendUnavailable: the runtime has other processes than `torchrun` started, or the sum is wrong.
     """
-    runtime, rank = import_module("torch_xla.runtime"), torch.distributed.get_rank()
+    runtime = import_module("torch_xla.runtime")
+    rank = torch.distributed.get_rank()
     how = "start the processes with torchrun on one machine's NeuronCores, and set no variables of other launchers"
     if (runtime.world_size(), runtime.global_ordinal()) != (size, rank):
         raise BackendUnavailable(

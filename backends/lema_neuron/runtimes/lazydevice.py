@@ -41,7 +41,8 @@ class LazyDevice:
     """
 
     def __init__(self, xla: Any, xm: Any, compiled: Callable[[], int]) -> None:
-        self._xla, self._xm = xla, xm
+        self._xla = xla
+        self._xm = xm
         self.device: torch.device = xla.device()
         self.compiles = Compiles(compiled)
         self._seed: int | None = None  # torch's seed when the device was seeded last
@@ -131,7 +132,9 @@ class LazySlots:
     """
 
     def __init__(self, device: torch.device, count: int, cut: Callable[[], None]) -> None:
-        self.device, self.free, self.cut = device, count, cut
+        self.device = device
+        self.free = count
+        self.cut = cut
         self.uploads = 0
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
@@ -152,7 +155,8 @@ class _LazyUpload:
     """An upload in progress."""
 
     def __init__(self, slots: LazySlots, memory: Tensor) -> None:
-        self._slots, self._memory = slots, memory
+        self._slots = slots
+        self._memory = memory
         self._waited = self._released = False
 
     def wait(self) -> Tensor:

@@ -21,7 +21,8 @@ class LazyReplicas:
     """
 
     def __init__(self, replicas: Replicas, comm: Comm) -> None:
-        self._replicas, self._comm = replicas, comm
+        self._replicas = replicas
+        self._comm = comm
 
     @property
     def rank(self) -> int:

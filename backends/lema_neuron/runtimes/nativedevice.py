@@ -70,7 +70,8 @@ class NativeDevice:
 
     def memory(self) -> MemoryStats:
         """Return the bytes of tensors on the device, their peak, and the device's memory."""
-        used, peak = self._module.memory_allocated(self.device), self._module.max_memory_allocated(self.device)
+        used = self._module.memory_allocated(self.device)
+        peak = self._module.max_memory_allocated(self.device)
         return MemoryStats(used, peak, self._module.mem_get_info(self.device)[1])
 
     def close(self) -> None:

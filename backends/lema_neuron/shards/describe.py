@@ -22,7 +22,8 @@ from lema_neuron.shards.metadata import FUSED, GROUPED
 
 __all__ = ["describe"]
 
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 LEAVES = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
 HOW = "leave the format out, because LEMA's own format holds all tensors"
 
@@ -99,7 +100,8 @@ def _modules(
     for path, module in model.named_modules():
         if not (parameters := dict(module.named_parameters(recurse=False))):
             continue
-        layout, (owner, _, last) = None, path.rpartition(".")
+        layout = None
+        owner, _, last = path.rpartition(".")
         if isinstance(module, nn.Embedding):
             layout = embedding(tp, module.num_embeddings)
         elif isinstance(module, nn.Linear):

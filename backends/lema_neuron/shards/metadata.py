@@ -87,7 +87,8 @@ def metadata_of(content: Mapping[str, Any], file: Path, tp: int, kv_layout: KvLa
 def _fused_linears(
     module: str, spec: Mapping[str, Any], tp: int, file: Path
 ) -> tuple[dict[str, Rule], tuple[str, tuple[str, ...]]]:
-    name, linears = spec["fused_linear_name"], tuple(spec["linear_names"])
+    name = spec["fused_linear_name"]
+    linears = tuple(spec["linear_names"])
     if spec["fuse_axis"] not in (0, "column"):
         raise _unusable(file, f"{module}.{name} is fused along its inputs, so its adapter cannot be split")
     parts = fused([(int(size), column(tp)) for size in spec["original_dims"]])
@@ -104,11 +105,14 @@ def _fused_linears(
 def _grouped_heads(
     module: str, spec: Mapping[str, Any], tp: int, where: KvLayout
 ) -> tuple[dict[str, Rule], tuple[str, tuple[str, ...]]]:
-    name, copies = spec["gqa_qkv_projection_name"], spec["kv_size_multiplier"]
+    name = spec["gqa_qkv_projection_name"]
+    copies = spec["kv_size_multiplier"]
     linears = (spec["query_projection_name"], spec["key_projection_name"], spec["value_projection_name"])
     heads = (spec["num_attention_heads"], spec["num_key_value_heads"], where, copies)
-    queries, keys = query(tp, *heads), kv(tp, *heads)
-    q_size, kv_size = spec["q_output_size_per_partition"] * tp, spec["kv_output_size_per_partition"] * tp // copies
+    queries = query(tp, *heads)
+    keys = kv(tp, *heads)
+    q_size = spec["q_output_size_per_partition"] * tp
+    kv_size = spec["kv_output_size_per_partition"] * tp // copies
     base = f"{module}.{name}"
     rules = {
         f"{base}.lora_A.weight": Rule(replicated(tp), tuple(f"{module}.{linear}.lora_A.weight" for linear in linears))
@@ -137,7 +141,9 @@ def plain_rule(name: str, local_shard: Tensor, metadata: Metadata, tp: int) -> R
         raise AdapterError(f"it does not say how {name} is divided over ranks", where=str(metadata.file))
     if not entry.get("tensor_model_parallel"):
         return Rule(replicated(tp), (name,))
-    dim, stride, ranks = entry.get("partition_dim"), entry.get("partition_stride", 1), entry.get("num_partitions", tp)
+    dim = entry.get("partition_dim")
+    stride = entry.get("partition_stride", 1)
+    ranks = entry.get("num_partitions", tp)
     if dim not in (0, 1) or type(stride) is not int or stride < 1 or ranks != tp or local_shard.dim() <= dim:
         raise AdapterError(f"{name} is cut as {dict(entry)}, for {tp} ranks", where=str(metadata.file))
     even = Layout("column" if dim == 0 else "row", tp, dim)

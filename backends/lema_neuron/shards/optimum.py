@@ -63,7 +63,8 @@ class _Optimum:
         check_shapes(tensors, model, "the base model")
         content = describe(tensors, config, model, tp, kv_layout)
         file = directory / METADATA.format(0)
-        metadata, names = metadata_of(content, file, tp), _shard_names(content)
+        metadata = metadata_of(content, file, tp)
+        names = _shard_names(content)
         rules = {name: metadata.rules.get(name) or _padded(name, tensors, metadata, tp) for name in names}
         wholes = {name: _fuse(rule, tensors) for name, rule in rules.items()}
         (directory / "model").mkdir(parents=True)

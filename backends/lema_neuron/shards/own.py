@@ -57,7 +57,8 @@ class _Lema:
         kv_layout: KvLayout,
     ) -> None:
         """Write a file for each rank. `ModelError`: the model's plan does not cover a module of the adapter."""
-        plan, layouts = layouts_of(model, tp, kv_layout), {}
+        plan = layouts_of(model, tp, kv_layout)
+        layouts = {}
         for name, tensor in tensors.items():
             module, leaf = module_of(name)
             try:
@@ -120,7 +121,8 @@ def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str,
     )
     if not sound:
         raise AdapterError(f"{file.name} does not describe shards of an adapter", where=str(file), how="save it again")
-    layouts, shapes = {}, {}
+    layouts = {}
+    shapes = {}
     for name, entry in content["tensors"].items():
         shapes[name] = entry.pop("shape", None)
         try:
@@ -145,7 +147,8 @@ def _read(directory: Path, *, check: bool) -> tuple[dict[str, Tensor], dict[str,
             raise unreadable(file, error, AdapterError, what, "copy it again") from error
         if odd := sorted(ranks[-1].keys() ^ layouts.keys()):
             raise AdapterError(f"it has other tensors than {LAYOUTS}: {odd[0]}", where=str(file))
-    tensors, differing_by_name = {}, {}
+    tensors = {}
+    differing_by_name = {}
     for name, layout in layouts.items():
         tensors[name], differing = join([rank_tensors[name] for rank_tensors in ranks], layout, name, check=check)
         if differing:

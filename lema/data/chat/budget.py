@@ -17,7 +17,8 @@ import psutil
 __all__ = ["MEMORY", "TIME", "Budget", "bounds_itself"]
 
 POLL_SECONDS = 0.1  # seconds
-TIME, MEMORY = "time", "memory"
+TIME = "time"
+MEMORY = "memory"
 
 
 def bounds_itself() -> bool:
@@ -40,7 +41,9 @@ class Budget:
 
     def __init__(self, process: "subprocess.Popen[bytes]", seconds: float, nbytes: int, *, watching: bool) -> None:
         self.exceeded = ""
-        self._process, self._seconds, self._nbytes = process, seconds, nbytes
+        self._process = process
+        self._seconds = seconds
+        self._nbytes = nbytes
         self._usage = psutil.Process(process.pid) if watching else None
         self._spent = 0.0
         self._over = threading.Event()

@@ -29,7 +29,9 @@ class Frame:
 
     def spans_in(self, text: str, words: Sequence[str]) -> list[Span] | None:
         """Where in a rendered chat the trained stretches are; None: it is another text around these words."""
-        parts, starts, at = [], [], 0
+        parts = []
+        starts = []
+        at = 0
         for before, number in zip(self.texts, self.order, strict=False):
             starts.append(at)
             at += len(before) + len(words[number])
@@ -43,7 +45,8 @@ class Frame:
 def shape_of(template: Template, messages: Sequence[dict[str, Any]]) -> tuple[Hashable, list[str]] | None:
     """Return what of a chat a template can go by, and the words of its messages, without the blanks around them. None
     is of a chat that has more than a role and one stretch of words in each message."""
-    words, around = [], []
+    words = []
+    around = []
     for message in messages:
         text = message["content"]
         if len(message) != 2 or not isinstance(text, str) or not (inner := text.strip()):
@@ -62,14 +65,16 @@ def frame_of(
     rendered: Rendered, words: Sequence[str], spans: Sequence[Span], ending: str, remarks: Sequence[str]
 ) -> Frame | None:
     """Return what stands around the words of a chat that was looked at; None: its words are not there as they are."""
-    text, word_spans = rendered.text, list[tuple[int, int, int]]()
+    text = rendered.text
+    word_spans = list[tuple[int, int, int]]()
     for number, word in enumerate(words):
         firsts, lasts = (rendered.offsets.get(2 * number + side, ()) for side in (0, 1))
         word_spans += [(first, last, number) for first, last in zip(firsts, lasts, strict=False)]
         if len(firsts) != len(lasts) or any(text[first:last] != word for first, last, _ in word_spans[-len(firsts) :]):
             return None
     word_spans.sort()
-    starts, stops = [0, *(last for _, last, _ in word_spans)], [*(first for first, _, _ in word_spans), len(text)]
+    starts = [0, *(last for _, last, _ in word_spans)]
+    stops = [*(first for first, _, _ in word_spans), len(text)]
     if any(start > end for start, end in zip(starts, stops, strict=True)):
         return None
     borders = list[tuple[int, int]]()

@@ -11,7 +11,8 @@ from typing import Any
 
 __all__ = ["Marked", "Piece", "has_marks", "mark_messages", "without_marks"]
 
-FIRST, LAST = 0x108000, 0x10FFFD
+FIRST = 0x108000
+LAST = 0x10FFFD
 _MARKS = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]")
 # Templates cut messages at tags, such as those around reasoning, and ask whether a message begins or ends with one.
 TAG = re.compile(r"<[^<>\s][^<>]{0,40}>|\[/?[A-Z_]{2,20}\]")
@@ -45,7 +46,8 @@ def mark_messages(messages: list[dict[str, Any]]) -> Marked:
     `OverflowError`: there are more words to mark than marks."""
     marked = Marked()
     for number, message in enumerate(messages):
-        changed, before = dict(message), len(marked.pieces)
+        changed = dict(message)
+        before = len(marked.pieces)
         for key in REASONING:
             if isinstance(message.get(key), str):
                 changed[key] = _mark(marked, message[key], number, "reasoning")
@@ -68,7 +70,8 @@ def mark_messages(messages: list[dict[str, Any]]) -> Marked:
 
 
 def _mark(marked: Marked, text: str, message: int, part: str) -> str:
-    out, written = [], 0
+    out = []
+    written = 0
     for start, end in _stretches(text):
         number = FIRST + 2 * len(marked.pieces)
         if number >= LAST:
@@ -82,7 +85,8 @@ def _mark(marked: Marked, text: str, message: int, part: str) -> str:
 
 def _stretches(text: str) -> list[tuple[int, int]]:
     """Where the words between tags begin and end, without blanks around them."""
-    spans, at = [], 0
+    spans = []
+    at = 0
     borders = [(tag.start(), tag.end()) for tag in TAG.finditer(text)] if "<" in text or "[" in text else []
     for start, end in [*borders, (len(text), len(text))]:
         words = text[at:start]
@@ -96,7 +100,9 @@ def _stretches(text: str) -> list[tuple[int, int]]:
 def without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
     """The text without its marks, and the places in it where each mark stood."""
     offsets: dict[int, list[int]] = {}
-    parts, at, length = [], 0, 0
+    parts = []
+    at = 0
+    length = 0
     for mark in _MARKS.finditer(text):
         parts.append(text[at : mark.start()])
         length += mark.start() - at

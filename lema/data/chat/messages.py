@@ -58,9 +58,11 @@ class Chat:
 def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
     """The messages of a column; `fields` names those that are not called `role` and `content`. `DataError`: a message
     is malformed; names file, line and message."""
-    role_key, content_key = fields.get("role", "role"), fields.get("content", "content")
+    role_key = fields.get("role", "role")
+    content_key = fields.get("content", "content")
     how = f'write {{"{role_key}": "user", "{content_key}": "..."}}'
-    messages, flags = [], []
+    messages = []
+    flags = []
     for number, raw_message in enumerate(list_of(row, column), 1):
         at = f"{column}, message {number}"
         if not isinstance(raw_message, Mapping):
@@ -112,7 +114,8 @@ def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
     """Calls in the form that templates are written for: each a function with a name and an object of arguments."""
     if not isinstance(calls, (list, tuple)):
         raise row.broken(f"'tool_calls' should be a list, not {type(calls).__name__}", at=at)
-    tool_calls, how = [], 'write {"function": {"name": "...", "arguments": {...}}}'
+    tool_calls = []
+    how = 'write {"function": {"name": "...", "arguments": {...}}}'
     for call in calls:
         function = call.get("function") or call if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -147,7 +150,8 @@ def read_conversations(row: Row, fields: Mapping[str, str]) -> Chat:
         turn = dict(raw_message) if isinstance(raw_message, Mapping) else {}
         if turn.get("from") is None or turn.get("value") is None:
             raise row.broken("a message lacks 'from' or 'value'", at=at, how='write {"from": "human", "value": "..."}')
-        speaker, value = str(turn["from"]), text_of(row, turn["value"], "'value'", at)
+        speaker = str(turn["from"])
+        value = text_of(row, turn["value"], "'value'", at)
         role = _ROLES.get(speaker)
         if role is None:
             raise row.broken(f"the speaker {speaker!r} is not known", at=at, how=f"use one of: {', '.join(_ROLES)}")

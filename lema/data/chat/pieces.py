@@ -31,10 +31,12 @@ _PIECE = re.compile(r" *[^ ]+(?:(?<=\s) +[^ ]*)*| +")  # up to a space that foll
 _LONG = (
     1 << 20
 )  # characters of a text that is tokenised whole, because a list of its pieces takes a hundred times as much
-_LONGEST, _MOST = 32, 1 << 16  # characters of a piece that is kept, and such pieces, of about 200 bytes each
+_LONGEST = 32
+_MOST = 1 << 16  # characters of a piece that is kept, and such pieces, of about 200 bytes each
 
 # What expressions are made of: GPT-2's, and those after cl100k_base, o200k_base, Llama 3 and Qwen.
-_KIND, _SHORT = r"\\p\{[LMNPS]\w?\}", r"\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)"
+_KIND = r"\\p\{[LMNPS]\w?\}"
+_SHORT = r"\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\)"
 _UNIT = rf"(?:{_KIND}|\[(?:{_KIND})+\]|\[\^\\s(?:{_KIND})*\]|\[\\r\\n/?\])(?:[+*?]|\{{1,3\}})?"
 _WORDS = rf"(?: \?|\[\^\\r\\n(?:{_KIND})+\]\?)?(?:{_UNIT})+(?:{_SHORT}\?)?"
 _ALTERNATIVE = rf"(?:{_SHORT}|{_WORDS}|\\s\*\[\\r\\n\]\+|\\s\+\(\?!\\S\)|\\s\+)"
@@ -72,7 +74,8 @@ class Pieces(dict[str, bytes]):
         """What `lema.data.chat.tokens.tokenizing` returns does."""
         if not self.cuts or len(text) > _LONG:
             encoding = self.backend.encode(text, add_special_tokens=not has_special)
-            ids, last = np.array(encoding.ids, np.int32), [end for _, end in encoding.offsets]
+            ids = np.array(encoding.ids, np.int32)
+            last = [end for _, end in encoding.offsets]
             while last and last[-1] == 0:  # put after the text, for no character
                 last.pop()
             return ids, _inside(len(ids), spans, lambda at: len(last) if at == len(text) else bisect_right(last, at))
@@ -80,7 +83,8 @@ class Pieces(dict[str, bytes]):
         for number, part in enumerate(self.added.split(text)):
             pieces += [part] if number % 2 else _PIECE.findall(part)
         parts = [array("i", () if has_special else self.before).tobytes(), *map(self.__getitem__, pieces)]
-        ids, offsets = np.frombuffer(b"".join(parts), np.int32), [*accumulate(map(len, pieces))]
+        ids = np.frombuffer(b"".join(parts), np.int32)
+        offsets = [*accumulate(map(len, pieces))]
 
         def count(offset: int) -> int:
             which = bisect_right(offsets, offset)

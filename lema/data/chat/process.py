@@ -184,7 +184,8 @@ class _Process:
 
     def _lines(self, count: int) -> Iterator[bytes | None]:
         """Yield so many answers; None: there are no more, or one is longer than any may be."""
-        parts, size = list[bytes](), 0
+        parts = list[bytes]()
+        size = 0
         while count:
             parts.append(content := self.answers.read(1 << 16))
             size += len(content)
@@ -193,7 +194,9 @@ class _Process:
                 return
             if b"\n" in content:
                 *lines, remainder = b"".join(parts).split(b"\n")
-                parts, size, count = [remainder], len(remainder), count - len(lines)
+                parts = [remainder]
+                size = len(remainder)
+                count = count - len(lines)
                 yield from lines
 
     def end(self) -> int | None:
@@ -236,7 +239,8 @@ def _outcome(line: bytes, limits: Limits) -> Rendition | Refusal:
             if answer["error"] == "MemoryError":
                 return Refusal(f"it allocates more than {limits.nbytes >> 20} MiB", ended=True)
             return Refusal(str(answer["message"]) or str(answer["error"]), last=answer["last"] is True)
-        text, spans = answer["text"], [(int(start), int(end)) for start, end in answer["places"]]
+        text = answer["text"]
+        spans = [(int(start), int(end)) for start, end in answer["places"]]
         if isinstance(text, str) and all(0 <= start <= end <= len(text) for start, end in spans):
             return Rendition(text, spans)
     except (ValueError, TypeError, KeyError, RecursionError):

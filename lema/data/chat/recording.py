@@ -21,7 +21,8 @@ class _StandIn:
     """Stands in for a compiled template."""
 
     def __init__(self, template: str, write: Write) -> None:
-        self._template, self._write = template, write
+        self._template = template
+        self._write = write
 
     def render(self, **values: Any) -> str:
         return self._write(self._template, values)

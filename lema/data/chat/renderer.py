@@ -133,13 +133,15 @@ def main() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGBREAK"):
         if hasattr(signal, name):  # a terminal or a scheduler sends them to all; the parent ends this one
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    timed, deadline = hasattr(signal, "setitimer"), Deadline()  # on Windows the parent looks at the time
+    timed = hasattr(signal, "setitimer")
+    deadline = Deadline()  # on Windows the parent looks at the time
     if timed:  # and what the parent does with the timer's signal, or with all, is not for this process
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
     else:
         threading.Thread(target=deadline.watch, daemon=True).start()
-    requests, out = sys.stdin.buffer, sys.stdout.fileno()
+    requests = sys.stdin.buffer
+    out = sys.stdout.fileno()
     compiled, render = functions_of(received(requests))
     while (batch := received(requests)) is not None:
         seconds, nbytes, templates, rows = batch

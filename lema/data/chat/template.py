@@ -124,7 +124,8 @@ def render_ahead(asked: Sequence[tuple[Template, Messages, bool]]) -> Ahead:
     """Render chats together, as many as are not too long, each with a generation prompt or without; return what came of
     them, for the `ahead` of the templates that are asked next. A chat that cannot be asked for, or of which the
     tokenizer makes something else than the template writes, is left out: rendering it alone says why."""
-    requests, size = dict[tuple[int, bool], Request](), 0
+    requests = dict[tuple[int, bool], Request]()
+    size = 0
     for template, messages, prompt in asked:
         request = _request_of(template, messages, prompt) if size < MOST_AHEAD else None
         if request is not None:
@@ -184,7 +185,9 @@ def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]
     """Yield what `render` makes of messages, in one after the other of the forms in which templates take them: as they
     are, with arguments of tool calls as JSON and a text, perhaps an empty one, with each call, and in blocks of text.
     `DataError`: the template takes none of the forms; it is what is said of the first."""
-    forms, refused, taken = [messages], list[DataError](), 0
+    forms = [messages]
+    refused = list[DataError]()
+    taken = 0
     if any(message.get("tool_calls") for message in messages):
         forms.append([_written(message) for message in messages])
     if any(isinstance(message["content"], str) for message in messages):

@@ -63,7 +63,8 @@ class Chats:
         trained = self._trained(chat, row)
         if not trained:
             return None
-        frames, key = self.cache.frames, None
+        frames = self.cache.frames
+        key = None
         if (shape := shape_of(template, chat.messages)) is not None:
             key = (self.train_on, *trained, shape[0])
             if (frame := frames.get(key)) is not None:
@@ -73,7 +74,9 @@ class Chats:
                         self.remarks.add(row, what)
                     return text + frame.ending, frame_spans
         rendered = render_chat(template, self.cache, chat.messages, row)
-        spans, ending, remarks = [rendered.span(number) for number in trained], "", _remarks(rendered, chat)
+        spans = [rendered.span(number) for number in trained]
+        ending = ""
+        remarks = _remarks(rendered, chat)
         if trained[-1] == len(chat.messages) - 1:
             spans[-1], ending = _ended(rendered, spans[-1], remarks)
         if rendered.ended:
@@ -97,7 +100,8 @@ class Chats:
             if flag and not assistant and self.train_on != "all":
                 what = "the message asks to be trained on, but it is not the assistant's"
                 raise row.broken(what, at=f"message {number + 1}", how="remove the flag, or set train_on: all")
-        answers, roles = chat.answers(), [message["role"] for message in chat.messages]
+        answers = chat.answers()
+        roles = [message["role"] for message in chat.messages]
         if self.train_on == "last":
             return [number for number in answers if "assistant" not in roles[number + 1 :]]
         if self.train_on == "completion" and chat.prompt_length is None:

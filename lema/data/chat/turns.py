@@ -79,7 +79,8 @@ class Rendered:
         `DataError`: the answer, or a tool call in it, is not there, or is not where the template puts it alone."""
         shown = self._shown(number)
         if self.generation_spans is None:
-            start, end = self._start(number, shown), self._end(number)
+            start = self._start(number, shown)
+            end = self._end(number)
         else:
             start, end = self._with_end(number, shown, self._generation_span(number, shown))
         first, last = self._shown_span(shown)
@@ -127,7 +128,8 @@ class Rendered:
 
     def _shown(self, number: int) -> list[int]:
         """The marked pieces of an answer that the template shows; refuses one whose words are not there."""
-        at, pieces = f"message {number + 1}", self.marked.pieces
+        at = f"message {number + 1}"
+        pieces = self.marked.pieces
         shown = [
             piece for piece in self.marked.of[number] if 2 * piece in self.offsets and 2 * piece + 1 in self.offsets
         ]
@@ -187,7 +189,8 @@ class Rendered:
         if number == 0:
             raise self.row.broken("the chat begins with the assistant, before anything to answer", at=at, how=MARK_IT)
         _, anchor, closed, prompted = self._tails(number)
-        first, lead = self._shown_span(shown)[0], self.marked.pieces[shown[0]].before
+        first = self._shown_span(shown)[0]
+        lead = self.marked.pieces[shown[0]].before
         words = first
         first -= len(lead) if lead and self.text.endswith(lead, 0, first) else 0
         if self.text.startswith(prompted, anchor) and anchor + len(prompted) <= first:
@@ -247,7 +250,8 @@ class Rendered:
         """The last mark of the first `count` messages, its place here, and what follows it there: without a generation
         prompt, and with. There may be another text in front of it, and fewer words after it, than here."""
         pieces = self.marked.of[count - 1]
-        end, key = 2 * pieces[-1] + 1 if pieces else -1, None
+        end = 2 * pieces[-1] + 1 if pieces else -1
+        key = None
         if end in self.offsets and self._piece(end).part == "content":
             key = (self.template.text, self.template.tools is None, self._piece(end).after, *self._signatures[:count])
             if (cached := self.cache.tails.get(key)) is not None and cached[0] <= len(self.offsets[end]):
@@ -269,7 +273,8 @@ class Rendered:
 
 def signatures_of(template: Template, messages: Sequence[dict[str, Any]]) -> list[Any]:
     """What of each message a template can go by: its shape, and which of the template's own texts are in it."""
-    signatures, literals = [], literals_of(template.text)
+    signatures = []
+    literals = literals_of(template.text)
     for message in messages:
         shape = [(key, type(value), bool(value)) for key, value in message.items()]
         content = str(message.get("content"))

@@ -39,11 +39,16 @@ class StopCriteria(StoppingCriteria):
         tokenizer: PreTrainedTokenizerBase,
         on_token: Callable[[int], object],
     ) -> None:
-        self._width, self._stop_tokens, self._strings = width, frozenset(stop_tokens), tuple(strings)
-        self._tokenizer, self._on_token, self._open = tokenizer, on_token, list(range(rows))
+        self._width = width
+        self._stop_tokens = frozenset(stop_tokens)
+        self._strings = tuple(strings)
+        self._tokenizer = tokenizer
+        self._on_token = on_token
+        self._open = list(range(rows))
         # No token of a text has less than a byte, so a string that has just ended lies in so many of the last ones.
         self._window = max((len(string.encode()) for string in self._strings), default=0) + 1
-        self.lengths, self.reasons = [0] * rows, list[Finish](["length"] * rows)
+        self.lengths = [0] * rows
+        self.reasons = list[Finish](["length"] * rows)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002 - as in StoppingCriteria
         """Return which texts have ended, bool `[rows]`, of all tokens so far, `[rows, tokens]`."""

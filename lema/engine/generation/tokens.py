@@ -56,12 +56,11 @@ def complete(
         generation_config or split.model.generation_config, tokenizer, max_new_tokens, options
     )
     settings.pad_token_id = _padding(settings, tokenizer, vocab_size)
-    last, width = settings.eos_token_id, max(map(len, checked(prompts, vocab_size)))
+    last = settings.eos_token_id
+    width = max(map(len, checked(prompts, vocab_size)))
     ending = frozenset([] if last is None else [last] if isinstance(last, int) else last)
-    rows, user_criteria = (
-        len(prompts) * (settings.num_return_sequences or 1),
-        extra_options.pop("stopping_criteria", None) or [],
-    )
+    rows = len(prompts) * (settings.num_return_sequences or 1)
+    user_criteria = extra_options.pop("stopping_criteria", None) or []
     stopping = StopCriteria(width, rows, ending, strings, tokenizer, on_token)
     if beams := (settings.num_beams or 1) > 1:
         # Left to `transformers`, because a beam's place in the batch is another after each token.

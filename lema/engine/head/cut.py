@@ -69,9 +69,13 @@ class HeadCut:
         parallel: Parallel,
         planned_for: Backend | str | None = None,
     ) -> None:
-        self._model, self._stored, self._planned, self.asked = model, stored, planned_for is not None, where == "stream"
+        self._model = model
+        self._stored = stored
+        self._planned = planned_for is not None
+        self.asked = where == "stream"
         self.module: nn.Linear | None = None
-        self.name, self.why = "", ""
+        self.name = ""
+        self.why = ""
         self._shared_names: tuple[str, ...] = ()  # names of the same weight, which are tables' looked up row by row
         self._divided = parallel.size > 1  # over the vocabulary among processes, and not in pieces
         if where == "device" or (where == "auto" and not limited and not self._divided):
@@ -118,12 +122,14 @@ class HeadCut:
 
     def handed_over(self) -> frozenset[str]:
         """Return the names of a weight that is divided among processes, which is looked after here until then."""
-        names, self.module = self.names, None
+        names = self.names
+        self.module = None
         return names
 
     def spans(self, layers: Iterable[LayerBytes]) -> tuple[Span, ...]:
         """Return the rows of each piece, `(first, end)`: as few pieces as go into the slots of these layers."""
-        record, dtype = self._stored.records[self.name], self._stored.dtypes[self.name]
+        record = self._stored.records[self.name]
+        dtype = self._stored.dtypes[self.name]
         size, width = record.shape
         # Less two pages, because a piece begins as far into a page as it does in its file, and is rounded up to one.
         budget = max(layer.nbytes for layer in layers) - 2 * PAGE
@@ -135,7 +141,8 @@ class HeadCut:
         """Return the weight as bytes, in pieces named `weight`; none: it is whole."""
         if self.module is None:
             return ()
-        record, dtype = self._stored.records[self.name], self._stored.dtypes[self.name]
+        record = self._stored.records[self.name]
+        dtype = self._stored.dtypes[self.name]
         assert isinstance(record, TensorRecord)
         layouts = (lay_out_tensors({"weight": (part_of(record, 0, [span]), dtype)}) for span in self.spans(layers))
         return tuple(replace(layout, name=f"piece {number} of the head") for number, layout in enumerate(layouts))
@@ -168,7 +175,8 @@ class HeadCut:
         for it to be cut, and `why` says why it cannot be."""
         if self.module is None:
             return 0
-        module, self.module = self.module, None
+        module = self.module
+        self.module = None
         if why:
             self._refuse(why)
         if self._shared_names:
@@ -200,7 +208,8 @@ class HeadCut:
         }
         if len(shared_names) > 1 or not embeddings.issuperset(shared_names):
             return "other modules than the input embeddings share its weight"
-        self.name, self._shared_names = stored, shared_names
+        self.name = stored
+        self._shared_names = shared_names
         return _needs_all_logits(self._model, module)
 
 

@@ -53,8 +53,10 @@ class EmbedHead:
         trained: Collection[nn.Parameter],
         asked: AskedGradients | None = None,
     ) -> None:
-        self._loss, self._asked = loss, asked
-        self._backend, self._hidden = backend, list(hidden)
+        self._loss = loss
+        self._asked = asked
+        self._backend = backend
+        self._hidden = list(hidden)
         self._cut_arguments = [_cut_off(per_layer) for per_layer in zip(*calls, strict=True)]
         self._trained = {id(parameter): parameter for parameter in trained}
         tensors = [*hidden, *(tensor for arguments in self._cut_arguments for tensor, _ in arguments)]
@@ -98,7 +100,9 @@ class EmbedHead:
 
     def head_backward(self, factor: Tensor) -> None:
         """Add the gradients of the head, of `factor` times the loss, unless they wait for those before the layers."""
-        sums, self.sums, self._factor = self.sums, {}, factor
+        sums = self.sums
+        self.sums = {}
+        self._factor = factor
         if self._before & self._after:
             return
         if self._sums_complete and all(parameter.grad is None for parameter in sums):
@@ -121,7 +125,8 @@ class EmbedHead:
                 for _, leaf in self._cut_arguments[index]:
                     leaf.grad = None
                 if not again:
-                    self._hidden[index], self._cut_arguments[index] = self._hidden[index].detach(), []
+                    self._hidden[index] = self._hidden[index].detach()
+                    self._cut_arguments[index] = []
                 self._differentiate(index, [tensor for tensor, _ in done], [grad for _, grad in done], again=again)
         return ()
 
@@ -135,7 +140,8 @@ class EmbedHead:
             for value in self.loss.values(index, output):
                 assert self._factor is not None
                 torch.autograd.backward([*roots, value], [*gradients, self._factor])
-                roots, gradients = [], []
+                roots = []
+                gradients = []
             self._backend.set_rng_state(after)
         if roots:
             torch.autograd.backward(roots, gradients, retain_graph=again)
@@ -155,7 +161,8 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
         return value
 
     for call in calls:
-        call.args, call.kwargs = changed(call.args, off), changed(call.kwargs, off)
+        call.args = changed(call.args, off)
+        call.kwargs = changed(call.kwargs, off)
         call.after = [
             replace(step, args=changed(step.args, off), kwargs=changed(step.kwargs, off)) for step in call.after
         ]
@@ -165,7 +172,8 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
 class _Detached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Forward[Any], backward: Backward, anchor: Tensor, *inputs: Tensor) -> Any:  # noqa: ARG004 - autograd looks at it
-        ctx.own_backward, ctx.freed = backward, False
+        ctx.own_backward = backward
+        ctx.freed = False
         return forward(inputs, ctx.needs_input_grad[3:])
 
     @staticmethod

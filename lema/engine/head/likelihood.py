@@ -56,8 +56,10 @@ def _of_rows(model: StreamedModel, hidden: Tensor, host_targets: Tensor) -> list
     are the targets in host memory, where they can be looked at without waiting for the device: the token after each
     position, int64 `[batch, sequence]`; -100 where nothing is asked."""
     rows, columns = torch.nonzero(host_targets != IGNORED, as_tuple=True)
-    targets, chunk = host_targets.to(model.backend.device), model.loss_chunk_tokens
-    sums, greedy = [0.0] * len(host_targets), [True] * len(host_targets)
+    targets = host_targets.to(model.backend.device)
+    chunk = model.loss_chunk_tokens
+    sums = [0.0] * len(host_targets)
+    greedy = [True] * len(host_targets)
     for first in range(0, len(rows), chunk):
         of_row = rows[first : first + chunk]
         at = of_row.to(hidden.device), columns[first : first + chunk].to(hidden.device)

@@ -103,8 +103,12 @@ class LossChunks:
     ) -> None:
         # Requested logits are made whole, by each process.
         self.cross_entropy = (parallel if parallel and logits is None else SingleProcess()).cross_entropy
-        self._dft, self._smoothing = dft, smoothing
-        self._head, self._targets, self._chunk_tokens, self._logits = head, targets, chunk_tokens, logits
+        self._dft = dft
+        self._smoothing = smoothing
+        self._head = head
+        self._targets = targets
+        self._chunk_tokens = chunk_tokens
+        self._logits = logits
         # Counted in host memory where they are there too, because counting on the device would wait for it.
         self._host_targets = targets if host_targets is None else host_targets
         self.scale = scale

@@ -107,7 +107,8 @@ def objective_of(config: LemaConfig) -> Objective | None:
 def set_objective(model: StreamedModel, config: LemaConfig) -> None:
     """Give a model the objective of the settings; one of examples trains without dropout, as TRL's trainers do.
     `ConfigError`: it needs more of a batch than one of several processes has."""
-    model.objective, model.dft = objective_of(config), config.loss_type == "dft"
+    model.objective = objective_of(config)
+    model.dft = config.loss_type == "dft"
     model.smoothing = config.label_smoothing_factor
     if model.objective is not None and model.objective.of_batch and model.backend.replicas.size > 1:
         what = "kto's KL term and aot need a whole batch, but each process has only a share of it"
@@ -149,7 +150,8 @@ def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> T
             return (delta - 1 / (2 * beta)) ** 2 if loss_type == "ipo" else -logsigmoid(beta * delta)
         case "exo_pair":
             epsilon = torch.tensor(smoothing, device=delta.device)
-            right, wrong = torch.sigmoid(beta * delta), torch.sigmoid(-beta * delta)
+            right = torch.sigmoid(beta * delta)
+            wrong = torch.sigmoid(-beta * delta)
             first = right * (logsigmoid(beta * delta) - torch.log1p(-epsilon))
             return first + wrong * (logsigmoid(-beta * delta) - torch.log(epsilon))
         case "nca_pair":
@@ -157,12 +159,14 @@ def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> T
                 -logsigmoid(beta * chosen) - 0.5 * logsigmoid(-(beta * chosen)) - 0.5 * logsigmoid(-(beta * rejected))
             )
         case "robust":
-            clean, flipped = -(1 - smoothing) * logsigmoid(beta * delta), -smoothing * logsigmoid(-beta * delta)
+            clean = -(1 - smoothing) * logsigmoid(beta * delta)
+            flipped = -smoothing * logsigmoid(-beta * delta)
             return (clean - flipped) / (1 - 2 * smoothing)
         case "bco_pair":
             return -logsigmoid(beta * chosen) - logsigmoid(-(beta * rejected))
         case "aot" | "aot_unpaired":
-            preferred, baseline = chosen, rejected
+            preferred = chosen
+            baseline = rejected
             if loss_type == "aot":
                 assert rows.reference is not None, "the reference was not asked for"
                 preferred, baseline = (torch.sub(*rows.completions(logps)) for logps in (rows.logps, rows.reference))
@@ -190,9 +194,11 @@ def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesira
         policy, reference = rows.mismatched
         kl = (policy - reference).mean().detach().clamp(min=0)
     if loss_type == "kto":
-        of_chosen, of_rejected = 1 - torch.sigmoid(beta * (chosen - kl)), 1 - torch.sigmoid(beta * (kl - rejected))
+        of_chosen = 1 - torch.sigmoid(beta * (chosen - kl))
+        of_rejected = 1 - torch.sigmoid(beta * (kl - rejected))
     else:
-        of_chosen, of_rejected = 1 - torch.sigmoid(beta * chosen), torch.sigmoid(beta * rejected)
+        of_chosen = 1 - torch.sigmoid(beta * chosen)
+        of_rejected = torch.sigmoid(beta * rejected)
     loss = torch.cat([desirable * of_chosen, undesirable * of_rejected]).sum() / rows.num_examples
     logps = rows.completions(rows.logps.detach())
     measured: Measured = {"kl": (kl, 1.0)} | _of_logits(rows)
@@ -261,7 +267,8 @@ def grpo(
 
     def score(rows: Scored) -> tuple[Tensor, Measured]:
         assert rows.advantages is not None, "rows without advantages"
-        mask, advantages = rows.trained, rows.advantages
+        mask = rows.trained
+        advantages = rows.advantages
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         old = rows.logps.detach() if rows.old_logps is None else rows.old_logps
         weights = rows.logps - old

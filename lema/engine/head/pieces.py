@@ -47,7 +47,9 @@ class PiecedHead:
 
     def __init__(self, split: Split, backend: Backend, module: nn.Linear, spans: Sequence[tuple[int, int]]) -> None:
         self.backend = backend
-        self._split, self._module, self.spans = split, module, tuple(spans)
+        self._split = split
+        self._module = module
+        self.spans = tuple(spans)
         self._width = module.in_features  # width of the head's input, before norms and the like
         self._dtype = module.weight.dtype
 
@@ -66,7 +68,8 @@ class PiecedHead:
 
         with self.standing_in(stop), suppress(_Reached):
             self._split.head(hidden)
-        self._width, self._dtype = hidden.shape[-1], hidden.dtype
+        self._width = hidden.shape[-1]
+        self._dtype = hidden.dtype
         return captured[0]
 
     def product(self, inputs: Tensor, weight: Tensor, span: tuple[int, int]) -> Tensor:
@@ -91,7 +94,8 @@ class PiecedHead:
 
     def finite(self, lease: OfLayer, hidden: Sequence[Tensor]) -> bool:
         """Whether all logits of the last layer's outputs are finite."""
-        inputs, all_finite = [self.inputs(state) for state in hidden], True
+        inputs = [self.inputs(state) for state in hidden]
+        all_finite = True
         for piece, weight in self.leased(lease):
             for state in inputs if all_finite else ():  # all are leased, because other processes may send their parts
                 all_finite = all_finite and bool(self.logits(state, weight, self.spans[piece]).isfinite().all())
@@ -174,7 +178,9 @@ def piece_passes(
     order = list(range(len(head.spans)))
     back = order[-2::-1] if differentiate else []
     for number, (piece, weight) in enumerate(head.leased(lease, order + back)):
-        span, up, down = head.spans[piece], number < len(order), differentiate and number >= len(order) - 1
+        span = head.spans[piece]
+        up = number < len(order)
+        down = differentiate and number >= len(order) - 1
         for block in blocks if up else ():
             poll()
             logits = head.logits(block.inputs, weight, span)

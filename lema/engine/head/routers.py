@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RouterLoss", "add_router_loss", "coefficient_of"]
 
-FUNCTION, SETTING = "load_balancing_loss_func", "router_aux_loss_coef"
+FUNCTION = "load_balancing_loss_func"
+SETTING = "router_aux_loss_coef"
 
 
 class RouterLoss:
@@ -38,7 +39,9 @@ class RouterLoss:
     it. `ConfigError`: the model has none."""
 
     def __init__(self, split: Split, coefficient: float) -> None:
-        home, self._split, self._coefficient = sys.modules[type(split.model).__module__], split, coefficient
+        home = sys.modules[type(split.model).__module__]
+        self._split = split
+        self._coefficient = coefficient
         self._function: Callable[..., Tensor] | None = getattr(home, FUNCTION, None)
 
         def asked(run: Callable[..., Any]) -> Any:
@@ -64,8 +67,10 @@ class RouterLoss:
         """Have the layers of a step note what their routers make; `calls` are those of each layer, `device_batches` the
         micro-batches. Of the tokens that `loss` is divided by, other passes may train some, which weigh as much."""
         assert isinstance(loss, LossChunks), "the loss is of rows"
-        self._calls, self._masks = calls, [batch.get("attention_mask") for batch in device_batches]
-        self._weight, self._scale = loss.trained_tokens / loss.num_tokens, loss.scale
+        self._calls = calls
+        self._masks = [batch.get("attention_mask") for batch in device_batches]
+        self._weight = loss.trained_tokens / loss.num_tokens
+        self._scale = loss.scale
         self._losses: dict[int, Tensor] = {}  # of each micro-batch its loss alone
         for call in chain(*calls):
             call.routers = []
@@ -134,4 +139,5 @@ def add_router_loss(model: StreamedModel, config: LemaConfig, directory: Path, u
     if active := [name for name, value in conflicts.items() if value]:
         what = f"the loss of routers cannot be combined with {active[0]}"
         raise ConfigError(what, where=SETTING, how="set it to 0, or remove the other setting")
-    model.engine.routers, model.retry.cuts = RouterLoss(model.split, coefficient), False
+    model.engine.routers = RouterLoss(model.split, coefficient)
+    model.retry.cuts = False

@@ -24,7 +24,8 @@ from lema.model.state.graph import leaves
 __all__ = ["RowLoss", "mismatched_of", "row_targets"]
 
 MISMATCHED = "mismatched_"  # how the names of what KTO's KL term is estimated from begin
-ADVANTAGES, OLD_LOGPS = "advantages", "old_logps"
+ADVANTAGES = "advantages"
+OLD_LOGPS = "old_logps"
 
 
 def row_targets(batch: Mapping[str, Tensor], objective: Objective) -> Tensor:
@@ -67,12 +68,16 @@ class RowLoss:
         scale: float | Tensor = 1.0,
         parallel: Parallel | None = None,
     ) -> None:
-        self._head, self._objective, self._batches = head, objective, batches
+        self._head = head
+        self._objective = objective
+        self._batches = batches
         self.targets: Sequence[Tensor] = targets
-        self._chunk_tokens, self.scale = chunk_tokens, scale
+        self._chunk_tokens = chunk_tokens
+        self.scale = scale
         host_targets = [row_targets(batch, objective) for batch in batches]
         chunks = LossChunks(head, targets, chunk_tokens, host_targets=host_targets, parallel=parallel)
-        self._blocks, self._cross_entropy = chunks.blocks_to_form, chunks.cross_entropy
+        self._blocks = chunks.blocks_to_form
+        self._cross_entropy = chunks.cross_entropy
         self._host_targets = [target.cpu().numpy() for target in host_targets]
         required = ADVANTAGES if objective.advantages else EXAMPLE
         if not all(required in batch for batch in batches):
@@ -95,14 +100,14 @@ class RowLoss:
 
     def _one_batch(self) -> npt.NDArray[np.int64]:
         """Mark rows without a description as one batch, of this process."""
-        rows, tokens = (
-            sum(map(len, self._host_targets)),
-            sum(int((target != IGNORED).sum()) for target in self._host_targets),
-        )
+        rows = sum(map(len, self._host_targets))
+        tokens = sum(int((target != IGNORED).sum()) for target in self._host_targets)
         about = np.zeros((rows, len(ExampleColumn)), dtype=np.int64)
         about[:, ExampleColumn.INDEX] = np.arange(rows)
-        about[:, ExampleColumn.LABEL], about[:, ExampleColumn.BATCHES] = 1, 1
-        about[:, ExampleColumn.EXAMPLES], about[:, ExampleColumn.TOKENS] = rows, tokens
+        about[:, ExampleColumn.LABEL] = 1
+        about[:, ExampleColumn.BATCHES] = 1
+        about[:, ExampleColumn.EXAMPLES] = rows
+        about[:, ExampleColumn.TOKENS] = tokens
         return about
 
     def forward(self, hidden: Tensor, targets: Tensor, index: int | None = None) -> Tensor:
@@ -147,7 +152,8 @@ class RowLoss:
         micro-batch's mismatched rows, by the model and by the reference; none: not asked for."""
         logp_leaves = [batch_logps.detach().requires_grad_(differentiate) for batch_logps in logps]
         with torch.set_grad_enabled(differentiate):
-            all_logps, total = _side_by_side(logp_leaves), torch.zeros((), device=logps[0].device)
+            all_logps = _side_by_side(logp_leaves)
+            total = torch.zeros((), device=logps[0].device)
             self.measured = {}
             for number in dict.fromkeys(int(batch) for batch in self._about[:, ExampleColumn.BATCH]):
                 scored, share = self._batch(number, all_logps, reference, mismatched)
@@ -185,7 +191,8 @@ class RowLoss:
         self, number: int, logps: Tensor, reference: Sequence[Tensor] | None, mismatched: Sequence[Sequence[Tensor]]
     ) -> tuple[Scored, float]:
         """Return the rows of one batch of the pass, and the share of its loss in that of the pass."""
-        device, about = logps.device, self._about
+        device = logps.device
+        about = self._about
         indices = np.flatnonzero(about[:, ExampleColumn.BATCH] == number)
         batch_rows = about[indices]
         at = torch.from_numpy(indices).to(device)

@@ -34,8 +34,11 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     Raises:
         ValueError: the parts do not fit each other.
     """
-    words, zero_words, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-    (inputs, columns), (groups, outputs) = words.shape, scales.shape
+    words = parts["qweight"]
+    zero_words = parts["qzeros"]
+    scales = parts["scales"]
+    inputs, columns = words.shape
+    groups, outputs = scales.shape
     if columns * OUTPUTS != outputs or tuple(zero_words.shape) != (groups, columns):
         shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
         raise ValueError(f"{shapes} are not codes of {BITS} bits with their scales and zero points")
@@ -47,9 +50,12 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     for span in pieces(weight, block=OUTPUTS):
         there = slice(span.start // OUTPUTS, span.stop // OUTPUTS)
         codes = unpack_rows(words[:, there].contiguous().t(), SHIFTS, BITS)  # words are transposed faster than codes
-        own_zeros, own_scales = zeros[span], scales[:, span].t().contiguous()
+        own_zeros = zeros[span]
+        own_scales = scales[:, span].t().contiguous()
         if inputs == groups * size:
-            codes, own_zeros, own_scales = codes.view(-1, groups, size), own_zeros[..., None], own_scales[..., None]
+            codes = codes.view(-1, groups, size)
+            own_zeros = own_zeros[..., None]
+            own_scales = own_scales[..., None]
         else:
             own_zeros, own_scales = (
                 tensor.repeat_interleave(size, 1)[:, :inputs] for tensor in (own_zeros, own_scales)

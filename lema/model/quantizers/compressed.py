@@ -35,7 +35,8 @@ NAMES = (WHOLE, SCALE, ZEROS, "weight_global_scale", PACKED, SHAPE, GROUPS)
 def without_order(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return the settings of a checkpoint for a library that no longer knows the order `group`, and whether they name
     it: groups of inputs in the order of activations, whose numbers are stored."""
-    schemes, numbered = dict(settings.get("config_groups") or {}), False
+    schemes = dict(settings.get("config_groups") or {})
+    numbered = False
     for name, scheme in schemes.items():
         weights = scheme.get("weights") if isinstance(scheme, dict) else None
         if isinstance(weights, dict) and weights.get("actorder") == "group":
@@ -76,7 +77,8 @@ class _Expand(ConversionOps):
         Raises:
             ValueError: a tensor is missing.
         """
-        config, dense = self.hf_quantizer.compressor.quantization_config, not any("." in name for name in input_dict)
+        config = self.hf_quantizer.compressor.quantization_config
+        dense = not any("." in name for name in input_dict)
         scheme = dense_scheme(config) if dense else get_experts_scheme(config)
         form = scheme.format or config.format
         dtype = kwargs["model"].get_parameter(kwargs["full_layer_name"]).dtype
@@ -118,12 +120,14 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
         return parts[WHOLE]
     if not dense and WHOLE in parts:  # products in fp32, as those of transformers
         return parts[WHOLE].float() * parts[SCALE].float()
-    packed, scales = parts.get(PACKED), parts[SCALE]
+    packed = parts.get(PACKED)
+    scales = parts[SCALE]
     if packed is None or form != FORM or (GROUPS not in parts and not packed.is_meta):
         decompressed: Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)[WHOLE]
         return decompressed
     shape = parts[SHAPE].tolist()
-    bits, inputs = scheme.weights.num_bits, shape[-1]
+    bits = scheme.weights.num_bits
+    inputs = shape[-1]
     if list(packed.shape) != [*shape[:-1], _words(inputs, bits)]:
         raise ValueError(f"{PACKED} is {list(packed.shape)}, which is not {shape} with {bits} bits")
     weight = torch.empty(shape, dtype=scales.dtype, device=packed.device)

@@ -36,7 +36,9 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     Raises:
         ValueError: the parts do not fit each other.
     """
-    words, zero_words, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    words = parts["qweight"]
+    zero_words = parts["qzeros"]
+    scales = parts["scales"]
     groups, outputs = scales.shape
     bits = WORD * zero_words.shape[-1] // outputs  # a module's own, where settings of single modules differ
     if bits not in ONES or words.shape[-1] != outputs or zero_words.shape[0] != groups:
@@ -56,10 +58,12 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
         return weight
     if settings.format == "gptq":
         zero_words = zero_words + ONES[bits]
-    zeros, number_of = unpack_columns(zero_words, bits)[:, :outputs], number_of.long()
+    zeros = unpack_columns(zero_words, bits)[:, :outputs]
+    number_of = number_of.long()
     neighbours = _are_neighbours(number_of, groups)
     for span in pieces(weight):
-        own_zeros, own_scales = zeros[:, span].contiguous(), scales[:, span].contiguous()
+        own_zeros = zeros[:, span].contiguous()
+        own_scales = scales[:, span].contiguous()
         if neighbours:
             codes = unpack_columns(words[:, span].contiguous().t(), bits)  # words are transposed faster than codes
             codes = codes.view(-1, groups, inputs // groups)

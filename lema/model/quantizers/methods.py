@@ -106,7 +106,8 @@ def _expanding(settings: dict[str, Any]) -> Any:
 
 def _packed(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
     needed = {name: chosen[name] for name in (*READ, "checkpoint_format") if name in chosen}
-    config, (form, formats, bits) = _expanding(needed | {"act_group_aware": False}), PACKED[method]
+    config = _expanding(needed | {"act_group_aware": False})
+    form, formats, bits = PACKED[method]
     stored_as = str(getattr(config.format, "value", config.format))
     if stored_as not in formats or config.bits not in bits:
         what = f"the checkpoint is stored as {method!r} in the format {stored_as!r} with {config.bits} bits; those"

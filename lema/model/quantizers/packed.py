@@ -19,7 +19,8 @@ from lema.compat import loading_by_operations
 
 __all__ = ["WORD", "PackedForm", "PackedQuantizer", "group_size_of", "scaled", "unpack_columns", "unpack_rows"]
 
-WORD, BYTE = 32, 8  # bits
+WORD = 32
+BYTE = 8  # bits
 WEIGHT = "qweight"
 
 
@@ -82,7 +83,8 @@ class _Expand(ConversionOps):
         Raises:
             ValueError: a tensor is missing, or they do not fit each other.
         """
-        model, settings = kwargs["model"], self.hf_quantizer.quantization_config
+        model = kwargs["model"]
+        settings = self.hf_quantizer.quantization_config
         parameter = model.get_parameter(full_layer_name)
         lists = {
             name: [tensors] if isinstance(tensors, Tensor) else list(tensors) for name, tensors in input_dict.items()

@@ -196,7 +196,9 @@ class LayerHooks:
         return states
 
     def _entered(self, call: Call, state: Tensor) -> tuple[Call, Tensor]:
-        layer, args, kwargs = self.layer, call.args, call.kwargs
+        layer = self.layer
+        args = call.args
+        kwargs = call.kwargs
         if call.hidden_is_keyword:
             kwargs = {"hidden_states": state, **kwargs}
         else:
@@ -216,7 +218,8 @@ class LayerHooks:
         return call.with_arguments(args if call.hidden_is_keyword else args[1:], kwargs), first
 
     def _left(self, index: int, state: Tensor) -> Tensor:
-        layer, output = self.layer, state if self.extra_outputs is None else (state, *self.extra_outputs)
+        layer = self.layer
+        output = state if self.extra_outputs is None else (state, *self.extra_outputs)
         args, kwargs = self._inputs[index]
         for key, hook in foreign_hooks(layer._forward_hooks):
             with_kwargs = key in layer._forward_hooks_with_kwargs
@@ -237,7 +240,8 @@ class ModelHooks:
     """
 
     def __init__(self, layers: nn.ModuleList, name: str) -> None:
-        self._layers, self._name = layers, name
+        self._layers = layers
+        self._name = name
         self._inside: dict[int, list[nn.Module]] = {}
 
     def forget(self) -> None:

@@ -41,7 +41,8 @@ class LayerState:
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        self._layer, self._name = layer, name
+        self._layer = layer
+        self._name = name
         self._last: Snapshot | None = None
         self._unwritten: dict[int, Tensor] | None = None  # tensors that the first call did not write into
         # Of tensors that are held without the graph that they had: where it ends now, and what made them.

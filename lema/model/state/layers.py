@@ -45,7 +45,9 @@ class LayerStates:
     """
 
     def __init__(self, layers: nn.ModuleList, name: str, outside: Callable[[], Iterable[nn.Module]]) -> None:
-        self._layers, self._name, self._outside = layers, name, outside
+        self._layers = layers
+        self._name = name
+        self._outside = outside
         self._states: dict[int, LayerState] = {}
         self._journals: WeakSet[Journal] = WeakSet()
         self._running: int | None = None  # the layer that ran last, and whose modules nothing else has touched since
@@ -108,7 +110,8 @@ class LayerStates:
 
     def put_back(self, journal: Journal) -> None:
         """Let layers hold what they held when a journal was begun, and begin it anew."""
-        before, journal.before = journal.before, {}
+        before = journal.before
+        journal.before = {}
         self.pause()
         for index, snapshot in before.items():
             self._changes(index, self._state(index).now())

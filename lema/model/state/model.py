@@ -21,7 +21,8 @@ class Mark:
     """A moment that a model's modules can go back to, as long as this exists."""
 
     def __init__(self, outer: Snapshot, journal: Journal) -> None:
-        self.outer, self.journal = outer, journal
+        self.outer = outer
+        self.journal = journal
 
 
 class ModelState:

@@ -21,7 +21,8 @@ class OuterState:
     """What the modules of a model outside its decoder layers keep, without those that read no tokens."""
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
-        self._model, self._layers = model, layers
+        self._model = model
+        self._layers = layers
         self._modules: list[nn.Module] | None = None
         self._first: Snapshot | None = None  # before the first call
         self._last: Snapshot | None = None

@@ -14,7 +14,9 @@ from lema.errors import ConfigError
 __all__ = ["from_json", "to_json"]
 
 PLAIN = (bool, int, float, str, type(None))
-TENSOR, TUPLE, TABLE = "tensor", "tuple", "table"  # what stands for a value that JSON has no type for
+TENSOR = "tensor"
+TUPLE = "tuple"
+TABLE = "table"  # what stands for a value that JSON has no type for
 
 
 def to_json(modules: Mapping[str, nn.Module], changed: Mapping[nn.Module, Collection[str]]) -> dict[str, Any]:
@@ -28,13 +30,17 @@ def to_json(modules: Mapping[str, nn.Module], changed: Mapping[nn.Module, Collec
     for module, attributes in changed.items():
         saved[names[module]] = entries = {}
         for attribute in sorted(attributes):
-            module_vars, buffers = vars(module), module._buffers
+            module_vars = vars(module)
+            buffers = module._buffers
             if attribute in buffers:
-                kind, value = "buffer", buffers[attribute]
+                kind = "buffer"
+                value = buffers[attribute]
             elif attribute in module_vars:
-                kind, value = "attribute", module_vars[attribute]
+                kind = "attribute"
+                value = module_vars[attribute]
             else:
-                kind, value = "absent", None
+                kind = "absent"
+                value = None
             try:
                 entries[attribute] = [kind, _plain(value)]
             except TypeError as error:

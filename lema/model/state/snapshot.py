@@ -25,7 +25,8 @@ __all__ = ["Snapshot", "SnapshotOptions", "has_state", "rehearsed"]
 # What every module has, and none of it is made by a call, but buffers and modules that are added, and parameters that
 # PEFT makes buffers while it parametrizes them.
 PERSISTENCE = "_non_persistent_buffers_set"
-BUFFERS, PARAMETERS = "_buffers", "_parameters"
+BUFFERS = "_buffers"
+PARAMETERS = "_parameters"
 TORCH = (BUFFERS, "_modules", PARAMETERS, PERSISTENCE)
 UNRECORDED = (vars(nn.Module()).keys() - {*TORCH}) | {"forward", "all_tied_weights_keys", *vars(PreTrainedModel)}
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, Enum)
@@ -78,7 +79,8 @@ class _Contents:
     """A container, or the attributes of an object, and what was in it."""
 
     def __init__(self, owner: Any, items: Any) -> None:
-        self.owner, self.items = owner, items
+        self.owner = owner
+        self.items = items
 
     def same(self) -> bool:
         """Whether it holds what it held, in the same order."""
@@ -159,7 +161,8 @@ class _Module:
                 continue
             self._note(name, value)
         recorded = {name: value for name, value in self.attributes.items() if name not in UNRECORDED}
-        self._getter, self._values = itemgetter(*recorded), tuple(recorded.values())
+        self._getter = itemgetter(*recorded)
+        self._values = tuple(recorded.values())
         # Of a set of names nothing is told that the buffers do not tell.
         self._to_compare = [contents for name, contents in self.containers if name != PERSISTENCE]
 
@@ -233,7 +236,8 @@ class _Module:
 
     def _replaced(self) -> list[str]:
         """Name the attributes that are there no more, or are another object, or were not there."""
-        now, then = vars(self.module), self.attributes
+        now = vars(self.module)
+        then = self.attributes
         if len(now) == len(then) and all(map(is_, now.values(), then.values())) and all(map(eq, now, then)):
             return []
         names = [name for name in {**then, **now} if now.get(name, ABSENT) is not then.get(name, ABSENT)]

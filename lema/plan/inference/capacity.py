@@ -62,7 +62,8 @@ def plan_texts(
     computes depends on values.
     """
     sized = text_bytes(planner.blueprint.model, planner.blueprint.layers, prompt, new, planner.blueprint.parallel)
-    allocate, shared = _allocator(planner, current_allocation), planner.machine_state.machine.shared
+    allocate = _allocator(planner, current_allocation)
+    shared = planner.machine_state.machine.shared
     away = host and not shared
 
     def plan(count: int) -> TextPlan | MemoryLimitError:
@@ -120,14 +121,17 @@ def plan_rows(
     config = planner.blueprint.model.config.get_text_config()
     row = STATES * length * config.hidden_size * planner.blueprint.model.dtype.itemsize
     logits = LOGITS * (planner.config.loss_chunk_tokens or CHUNK_TOKENS) * config.vocab_size * 4
-    allocate, shared = _allocator(planner, current_allocation), planner.machine_state.machine.shared
+    allocate = _allocator(planner, current_allocation)
+    shared = planner.machine_state.machine.shared
 
     def plan(count: int, together: int) -> RowPlan | MemoryLimitError:
         taken = sized.of(together)
         working_bytes = max(taken.peak - taken.keys_values, logits)
-        allocation, on_host = allocate(working_bytes + count * row, 0), False
+        allocation = allocate(working_bytes + count * row, 0)
+        on_host = False
         if isinstance(allocation, MemoryLimitError) and not shared:
-            allocation, on_host = allocate(working_bytes + together * row, count * row), True
+            allocation = allocate(working_bytes + together * row, count * row)
+            on_host = True
         return allocation if isinstance(allocation, MemoryLimitError) else RowPlan(count, together, on_host, allocation)
 
     together = min(at_once, most)
@@ -160,12 +164,11 @@ def _allocator(
     """Return what tells, of bytes on the device and on the host, what weights get beside them, or why nothing fits.
     Processes of a group ask together, and get the room of the least of them."""
     planner = planner.unlimited() if planner.config.device_memory == "auto" else planner
-    config, machine_state = planner.config, planner.machine_state
-    shared, available, total = (
-        machine_state.machine.shared,
-        machine_state.host_available,
-        machine_state.machine.device_memory,
-    )
+    config = planner.config
+    machine_state = planner.machine_state
+    shared = machine_state.machine.shared
+    available = machine_state.host_available
+    total = machine_state.machine.device_memory
     in_pieces = planner.blueprint.head.asked if current_allocation is None else current_allocation.pieces > 0
     # Whole unless the settings ask for pieces, because each token would read all of them once more.
     planner = planner.with_head(pieces=in_pieces)
@@ -182,7 +185,8 @@ def _allocator(
         device = parse_memory(config.device_memory, total) or device
 
     def fit(on_device: int, on_host: int) -> Allocation | MemoryLimitError:
-        demand, allocation = replace(weights, working_bytes=on_device), current_allocation
+        demand = replace(weights, working_bytes=on_device)
+        allocation = current_allocation
         if allocation is None:
             try:
                 allocation = planner.allocation(demand)

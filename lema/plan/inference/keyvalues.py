@@ -56,7 +56,8 @@ def text_bytes(
     processes that its layers have been divided among; None: they are whole. Raises `ModelError` where what the model
     computes depends on values.
     """
-    split, failure = Split(model, load("cpu"), parallel=parallel), None
+    split = Split(model, load("cpu"), parallel=parallel)
+    failure = None
     alike = cost_kinds(split, layers)
     distinct = tuple(range(len(layers)))  # tried in the end, because layers may take keys and values that others made
     with without_values(model), values_unread(), torch.no_grad(), split.autocast():
@@ -83,7 +84,8 @@ def _measured(split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...]
             cache = runs.forward(prompt + new - 1)
             # Where the model has no cache of layers, all that is left is what it keeps.
             keys_values = runs.cache_bytes or tally.live
-            largest, before = runs.largest or keys_values, tally.live
+            largest = runs.largest or keys_values
+            before = tally.live
             tally.peak = before
             runs.forward(1, prompt + new, cache)
     return TextBytes(max(first, keys_values + tally.peak - before), keys_values, largest)
@@ -93,7 +95,8 @@ class _Runs:
     """Forwards of a model in which one layer of each kind runs, with weights without values."""
 
     def __init__(self, split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...]) -> None:
-        self._split, self._kinds = split, kinds
+        self._split = split
+        self._kinds = kinds
         self._weights = [fake_weights(layers[kinds.index(kind)]) for kind in range(max(kinds) + 1)]
         self._tally = Tally()
         self._outputs: dict[Any, tuple[Any, int, int]] = {}
@@ -120,19 +123,16 @@ class _Runs:
             )
             if alike in self._outputs:
                 output, nbytes, storage_bytes = self._outputs[alike]
-                self.cache_bytes, self.uncounted_bytes = self.cache_bytes + nbytes, self.uncounted_bytes + storage_bytes
+                self.cache_bytes = self.cache_bytes + nbytes
+                self.uncounted_bytes = self.uncounted_bytes + storage_bytes
                 return output
             output = self._split.call_layer(index, self._weights[self._kinds[index]], args, kwargs)
             tensors = [tensor for layer in layer_caches(index, args, kwargs) for tensor in tensors_in(vars(layer))]
-            nbytes, storage_bytes = (
-                sum(tensor.nbytes for tensor in tensors),
-                sum(tensor.untyped_storage().nbytes() for tensor in tensors),
-            )
-            self.cache_bytes, self.largest, self._outputs[alike] = (
-                self.cache_bytes + nbytes,
-                max(self.largest, nbytes),
-                (output, nbytes, storage_bytes),
-            )
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            storage_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+            self.cache_bytes = self.cache_bytes + nbytes
+            self.largest = max(self.largest, nbytes)
+            self._outputs[alike] = (output, nbytes, storage_bytes)
             return output
 
         return run

@@ -17,7 +17,8 @@ from lema.storage.slices import rows_of
 
 __all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
 
-BLOCK, NESTED_BLOCK = 64, 256
+BLOCK = 64
+NESTED_BLOCK = 256
 STATE = "quant_state.bitsandbytes__nf4"
 SKIPPED = "skipped"  # the key of what is said of a part of a weight for how many scales belong to what lies before it
 STATE_BYTES = 256  # filled up with spaces: known before the weights are read, and what follows it is aligned
@@ -78,7 +79,9 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
         for rows in pieces(out):
             out[rows].copy_(functional.int8_vectorwise_dequant(parts[""][rows], parts["SCB"][rows]))
         return
-    scales, packed, flat = parts["absmax"], parts[""].reshape(-1).view(torch.uint8), out.view(-1)
+    scales = parts["absmax"]
+    packed = parts[""].reshape(-1).view(torch.uint8)
+    flat = out.view(-1)
     if "nested_absmax" in parts:
         nested = functional.QuantState(
             absmax=parts["nested_absmax"],
@@ -105,11 +108,14 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
 def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
     """Return some rows of a weight along its first dimension. Their scales are read with those that share a block of
     scales of scales with them. `ValueError`: rows and blocks of weights do not begin at the same places."""
-    block, row = record.about.get("blocksize", 0), prod(record.shape[1:])
-    packed, scales = record.parts[""], record.parts.get("absmax")
+    block = record.about.get("blocksize", 0)
+    row = prod(record.shape[1:])
+    packed = record.parts[""]
+    scales = record.parts.get("absmax")
     if not block or row % block or scales is None or packed.shape[0] != prod(record.shape) // 2:
         raise ValueError(f"{record.name} is stored in blocks that several experts share")
-    begin, stop = first * row // block, end * row // block  # of the blocks
+    begin = first * row // block
+    stop = end * row // block  # of the blocks
     parts = {**record.parts, "": rows_of(packed, first * row // 2, end * row // 2)}
     about = {**record.about, "shape": [end - first, *record.shape[1:]]}
     if "nested_absmax" in parts:

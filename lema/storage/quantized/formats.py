@@ -54,7 +54,8 @@ def expand(
                 move_elements(outputs[name].contiguous(), move, out)
             continue
         # What one piece after the other makes fills a range of `out`.
-        flat, offsets = out.view(-1), {name: move.write for name, move in step.moves}
+        flat = out.view(-1)
+        offsets = {name: move.write for name, move in step.moves}
         for span in pieces(out, step.units, sum(move.count for _, move in step.moves)):
             outputs = plan.make(*cut(step, inputs, span.start, span.stop), out.dtype)
             for name in offsets:
@@ -145,7 +146,8 @@ def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
         return bitsandbytes.cut_rows(record, first, end)
     plan: Plan = record.about[PLAN]
     row = prod(record.shape[1:])
-    steps, parts = list[Step](), dict(record.parts)
+    steps = list[Step]()
+    parts = dict(record.parts)
     for step in plan.steps:
         low, high = step.span
         if first * row <= low and high <= end * row:
@@ -158,7 +160,8 @@ def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
                 if prod(record.parts[part].shape) > 1:  # else it is one scale for all
                     rows_per_expert = record.parts[part].shape[0] // record.shape[0]
                     parts[part] = rows_of(record.parts[part], first * rows_per_expert, end * rows_per_expert)
-            ((name, _),), size = step.moves, (end - first) * row
+            ((name, _),) = step.moves
+            size = (end - first) * row
             units = step.units // record.shape[0] * (end - first)
             steps.append(replace(step.for_units(units), moves=((name, Move(0, 0, ((size, 1, 1),))),), units=units))
     needed = [part for step in steps for group in step.parts.values() for part in group]
@@ -170,6 +173,7 @@ def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
 def move_elements(source: Tensor, move: Move, target: Tensor) -> Tensor:
     """Copy elements between two contiguous tensors, and return those that were written to, as a view."""
     sizes = [size for size, _, _ in move.dims]
-    reads, writes = [read for _, read, _ in move.dims], [write for _, _, write in move.dims]
+    reads = [read for _, read, _ in move.dims]
+    writes = [write for _, _, write in move.dims]
     written = torch.as_strided(target, sizes, writes, target.storage_offset() + move.write)
     return written.copy_(torch.as_strided(source, sizes, reads, source.storage_offset() + move.read))

@@ -104,7 +104,9 @@ def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
     records = []
     for name, text in described.items():
         about = _parsed(text, name, index.path)
-        kind, names, data = about.get("_type"), about.get("_tensor_data_names"), about.get("_data")
+        kind = about.get("_type")
+        names = about.get("_tensor_data_names")
+        data = about.get("_data")
         if not isinstance(names, list) or "qdata" not in names or not isinstance(data, dict):
             raise _nonsense(name, index.path)
         changing = [key for key in CHANGES_PRODUCTS if data.get(key) is not None or key in names]
@@ -114,7 +116,8 @@ def _torchao(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
             raise ModelError(what, where=f"{index.path}: {name}", how=how)
         owner, _, leaf = name.rpartition(".")
         parts = _collected(index, name, {part: f"{owner}._{leaf}_{part}" for part in names})
-        block, shape = data.get("block_size"), parts["qdata"].shape
+        block = data.get("block_size")
+        shape = parts["qdata"].shape
         if block != [1] * (len(shape) - 1) + [*shape[-1:]] or any(
             part.shape != (*shape[:-1], 1) for what, part in parts.items() if what != "qdata"
         ):
@@ -176,7 +179,8 @@ def _bitsandbytes_int8(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
 
 def _fits(parts: Mapping[str, TensorRecord], about: Mapping[str, Any]) -> bool:
     """Whether tensors are as long as the library takes them to be: it does not ask, and would read past their ends."""
-    block, nested = about.get("blocksize"), about.get("nested_blocksize", 1)
+    block = about.get("blocksize")
+    nested = about.get("nested_blocksize", 1)
     if not are_sizes([block, nested]) or 0 in (block, nested):
         return False
     if "nested_absmax" in parts and not (type(about["nested_offset"]) is float and about.get("nested_dtype") in FLOATS):
@@ -216,7 +220,8 @@ PartSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # part -> dtype, sha
 
 # Both libraries make temporaries of several bytes per weight: of a piece they fit a processor's cache, of a whole
 # weight they would be larger than the layer. A device with thousands of cores wants larger pieces.
-PIECE_ON_HOST, PIECE_ON_DEVICE = 1 << 20, 1 << 24  # weights
+PIECE_ON_HOST = 1 << 20
+PIECE_ON_DEVICE = 1 << 24  # weights
 
 
 def quiet_import(module: str) -> Any:

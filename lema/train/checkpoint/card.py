@@ -92,7 +92,8 @@ def make_repository(config: LemaConfig) -> None:
 
 def upload(config: LemaConfig) -> str:
     """Upload adapter, card and tokenizer from `output_dir`, and nothing else; return the address, or `ConfigError`."""
-    api, directory = HfApi(), config.output_dir
+    api = HfApi()
+    directory = config.output_dir
     try:
         name = api.create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True).repo_id
         api.upload_folder(repo_id=name, folder_path=directory, allow_patterns=list(PUBLISHED), commit_message="Adapter")

@@ -277,7 +277,8 @@ def optimizer_state(
         named_tensors = sorted(
             (pair for part, _ in every for pair in part.items()), key=lambda pair: int(pair[0].partition(".")[0])
         )
-        tensors, plain = dict(named_tensors), {index: entries for _, part in every for index, entries in part.items()}
+        tensors = dict(named_tensors)
+        plain = {index: entries for _, part in every for index, entries in part.items()}
     wrapped = any(hasattr(entry, FLATTEN) for entries in state_dict["state"].values() for entry in entries.values())
     name = type(optimizer).__qualname__
     about = {"class": name, "state": plain, "param_groups": state_dict["param_groups"]}

@@ -105,7 +105,8 @@ def check_sound(directory: Path, *, weights_only: bool = False) -> dict[str, Any
         if not (directory / name).is_file() and not (weights_only and name == OPTIMIZER):
             raise AdapterError("a file is missing", where=str(directory / name))
     settings_then(directory)
-    step, extra = directory.name.removeprefix(PREFIX), state["extra"]
+    step = directory.name.removeprefix(PREFIX)
+    extra = state["extra"]
     in_phase = isinstance(extra, dict) and {"plan", "phase", "step"} <= extra.keys()  # named by the phase's own step
     if step.isdigit() and int(step) != (recorded_step := int(extra["step"] if in_phase else state["global_step"])):
         what = f"it is of step {recorded_step}, and its name says {step}: it was renamed, or another was copied over it"
@@ -185,11 +186,13 @@ def check_same_run(
     what is attached now; None: none trains. `data` tells the rows apart from others, as JSON types; it is compared with
     what the `extra` there has under `data`. Layers are `computed` in that type now. The `ConfigError` names what
     differs, then and now."""
-    then, now = settings_then(checkpoint), config.to_dict()
+    then = settings_then(checkpoint)
+    now = config.to_dict()
     if (
         computed is not None and (saved_dtype := computed_then(checkpoint)) is not None
     ):  # what was chosen, not what was asked
-        then["compute_dtype"], now["compute_dtype"] = saved_dtype, str(computed).removeprefix("torch.")
+        then["compute_dtype"] = saved_dtype
+        now["compute_dtype"] = str(computed).removeprefix("torch.")
     refused = changed_settings(then, now, Change.REFUSED)
     if adapter is not None:
         refused += [Changed(*difference) for difference in adapter_differences(adapter, checkpoint)]
@@ -218,7 +221,8 @@ def report_changes(changed: Sequence[Changed], report: Reporter) -> None:
 
 def report_regrouped(checkpoint: Path, config: LemaConfig, model: nn.Module, report: Reporter) -> None:
     """Say that other rows are computed at once from here on, where that changes more than the rounding of sums."""
-    then, now = settings_then(checkpoint), config.to_dict()
+    then = settings_then(checkpoint)
+    now = config.to_dict()
     regrouped = [change for change in changed_settings(then, now, *Change) if change.name in AT_ONCE]
     if regrouped and (types := types_by_length(model)):
         reason = f"rotary embeddings of type {' and '.join(types)} go by the longest of the rows computed at once"
@@ -322,7 +326,8 @@ def states_of_all(backend: Backend, model_state: ModelState) -> dict[str, Any]:
 def restore_own(backend: Backend, state: Mapping[str, Any], seed: int, model_state: ModelState) -> None:
     """Put this process's generators back where a checkpoint found them, and what modules keep. A process that was not
     there, or has a device of another kind, draws other numbers, from the seed and the step."""
-    saved, rank = [state["generators"], *state.get("generators_of_others", [])], backend.replicas.rank
+    saved = [state["generators"], *state.get("generators_of_others", [])]
+    rank = backend.replicas.rank
     there = rank < len(saved)
     alike = there and saved[rank].get("kind", backend.name) == backend.name
     if not alike:

@@ -48,7 +48,8 @@ from lema.train.model import LemaModel
 __all__ = ["carry_moments", "check_full", "read_full", "save_delta", "save_trained", "write_full"]
 
 KIND = "full"  # of training, as a checkpoint says it
-MASTER, STEP = "master", "step"
+MASTER = "master"
+STEP = "step"
 BASE_CONFIG = "base_config"  # what the model's config said that changes numbers
 
 
@@ -91,7 +92,9 @@ def write_full(
 def check_full(directory: Path, base: BaseFiles, gbi: GlobalBinaryIndex) -> None:
     """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is what it is now."""
     state = read_state(directory)
-    then, config, now = state.get("base"), state.get(BASE_CONFIG), of_numbers(base.config)
+    then = state.get("base")
+    config = state.get(BASE_CONFIG)
+    now = of_numbers(base.config)
     what = ""
     if then not in (None, base.fingerprint):
         what = f"the model has changed since the training: its fingerprint is {base.fingerprint}, and it was {then}"
@@ -108,10 +111,8 @@ def read_full(
     """Restore masters, optimizer, generators and what modules keep; return the state, or raise `AdapterError` of what
     does not fit."""
     state = _state(directory)
-    saved, expected = (
-        _index(directory),
-        {f"{MASTER}.{name}": tuple(master.shape) for name, master in masters.by_name.items()},
-    )
+    saved = _index(directory)
+    expected = {f"{MASTER}.{name}": tuple(master.shape) for name, master in masters.by_name.items()}
     shapes = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
     if shapes != expected:
         mismatch = next(iter(sorted(shapes.keys() ^ expected.keys())), f"{MASTER}.of other shapes").partition(".")[2]
@@ -132,7 +133,8 @@ def read_full(
 
 def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> dict[str, Any]:
     """Take a checkpoint's moments of what trains here, too; empty the others. Return its `extra`, or `AdapterError`."""
-    state, saved = _state(directory), _index(directory)
+    state = _state(directory)
+    saved = _index(directory)
     for name, master in masters.by_name.items():
         there = saved.get(f"{MASTER}.{name}")
         if there is not None and there[1] != tuple(master.shape):

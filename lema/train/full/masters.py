@@ -45,14 +45,16 @@ class Masters:
     """
 
     def __init__(self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]) -> None:
-        self._model, self._clipped = model, config.max_grad_norm is not None
+        self._model = model
+        self._clipped = config.max_grad_norm is not None
         self._shared = model.backend.memory().shared
         self._in_host = self._shared and model.backend.device.type == "cpu"  # what is on the device is the host's, too
         prefix = f"{model.split.layers_name}."
         self._layer_keys: dict[str, tuple[int, str]] = {}  # of layers' weights: the layer, and the name in it
         order: list[str] = []
         for name, parameter in model.split.model.named_parameters(remove_duplicate=True):
-            inside, trains = name.startswith(prefix), chosen(name)
+            inside = name.startswith(prefix)
+            trains = chosen(name)
             parameter.requires_grad_(trains and not inside)
             if trains:
                 order.append(name)
@@ -107,7 +109,8 @@ class Masters:
     def round(self, names: Iterable[str]) -> None:
         """Have the weights be what their masters are now, to the nearest, where they are not the same memory."""
         for name in names:
-            master, weight = self.by_name[name], self.weights[name]
+            master = self.by_name[name]
+            weight = self.weights[name]
             if master.data_ptr() != weight.data_ptr():
                 weight.copy_(master)
 
@@ -117,7 +120,8 @@ class Masters:
             self._file.close()
 
     def _master(self, name: str) -> nn.Parameter:
-        weight, inside = self.weights[name], name in self._layer_keys
+        weight = self.weights[name]
+        inside = name in self._layer_keys
         if weight.dtype == torch.float32 and (inside or self._in_host):  # in host memory: it is its own master
             return nn.Parameter(weight) if inside else self._model.split.model.get_parameter(name)
         return nn.Parameter(self._taken(name, torch.float32).copy_(weight))
@@ -130,7 +134,8 @@ class Masters:
 
     def _limits(self, config: LemaConfig) -> tuple[int, int]:
         """Return what is in host memory in any case, and the limit."""
-        stream, host = self._model.stream, psutil.virtual_memory()
+        stream = self._model.stream
+        host = psutil.virtual_memory()
         streamed = sum(stream.layers[layer].nbytes for layer in stream.host_cached)
         if self._shared:  # what lies outside the layers, too
             streamed += sum(
@@ -147,11 +152,14 @@ class Masters:
         sizes: dict[int | None, int] = {None: outside}
         sizes.update(self._movable().items())
         if self.mapped:
-            what, how = "masters and moments", "free some space, set offload_dir, or raise host_memory"
+            what = "masters and moments"
+            how = "free some space, set offload_dir, or raise host_memory"
             self._file = OffloadFile(directory, what, how)
-            starts, end = {}, 0
+            starts = {}
+            end = 0
             for layer in sorted(self.mapped):
-                starts[layer], end = end, end + whole_blocks(sizes[layer])
+                starts[layer] = end
+                end = end + whole_blocks(sizes[layer])
             self._file.reserve(end)
             memory = self._file.mapped()
             self._free_buffers = {layer: memory[start : start + sizes[layer]] for layer, start in starts.items()}
@@ -161,8 +169,10 @@ class Masters:
 
     def _taken(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the next memory of a layer's room, shaped as a weight."""
-        shape, layer = self.weights[name].shape, self._layer_keys[name][0] if name in self._layer_keys else None
-        nbytes, buffer = shape.numel() * dtype.itemsize, self._free_buffers[layer]
+        shape = self.weights[name].shape
+        layer = self._layer_keys[name][0] if name in self._layer_keys else None
+        nbytes = shape.numel() * dtype.itemsize
+        buffer = self._free_buffers[layer]
         assert len(buffer) >= nbytes, "a layer's room was too small"
         self._free_buffers[layer] = buffer[nbytes:]
         if layer in self.mapped:
@@ -172,7 +182,8 @@ class Masters:
         return buffer[:nbytes].view(dtype).view(shape)
 
     def _check(self, chosen: Sequence[str]) -> None:
-        stream, in_layers = self._model.stream, self.by_layer.keys()
+        stream = self._model.stream
+        in_layers = self.by_layer.keys()
         if not chosen:
             raise ConfigError("no weight is chosen to be trained")
         if self._model.backend.parallel.size > 1:
@@ -231,7 +242,8 @@ class BackgroundStep:
 
     def failure(self) -> BaseException | None:
         """Block until all work has ended; return its error, which `wait` then does not raise again."""
-        future, self._future = self._future, None
+        future = self._future
+        self._future = None
         return None if future is None else future.exception()
 
     def close(self) -> None:
@@ -251,7 +263,8 @@ class GradientOffload:
     """Copies the gradients of one layer at a time to host memory; `masters` is where those wait that are kept."""
 
     def __init__(self, model: StreamedModel, masters: Masters) -> None:
-        self._backend, self._masters = model.backend, masters
+        self._backend = model.backend
+        self._masters = masters
         # A gradient is, where it is formed.
         self._in_host = model.backend.memory().shared and model.backend.device.type == "cpu"
         self._passing: Tensor | None = None
@@ -283,7 +296,8 @@ class GradientOffload:
             return gradients
         parameters = {}
         for name in self._masters.by_layer[layer]:
-            weight, gradient = self._masters.weights[name], gradients.get(name)
+            weight = self._masters.weights[name]
+            gradient = gradients.get(name)
             tensor = torch.empty_like(weight, device=backend.device) if gradient is None else gradient
             parameters[name] = nn.Parameter(tensor, requires_grad=False)
             parameters[name].grad = gradient
@@ -296,8 +310,10 @@ class GradientOffload:
                 sum(self._masters.weights[name].nbytes for name in names) for names in self._masters.by_layer.values()
             )
             self._passing = self._backend.host_buffer(max(sizes))
-        targets, start = {}, 0
+        targets = {}
+        start = 0
         for name, gradient in sorted(gradients.items(), key=lambda item: -item[1].itemsize):
             piece = self._passing[start : start + gradient.nbytes]
-            targets[name], start = piece.view(gradient.dtype).view(gradient.shape), start + gradient.nbytes
+            targets[name] = piece.view(gradient.dtype).view(gradient.shape)
+            start = start + gradient.nbytes
         return targets

@@ -54,7 +54,9 @@ class FullTraining:
         chosen: Callable[[str], bool] = lambda _: True,
         gbi: GlobalBinaryIndex | None = None,
     ) -> None:
-        self.model, self.config, self._gbi = model, config, gbi
+        self.model = model
+        self.config = config
+        self._gbi = gbi
         self._base_files = None if gbi is None else BaseFiles(gbi, model.stream.unchanged)
         self.master_store = Masters(model, config, chosen)
         self.masters = self.master_store.by_name
@@ -100,7 +102,10 @@ class FullTraining:
         """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is dropped is NaN. It may be
         when no weight was updated: without clipping some layers may have been."""
         trained, tokens = count_tokens(micro_batches, self.model)
-        self._fault, self._stepped, self.dropped, self._where = None, False, None, where
+        self._fault = None
+        self._stepped = False
+        self.dropped = None
+        self._where = where
         self._hidden = HiddenGradients()
         self._passes.clear()
         try:
@@ -133,7 +138,8 @@ class FullTraining:
     ) -> None:
         """Write masters, optimizer, generators and step; errors are as `write_full`'s."""
         about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
-        backend, master_store = self.model.backend, self.master_store
+        backend = self.model.backend
+        master_store = self.master_store
         model_state = self.model.split.state
         every: list[Writer] = [lambda _: self._check_base(), *writers]
         write_full(
@@ -162,7 +168,8 @@ class FullTraining:
             )
         finally:
             self.model.stream.flush()
-        self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
+        self.global_step = int(state["global_step"])
+        self.skipped_steps = int(state["skipped_steps"])
         return dict(state["extra"])
 
     def carry_moments(self, directory: str | Path) -> dict[str, Any]:
@@ -181,7 +188,8 @@ class FullTraining:
 
     def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int) -> float:
         """Go through the layers, forward and backward; return the loss of all processes, rounded to fp32."""
-        model, replicas = self.model, self.model.backend.replicas
+        model = self.model
+        replicas = self.model.backend.replicas
         alone = bool(micro_batches) or replicas.size == 1
         self._passes.begin(micro_batches, num_tokens)
         with model.stop.opened():
@@ -261,7 +269,8 @@ class FullTraining:
         if self._stepped or not may_drop(fault, self.skipped_steps, limit):
             return False
         self.skipped_steps += 1
-        self.dropped, self.grad_norm = fault, None
+        self.dropped = fault
+        self.grad_norm = None
         warn_dropped(fault, self.global_step + 1, self.skipped_steps, limit, self.model.backend.replicas)
         return True
 
@@ -281,13 +290,15 @@ class FullTraining:
     def _finish(self) -> None:
         """Step the rest: all layers if gradients are clipped, and the weights outside of layers."""
         self._offload.let_go()
-        stream, outside = self.model.stream, self.master_store.outside
+        stream = self.model.stream
+        outside = self.master_store.outside
         parameters = {name: self.model.split.model.get_parameter(name) for name in outside}
         sum_gradients(self.model.backend.replicas, list(parameters.values()))
         begun = None if self._clipped or not self.master_store.by_layer else "the layers are already updated"
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                gradient, parameter.grad = parameter.grad.to("cpu", torch.float32), None
+                gradient = parameter.grad.to("cpu", torch.float32)
+                parameter.grad = None
                 self._measure(name, gradient, "outside the layers", begun)
                 self.masters[name].grad = gradient
         norms = [self._norms[name] for name in self.masters if name in self._norms]

@@ -49,7 +49,8 @@ class Sign:
 
 def _odd_rate(config: LemaConfig) -> str | None:
     """Say what is odd about the lengths of steps in the settings; None: they have a sense."""
-    rate, (least, most) = config.learning_rate, OTHER_RATES if config.optim == "sgd" else ADAPTIVE_RATES
+    rate = config.learning_rate
+    least, most = OTHER_RATES if config.optim == "sgd" else ADAPTIVE_RATES
     if rate == 0:
         return "the learning rate is 0, so nothing changes"
     if config.max_grad_norm and config.max_grad_norm < SHORTEST:
@@ -96,7 +97,8 @@ class Signs:
         """Count on from the `state` in a checkpoint; None: it has none, because an earlier version wrote it. What was
         told is told again by another process, but is not recorded twice."""
         self._first, self.steps, lasted, recorded = state or (None, 0, {}, ())
-        self._lasted, self._recorded = dict(lasted), set(recorded)
+        self._lasted = dict(lasted)
+        self._recorded = set(recorded)
 
     def observe(self, result: StepResult, rate: float) -> Iterator[Sign]:
         """Look at a step that was taken, at a learning rate; yield the signs that are to be told now, each once."""

@@ -119,7 +119,8 @@ class StreamingMixin(Below):
             What the trainer returns: the batches and the number of their tokens.
         """
         batch_samples = super().get_batch_samples(*args, **kwargs)
-        self._batches, self._joint = batch_samples[0], None
+        self._batches = batch_samples[0]
+        self._joint = None
         return batch_samples
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -160,7 +161,8 @@ class StreamingMixin(Below):
     def _prepared(self) -> list[Any]:
         """Return what the trainer below makes of the batches of the step. The trainers that make completions there
         count batches in `_step`, after each, to know which completions are whose and when new ones are due."""
-        count, prepared = getattr(self, "_step", 0), []
+        count = getattr(self, "_step", 0)
+        prepared = []
         for number, batch in enumerate(self._batches):
             self._step = count + number
             prepared.append(self._prepare_inputs(batch))
@@ -187,7 +189,8 @@ class _JointStep:
     """The training steps of all batches of an optimizer step through the layers; `step` takes that of one."""
 
     def __init__(self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]) -> None:
-        self._stack, self._step = stack, step
+        self._stack = stack
+        self._step = step
         self._batches = [_Batch(inputs) for inputs in batches]
         self._layer_outputs: list[tuple[Tensor, Tensor]] = []  # with the layers' graph, and without
         self.stepping = False  # whether a training step is being taken
@@ -216,8 +219,11 @@ class _JointStep:
 
     def _go_on(self, batch: _Batch, *, leads: bool) -> None:
         """Take a batch's step as far as its next call of the layers; one that `leads` has it run for all that wait."""
-        stack, inputs = self._stack, batch.inputs
-        before, batch.at, batch.call = stack.supply, 0, None
+        stack = self._stack
+        inputs = batch.inputs
+        before = stack.supply
+        batch.at = 0
+        batch.call = None
         waiting = leads
 
         def supply(call: StackCall) -> Tensor:
@@ -235,14 +241,16 @@ class _JointStep:
             batch.at += 1
             return batch.states[batch.at - 1]
 
-        stack.supply, self.stepping = supply, True
+        stack.supply = supply
+        self.stepping = True
         try:
             # Given a copy, because a trainer may write into its batch, and this may not be the last time.
             batch.loss = self._step(dict(inputs) if type(inputs) is dict else inputs)
         except _Reached:
             pass
         finally:
-            stack.supply, self.stepping = before, False
+            stack.supply = before
+            self.stepping = False
 
     def _run(self, like: StackCall) -> None:
         """Run the calls that batches wait for and that are made as this one is, whose adapters are active now."""

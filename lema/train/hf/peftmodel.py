@@ -132,7 +132,8 @@ def _have_routers_asked(opened: LemaModel) -> None:
 
 def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: str) -> None:
     """Attach a fresh adapter, or a saved one; of several processes each has its own, and reads and computes alone."""
-    config, replicas = opened.config, opened.backend.replicas
+    config = opened.config
+    replicas = opened.backend.replicas
     if opened.backend.parallel.size > 1:
         what = "with another trainer each process opens its own model, but tensor_parallel_size makes several hold one"
         raise ConfigError(what, where="lema.streamed", how="remove tensor_parallel_size, or train with `lema train`")
@@ -178,15 +179,15 @@ class StreamedPeftModel(PeftModel):
         peft_model = opened.lora_manager
         model: Any = peft_model  # not made again, because it is the adapter that `opened` saves and trains
         model.__class__ = type(cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__})
-        skeleton, settings = opened.skeleton, opened.config
-        model.opened, model.stack = (
-            opened,
-            LayerStack(opened.adapter, settings.micro_batch_size, _free_bytes_of(opened)),
-        )
+        skeleton = opened.skeleton
+        settings = opened.config
+        model.opened = opened
+        model.stack = LayerStack(opened.adapter, settings.micro_batch_size, _free_bytes_of(opened))
         lora_config = model.peft_config["default"]
         model.base_files = BaseFiles(opened.gbi, opened.adapter.stream.unchanged)
         base = base_of(settings, opened.gbi, model.base_files)
-        lora_config.base_model_name_or_path, lora_config.revision = base.name, base.revision
+        lora_config.base_model_name_or_path = base.name
+        lora_config.revision = base.revision
         if skeleton.can_generate():
             skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
         # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
@@ -235,9 +236,12 @@ class StreamedPeftModel(PeftModel):
 
     def _make_real(self, adapter: str) -> None:
         """Give an adapter that PEFT has attached without memory its memory, and the values that PEFT draws."""
-        opened, config = self.opened, cast(LoraConfig, self.peft_config[adapter])
+        opened = self.opened
+        config = cast(LoraConfig, self.peft_config[adapter])
         trains = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        device, name, read = opened.backend.device, opened.split.layers_name, opened.read_stored
+        device = opened.backend.device
+        name = opened.split.layers_name
+        read = opened.read_stored
         make_real(opened.skeleton, config, device, name, draw=True, read=read, adapter=adapter)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(trains[name])

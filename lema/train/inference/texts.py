@@ -66,7 +66,8 @@ def plan_of(
     host = keys_values == "host"
     if host and model.backend.memory().shared:
         warnings.warn("--kv host saves nothing on a device that computes in host memory", stacklevel=3)
-    longest, most = max(map(len, prompts)), min(len(prompts), MOST_AT_ONCE)
+    longest = max(map(len, prompts))
+    most = min(len(prompts), MOST_AT_ONCE)
     rows = None if batch_size is None else min(batch_size, len(prompts))
 
     def plan(current_allocation: Allocation | None) -> TextPlan:
@@ -189,7 +190,8 @@ def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], strings: Se
 
 def _same_generators(model: LemaModel) -> None:
     """Let processes that hold a model together draw the same tokens."""
-    parallel, backend = model.backend.parallel, model.backend
+    parallel = model.backend.parallel
+    backend = model.backend
     if parallel.size == 1:
         return
     if model.config.sequence_parallel:
@@ -208,12 +210,14 @@ class Samples(TrainerCallback):
     `DataError`: a prompt cannot be read, or is too long for the model."""
 
     def __init__(self, model: LemaModel) -> None:
-        prompts, self._new = model.config.eval_prompts, model.config.eval_prompts_max_new_tokens
+        prompts = model.config.eval_prompts
+        self._new = model.config.eval_prompts_max_new_tokens
         texts = [Row({"prompt": text}, "eval_prompts", number) for number, text in enumerate(prompts or (), 1)]
         self._rows = read_prompts(Path(prompts)) if isinstance(prompts, str) else texts
         self._ids = [prompt_ids(row, model.tokenizer, chat=False) for row in self._rows]
         fitting(self._rows, self._ids, self._new, model.skeleton.config.get_text_config())
-        self._model, self._file = model, Path(model.config.output_dir) / SAMPLES
+        self._model = model
+        self._file = Path(model.config.output_dir) / SAMPLES
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make sure that there is room for the texts, and forget those of steps that are taken again."""
@@ -227,7 +231,8 @@ class Samples(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the texts; print them, and write them with their step."""
-        size, options = min(len(self._ids), MOST_AT_ONCE), {"do_sample": False}
+        size = min(len(self._ids), MOST_AT_ONCE)
+        options = {"do_sample": False}
         samples = [
             completion
             for batch in completions(self._model, self._ids, self._new, size, options)

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from lema.model.files import ModelFiles
 
 Made = TypeVar("Made", LemaConfig, LoRATrainerConfig, PhasePlan)
-EVAL_ROWS, PHASES = "eval_rows", "phases"
+EVAL_ROWS = "eval_rows"
+PHASES = "phases"
 EVALUATIONS_NAME = "evaluations.json"
 MAX_GRAD_NORM = 1.0
 ONLY = "train"  # name of the data set where the file names none
@@ -96,7 +97,10 @@ def _read(values: dict[str, Any]) -> PhaseFile:
     staged = PHASES not in values
     problems = list(_unfit(values, staged=staged))
     values = {key: value for key, value in values.items() if key not in {problem.key for problem in problems}}
-    stages, plan, rows, entries = None, None, values.pop(EVAL_ROWS, None), values.pop(PHASES, None)
+    stages = None
+    plan = None
+    rows = values.pop(EVAL_ROWS, None)
+    entries = values.pop(PHASES, None)
     if staged:
         stage_values = {
             key: values.pop(key) for key in list(values) if key in LoRATrainerConfig.defaults() or key in STAGES
@@ -124,7 +128,8 @@ def _build(make: Callable[[], Made], problems: list[Problem]) -> Made | None:
 
 
 def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None, rows: Any) -> PhaseFile:
-    train_data, eval_data = named_files(config.train_data), named_files(config.eval_data)
+    train_data = named_files(config.train_data)
+    eval_data = named_files(config.eval_data)
     problems = list(_missing(config))
     if not train_data:
         problems.append(Problem("train_data", "the file names no data sets", "add `train_data:` with files"))
@@ -149,7 +154,8 @@ def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None,
         raise SettingsError(problems)
     if stages is None:
         return PhaseFile(clipped(config), plan, train_data, eval_data, rows)
-    validated, rows = eval_data if stages.validate else {}, rows or stages.validation_steps
+    validated = eval_data if stages.validate else {}
+    rows = rows or stages.validation_steps
     evaluations = {name: eval_data[name] for name in measured}
     return PhaseFile(clipped(stages.settings_of_run(config)), plan, train_data, validated, rows, evaluations)
 
@@ -329,6 +335,7 @@ def evaluate_end(
         model = LemaModel(with_model(config, trained), trust_remote_code=trust_remote_code)
     with closing(model):
         evaluations = {name: dict(model.get_trainer().evaluate(source)) for name, source in rows.items()}
-        file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(evaluations, indent=2) + "\n"
+        file = Path(config.output_dir) / EVALUATIONS_NAME
+        text = json.dumps(evaluations, indent=2) + "\n"
         first_alone(model.backend.replicas, lambda: replace_file(file, text.encode()))
     return evaluations

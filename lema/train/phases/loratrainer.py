@@ -158,7 +158,8 @@ class LoRATrainer:
                 raise ConfigError("no stage comes before the adapters", where="until", how="leave it out")
             plan = plan.model_copy(update={"phases": plan.phases[:first]})
         resume = resume or self._begun
-        self._begun, self._here = True, None
+        self._begun = True
+        self._here = None
         end = run_phases(
             self.model,
             plan,
@@ -194,7 +195,8 @@ class LoRATrainer:
                 already.
             ModelError: no module matches the targets.
         """
-        first, state = self._first_lora(), self.state
+        first = self._first_lora()
+        state = self.state
         boundary = self.plan.boundaries()[first]
         if state.stage > first or (state.stage == first and state.step > boundary.first_step):
             what = f"the run is already past it: it is at step {state.step}, in stage {state.phase}"
@@ -234,18 +236,22 @@ class LoRATrainer:
             raise ConfigError(what, where=str(directory), how=how)
         if not (directory / STATE).is_file() and (directory / "config.json").is_file() and self._first_lora() == 0:
             self.model = with_model(self.model, directory)
-            self._start, self._begun = None, False
+            self._start = None
+            self._begun = False
             self._counted.clear()
             self._here = self._state(0, None)
             return self._here
         start = find_start(directory, self._paths)
-        here, begun = self._state(start.index, start.checkpoint), False
+        here = self._state(start.index, start.checkpoint)
+        begun = False
         if start.checkpoint is not None:
             if (kind := KINDS.get(str(read_state(start.checkpoint).get("kind", "adapters")))) != here.kind:
                 what = f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
                 raise AdapterError(what, where=str(start.checkpoint / STATE), how="name another checkpoint")
             begun = self._is_last(start.checkpoint, start.index)
-        self._start, self._begun, self._here = None if begun else directory, begun, here
+        self._start = None if begun else directory
+        self._begun = begun
+        self._here = here
         return here
 
     def _first_lora(self) -> int:
@@ -257,10 +263,12 @@ class LoRATrainer:
     def _state(self, index: int, checkpoint: Path | None) -> LoRATrainState:
         """Return the state at a checkpoint of a phase; None: at its beginning."""
         step = 0 if checkpoint is None else int(read_state(checkpoint)["extra"]["step"])
-        phase, boundary = self.plan.phases[index], self.plan.boundaries()[index]
+        phase = self.plan.phases[index]
+        boundary = self.plan.boundaries()[index]
         if index not in self._counted:
             self._counted[index] = trainable_in(self.model, phase, trust_remote_code=self._trust)
-        lora, (num_trainable, num_parameters) = phase.adapters, self._counted[index]
+        lora = phase.adapters
+        num_trainable, num_parameters = self._counted[index]
         return LoRATrainState(
             kind="full" if lora is None else "lora",
             phase=boundary.name,

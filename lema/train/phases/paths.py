@@ -34,7 +34,10 @@ from lema.train.phases.plan import PhasePlan
 
 __all__ = ["BEST", "LATEST", "MODEL", "PhasePaths", "Start", "begin_at", "find_point", "find_start", "go_on"]
 
-BEST, LATEST, MODEL, DELTA = "best.json", "latest.json", "model", "delta"
+BEST = "best.json"
+LATEST = "latest.json"
+MODEL = "model"
+DELTA = "delta"
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class PhasePaths:
 
     def has_model(self, index: int) -> bool:
         """Whether the model that a phase leaves is there; `AdapterError` if it has changed since it was written."""
-        model, name = self.model_of(index), self.plan.phases[index].name
+        model = self.model_of(index)
+        name = self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
             what = f"the model that phase {name} wrote is missing"
             how = "restore it, or begin again in another output_dir"
@@ -116,7 +120,8 @@ class PhasePaths:
         """Whether a phase begins with a base of its own, rather than in the midst of the one before."""
         if index == 0:
             return True
-        before, phase = self.plan.phases[index - 1], self.plan.phases[index]
+        before = self.plan.phases[index - 1]
+        phase = self.plan.phases[index]
         if phase.merge or (before.trains == "lora") != (phase.trains == "lora"):
             return True
         selected = [(neighbor.trains, neighbor.trainable, neighbor.layers) for neighbor in (before, phase)]
@@ -168,7 +173,8 @@ class PhasePaths:
 
     def note_best(self, index: int, best: Mapping[str, Any] | None) -> None:
         """Note which checkpoint of a phase is `best` (`step`, `eval_loss`, `only`), and delete the one before."""
-        name, before = f"checkpoint-{(best or {}).get('step')}", self.best(index)
+        name = f"checkpoint-{(best or {}).get('step')}"
+        before = self.best(index)
         if best is None or (before is not None and before["checkpoint"] == name):
             return
         # First, because after a kill nothing would know of a checkpoint that is noted nowhere; this note is made again.
@@ -289,7 +295,8 @@ def _from_model(model: Path, paths: PhasePaths) -> Start:
 
 
 def _from_checkpoint(checkpoint: Path, paths: PhasePaths) -> Start:
-    about, plan = check_sound(checkpoint)["extra"], paths.plan
+    about = check_sound(checkpoint)["extra"]
+    plan = paths.plan
     if not {"plan", "phase", "step"} <= about.keys():
         what = "this checkpoint belongs to a run without phases"
         how = "choose a checkpoint of a run of phases; merge an adapter with `lema merge` and use the model"
@@ -328,7 +335,8 @@ def go_on(replicas: Replicas, paths: PhasePaths, config: LemaConfig, report: Rep
         check_unused(config)
         report(f"there is no checkpoint in {paths.directory}: the run starts from the beginning")
     elif point.checkpoint is not None:
-        about, name = read_state(point.checkpoint)["extra"], paths.plan.phases[point.index].name
+        about = read_state(point.checkpoint)["extra"]
+        name = paths.plan.phases[point.index].name
         where = (point.index, done := int(about["step"]), about.get("record"))
         report(f"resuming from {point.checkpoint} (step {done} of {paths.plan.steps(point.index).steps} of {name})")
     first_alone(replicas, lambda: paths.cut_record(*where))
@@ -371,8 +379,10 @@ def _check_plan(paths: PhasePaths, index: int, checkpoint: Path | None) -> None:
     if checkpoint is None:
         if index == 0 or not _is_sound(paths.end_of(index - 1)):
             return  # no file says which weights were trained
-        index, checkpoint = index - 1, paths.end_of(index - 1)
-    about, how = read_state(checkpoint)["extra"], "begin a new run in another output_dir"
+        checkpoint = paths.end_of(index - 1)
+        index = index - 1
+    about = read_state(checkpoint)["extra"]
+    how = "begin a new run in another output_dir"
     if "plan" not in about:
         raise AdapterError("this checkpoint does not belong to a run of phases", where=str(checkpoint), how=how)
     paths.plan.check_same(about["plan"], str(checkpoint), index + 1)
@@ -396,7 +406,8 @@ def _to_rebuild(paths: PhasePaths, index: int, report: Reporter) -> int | None:
     below = paths.based(index) - 1
     if below < 0 or paths.has_model(below):
         return None
-    end, name = paths.end_of(below), paths.plan.phases[below].name
+    end = paths.end_of(below)
+    name = paths.plan.phases[below].name
     try:
         check_sound(end)
     except AdapterError as error:

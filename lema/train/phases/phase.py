@@ -294,7 +294,8 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
         if phase.save is not None and index + 1 < len(phases):
             what = "only the last phase has this setting; earlier phases write what the next one needs"
             yield problem_at(f"{path}.save", what, "leave it out, or set it in the last phase")
-        before, attached = phase, attached or phase.adapters
+        before = phase
+        attached = attached or phase.adapters
 
 
 def _fading(before: Phase | None, phase: Phase, path: str) -> Iterator[Problem]:

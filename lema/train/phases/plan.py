@@ -108,7 +108,8 @@ class PhasePlan(Settings):
                 yield problem_at(f"{path}.schedule_steps", what, "make it longer, or lower schedule_start or tokens")
             if phase.fade is not None:
                 key = f"{path}.fade.{'tokens' if phase.fade.steps is None else 'steps'}"
-                samples, most = phase.fade.samples(self.batch_size, self.max_length), steps * self.batch_size
+                samples = phase.fade.samples(self.batch_size, self.max_length)
+                most = steps * self.batch_size
                 if samples > most:
                     what = f"the fade is {samples} rows, and the phase has {most} of them"
                     yield problem_at(key, what, "make it shorter, or give the phase more tokens")
@@ -134,7 +135,8 @@ class PhasePlan(Settings):
 
     def factor(self, index: int) -> Callable[[int], float]:
         """Return a phase's factor of the learning rate, as a function of the step counted from 0 in that phase."""
-        phase, steps = self.phases[index], self.steps(index).steps
+        phase = self.phases[index]
+        steps = self.steps(index).steps
         of_schedule = factor_of(phase.lr_scheduler_type, phase.schedule_total(steps), phase.spans(steps))
         return lambda step: of_schedule(phase.schedule_start + step)
 
@@ -161,7 +163,8 @@ class PhasePlan(Settings):
         stage_starts: list[dict[str, Start]] = []
         reached: dict[str, Start] = {}
         for index, phase in enumerate(self.phases):
-            counts, is_restart = self.counts(index), phase.data == "restart"
+            counts = self.counts(index)
+            is_restart = phase.data == "restart"
             begins = {name: Start(index, 0) if is_restart else reached.get(name, Start(index, 0)) for name in counts}
             reached |= {name: Start(start.stage, start.taken + counts[name]) for name, start in begins.items()}
             stage_starts.append(begins)
@@ -201,7 +204,8 @@ class PhasePlan(Settings):
         Returns:
             A line for each key that differs, with its earlier value.
         """
-        is_now, was = dict(_leaves(self.numbers(num_phases))), dict(_leaves(then))
+        is_now = dict(_leaves(self.numbers(num_phases)))
+        was = dict(_leaves(then))
         return [
             f"{key} is {is_now.get(key, _NOTHING)!r}, and was {was.get(key, _NOTHING)!r}"
             for key in {**is_now, **was}
@@ -229,7 +233,9 @@ _NOTHING = "nothing"
 
 
 def _numbers(plan: PhasePlan, index: int, starts: Mapping[str, Start]) -> dict[str, Any]:
-    phase, steps, fade = plan.phases[index], plan.steps(index).steps, plan.fade(index)
+    phase = plan.phases[index]
+    steps = plan.steps(index).steps
+    fade = plan.fade(index)
     return {
         "trains": phase.trains,
         "trainable": None if phase.trainable is None else sorted(set(phase.trainable)),
@@ -266,20 +272,21 @@ _NOTABLE = 0.01
 
 
 def _warnings(plan: PhasePlan, index: int) -> Iterator[Problem]:
-    phase, size = plan.phases[index], plan.steps(index)
-    path, called = f"phases[{index}]", f"phase {index + 1} ({phase.name})"
-    stop_step, total, spans = (
-        phase.schedule_start + size.steps,
-        phase.schedule_total(size.steps),
-        phase.spans(size.steps),
-    )
+    phase = plan.phases[index]
+    size = plan.steps(index)
+    path = f"phases[{index}]"
+    called = f"phase {index + 1} ({phase.name})"
+    stop_step = phase.schedule_start + size.steps
+    total = phase.schedule_total(size.steps)
+    spans = phase.spans(size.steps)
     rates = [plan.learning_rate(index, step) for step in (0, size.steps - 1)]
     moves = f"the learning rate goes from {rates[0]:.2g} to {rates[1]:.2g}"
     goes_on = _goes_on(plan, index, stop_step, total)
     if not goes_on and stop_step <= spans.warmup:
         what = f"{called} ends inside its warm-up: {size.steps} steps, and {spans.warmup} of warm-up; {moves}"
         what += f", and never reaches {phase.learning_rate:.2g}"
-        key, how = f"{path}.{phase.length_key('warmup')}", "shorten the warm-up, or give the phase more tokens"
+        key = f"{path}.{phase.length_key('warmup')}"
+        how = "shorten the warm-up, or give the phase more tokens"
         yield Problem(key, what, how)
     elif not goes_on and stop_step < total:
         what = f"{called} ends at step {stop_step} of a schedule of {total}; {moves}"

@@ -85,7 +85,8 @@ class PhaseReport:
     @property
     def verdict(self) -> str:
         """Say in one sentence what each phase takes of memory; what does not fit has no report."""
-        there, parts = f"{human_bytes(self.device_memory)} of device memory", []
+        there = f"{human_bytes(self.device_memory)} of device memory"
+        parts = []
         for phase in self.phases:
             taken = f"{human_bytes(phase.memory.device)} and {human_bytes(phase.memory.host)} of host memory"
             parts.append(f"phase {phase.name} takes {taken}, {phase.at_once} row{'s' * (phase.at_once > 1)} at once")
@@ -168,15 +169,16 @@ def _needs(
 
 
 def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> PhaseEntry:
-    phase, boundary, size = plan.phases[index], plan.boundaries()[index], plan.steps(index)
+    phase = plan.phases[index]
+    boundary = plan.boundaries()[index]
+    size = plan.steps(index)
     risen = min(max(0, phase.spans(size.steps).warmup - phase.schedule_start), size.steps - 1)
     rates = [plan.learning_rate(index, step) for step in (0, risen, size.steps - 1)]
-    blueprint, seconds = needs.planner.blueprint, needs.seconds
+    blueprint = needs.planner.blueprint
+    seconds = needs.seconds
     count = math.ceil(size.steps / config.save_steps) if config.save_steps else 1
-    num_saved, leaves = (
-        min(count, config.save_total_limit or count),
-        PhasePaths(Path(config.output_dir), plan).leaves_model,
-    )
+    num_saved = min(count, config.save_total_limit or count)
+    leaves = PhasePaths(Path(config.output_dir), plan).leaves_model
     # What the phase leaves: checkpoints, and the model that the next phase begins with.
     disk = {"checkpoints": num_saved * blueprint.checkpoint_bytes, "model": leaves(index) * blueprint.model_bytes}
     host = sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared
@@ -232,7 +234,8 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{phase.tokens:,}" + (f"; {phase.leftover:,} more are less than a step" if phase.leftover else "")
     yield from ((f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items())
     yield "learning rate", "{first:.3g} at first, {peak:.3g} at its peak, {last:.3g} at last".format(**phase.rates)
-    memory, moved = phase.memory, phase.moved
+    memory = phase.memory
+    moved = phase.moved
     yield "rows at once", f"{phase.at_once:,}"
     where = "memory for computing" if report.shared else "device memory"
     yield where, f"{human_bytes(memory.device)} of {human_bytes(report.device_memory)}"

@@ -117,7 +117,8 @@ class Phases:
         return PhasePaths(Path(self.config.output_dir), self.plan)
 
     def _events(self, callbacks: Sequence[Any], on_row: Log) -> RunEvents:
-        plan, replicas = self.plan, self.backend.replicas
+        plan = self.plan
+        replicas = self.backend.replicas
         steps: dict[str, Any] = {"batch_size": plan.batch_size, "max_steps": plan.num_steps, "seed": plan.seed}
         steps["learning_rate"] = max(phase.learning_rate for phase in plan.phases)
         seen = LemaConfig(**{**self.config.to_dict(), **steps})
@@ -125,7 +126,8 @@ class Phases:
 
     def prepare(self, *, resume: bool, start: str | Path | None) -> Start | None:
         """Look at what is in `output_dir`; return where else the run begins, None: there, or at the beginning."""
-        paths, replicas = self.paths, self.backend.replicas
+        paths = self.paths
+        replicas = self.backend.replicas
         if replicas.num_processes > 1:
             options = {"phases": self.plan.to_dict(), "start": start and str(start)}
             check_alike(replicas, self.config.to_dict() | options | self._rows)
@@ -148,7 +150,8 @@ class Phases:
 
     def train(self, begin: Start | None, callbacks: Sequence[Any], on_row: Log) -> Path:
         """Run every phase that has not ended, from `begin` on; return the checkpoint the last one ends with."""
-        paths, last = self.paths, len(self.plan.phases) - 1
+        paths = self.paths
+        last = len(self.plan.phases) - 1
         with closing(self._events(callbacks, on_row)) as events:
             try:
                 self._train_all(events, begin)
@@ -162,7 +165,8 @@ class Phases:
         return end
 
     def _train_all(self, events: RunEvents, begin: Start | None) -> None:
-        first, paths = begin.index if begin else 0, self.paths
+        first = begin.index if begin else 0
+        paths = self.paths
         for index in range(first, len(self.plan.phases)):  # so that what does not fit is told before any phase begins
             mixture_of(self.plan, index, self.sources, self.held_out)
         if begin is not None and (below := begin.rebuilt) is not None:
@@ -170,7 +174,8 @@ class Phases:
             gc.collect()
         if begin is not None and begin.ended:  # a kill may have come before its last checkpoint was noted
             assert begin.checkpoint is not None
-            about, keep = read_state(begin.checkpoint)["extra"], self.config.save_total_limit
+            about = read_state(begin.checkpoint)["extra"]
+            keep = self.config.save_total_limit
             first_alone(self.backend.replicas, partial(paths.note, first, about["step"], about["best"], keep))
         for index in range(first, len(self.plan.phases)):
             here = begin is not None and begin.here
@@ -185,7 +190,9 @@ class Phases:
             gc.collect()  # objects of a phase must be freed before the next begins, even those that refer to themselves
 
     def _train(self, index: int, events: RunEvents, start: Start | None) -> None:
-        phase, paths, under = self.plan.phases[index], self.paths, self.paths.based(index)
+        phase = self.plan.phases[index]
+        paths = self.paths
+        under = self.paths.based(index)
         base = with_model(self.config, paths.model_of(under - 1)) if under else self.config
         config = settings_of_phase(base, self.plan, phase, output_dir=str(paths.phase_directory(index)))
         config = as_begun(config, start.checkpoint if start is not None and start.index == index else None)
@@ -213,7 +220,8 @@ class Phases:
             run = PhaseRun(paths, index, trainer, mixture, rows, data)
             self._begin(index, run, trainer, start)
             if run.done < run.num_steps or run.pending is not None:
-                file, step = paths.directory / METRICS_NAME, run.position(run.done).step
+                file = paths.directory / METRICS_NAME
+                step = run.position(run.done).step
                 if not events.begun and step and file.is_file():  # written by an earlier process
                     log = [row for row in read_metrics(file) if "event" not in row and step_of(row) <= step]
                     events.state.log_history = log
@@ -225,7 +233,8 @@ class Phases:
                 events.end()
 
     def _begin(self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None) -> None:
-        paths, replicas = self.paths, trainer.model.backend.replicas
+        paths = self.paths
+        replicas = trainer.model.backend.replicas
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
             computed = trainer.model.split.dtype
@@ -268,7 +277,9 @@ def train_phases(
 ) -> Path:
     """Train as a file of phases says, otherwise as `lema.train.run.train`; return the directory of the last end. With
     `verbose` the whole forecast is shown, and not a sentence of it."""
-    shown, plan, config = console or Console(highlight=False), file.plan, file.config
+    shown = console or Console(highlight=False)
+    plan = file.plan
+    config = file.config
     report_line = line_printer(shown)
     # The one backend holds the group of processes together until the last phase has ended.
     with closing(open_backend(config)) as backend:
@@ -287,7 +298,8 @@ def train_phases(
         then = date_then(PhasePaths(Path(config.output_dir), plan)) if resume else None
         config = first_alone(backend.replicas, partial(files.dated, config, then))
         read = partial(read_sources, config, plan, report=report_line, files=files)
-        sources, eval_sources = read(file.train_data, "train"), read(file.eval_data, "val") or None
+        sources = read(file.train_data, "train")
+        eval_sources = read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             rows: dict[str, Any] = {"held_out": eval_sources, "eval_rows": file.eval_rows, "opened": files}

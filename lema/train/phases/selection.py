@@ -61,14 +61,16 @@ Choice = tuple[Sequence[int | str] | None, Sequence[str] | None]
 
 def may_overlap(selection: Choice, other_selection: Choice) -> bool:
     """Whether two phases, each by its `layers` and `trainable`, may train one weight; false: in no model they can."""
-    (layers, suffixes), (other_layers, other_suffixes) = selection, other_selection
+    layers, suffixes = selection
+    other_layers, other_suffixes = other_selection
     if set(_EMBED_HEAD) & set(layers or ()) and set(_EMBED_HEAD) & set(other_layers or ()):
         return True  # the embeddings may be the head's weight too
     if suffixes is not None and other_suffixes is not None:
         pairs = [(f".{end}", f".{other_suffix}") for end in suffixes for other_suffix in other_suffixes]
         if not any(end.endswith(other_suffix) or other_suffix.endswith(end) for end, other_suffix in pairs):
             return False
-    first, second = _layers_of(layers), _layers_of(other_layers)
+    first = _layers_of(layers)
+    second = _layers_of(other_layers)
     if not (first is None or second is None):
         return bool(first & second)
     return first != frozenset() and second != frozenset()

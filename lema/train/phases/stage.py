@@ -82,7 +82,9 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
     embeddings, head = (set(), set()) if selection is None else (_embeddings(model), _head(model))
     named = {"embeddings", "head"} & set(phase.layers or ())
-    chosen_names, unmatched, towers = set(), set(phase.trainable or ()), find_towers(model)
+    chosen_names = set()
+    unmatched = set(phase.trainable or ())
+    towers = find_towers(model)
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{layers_name}.")
         module = name.rpartition(".")[0]
@@ -177,9 +179,14 @@ class PhaseRun:
         eval_rows: int | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        self._paths, self._index, self._plan = paths, index, paths.plan
-        self._phase, self._boundary = paths.plan.phases[index], paths.plan.boundaries()[index]
-        self.steps, self._mixture, self._eval_rows = steps, mixture, eval_rows
+        self._paths = paths
+        self._index = index
+        self._plan = paths.plan
+        self._phase = paths.plan.phases[index]
+        self._boundary = paths.plan.boundaries()[index]
+        self.steps = steps
+        self._mixture = mixture
+        self._eval_rows = eval_rows
         self.evaluates = eval_rows is not None
         self.data = dict(data or {})
         self.trains: str | None = self._phase.trains
@@ -201,8 +208,11 @@ class PhaseRun:
     def load(self, checkpoint: Path) -> None:
         """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of another kind of training."""
         about = self.steps.restore(checkpoint)
-        self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
-        self.pending, self.saved = about["left"], self.done
+        self.done = int(about["step"])
+        self.eval_loss = about["eval_loss"]
+        self.best = about["best"]
+        self.pending = about["left"]
+        self.saved = self.done
         self.carried = {"window": about.get("window") or about["unlogged"]}  # its earlier name
         self.carried |= {"whole": about.get("whole", NO_SUMS), "signs": about.get("signs")}
         self.sound = self.done if is_sound(self.carried) else None
@@ -220,15 +230,19 @@ class PhaseRun:
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the phase."""
-        step, per_step = self._boundary.first_step + done, self._plan.batch_size * self._plan.max_length
+        step = self._boundary.first_step + done
+        per_step = self._plan.batch_size * self._plan.max_length
         tokens = self._boundary.first_token + done * per_step
-        name, where = self._boundary.name, self._paths.checkpoint(self._index, done)
+        name = self._boundary.name
+        where = self._paths.checkpoint(self._index, done)
         row = {"phase": name, "stage": self._index, "step": step, "step_in_phase": done, "tokens": tokens}
         return Position(step, None, row, f"step {done} of phase {name}", where)
 
     def draw(self, step: int) -> Drawn:
         """Return this process's rows of a step of the phase, counted from 0."""
-        count, size, replicas = self._plan.batch_size, self.steps.config.micro_batch_size, self._replicas
+        count = self._plan.batch_size
+        size = self.steps.config.micro_batch_size
+        replicas = self._replicas
         drawn = self._mixture.rows(step * count, count, replicas.rank, replicas.size, size)
         batch = self._mixture.collated(drawn, replicas.size)
         where = f", rows {', '.join(f'{sample.row} of {sample.source}' for sample in drawn)}"
@@ -237,7 +251,8 @@ class PhaseRun:
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the rows to validate on."""
         assert self._eval_rows is not None, "there is no validation"
-        size, arguments = self.steps.config.micro_batch_size, (self._mixture, self._eval_rows, self._replicas)
+        size = self.steps.config.micro_batch_size
+        arguments = (self._mixture, self._eval_rows, self._replicas)
         passes = passes_of_mixture(*arguments, at_once=self._plan.batch_size, micro_batch_size=size)
         return evaluate(self.steps.model, passes)
 
@@ -267,7 +282,9 @@ class PhaseRun:
 
     def leave_model(self, model: LemaModel) -> None:
         """Write the start of the next phase: the trained weights, or the base with the adapters. Or `DiskError`."""
-        out, end, phases = self._paths.model_of(self._index), self._paths.end_of(self._index), self._plan.phases
+        out = self._paths.model_of(self._index)
+        end = self._paths.end_of(self._index)
+        phases = self._plan.phases
         write: Callable[[Path], object]
         if isinstance(self.steps, FullTraining):
             write = partial(save_delta if self._phase.save == "delta" else save_trained, model, self.steps.master_store)

@@ -163,7 +163,8 @@ class LoRATrainerConfig(Settings):
         if not self.pre_lora_tokens and not self.post_lora_tokens and not problems:
             what = "pre_lora_tokens and post_lora_tokens are empty, so nothing would train"
             problems.append(Problem("post_lora_tokens", what, "set the tokens of at least one stage"))
-        parts, fields = takes(self.schedule), type(self).model_fields
+        parts = takes(self.schedule)
+        fields = type(self).model_fields
         for key, name in _FRACTIONS.items():
             if getattr(self, key) != fields[key].default and name not in parts:
                 how = f"leave {key} out, or choose {' or '.join(schedule for schedule in SCHEDULES if name in takes(schedule))}"
@@ -185,7 +186,8 @@ class LoRATrainerConfig(Settings):
             yield Problem("datasets", "datasets and pre_lora_datasets both set the first data", "keep one")
 
     def _stages_wrong(self, time: str) -> Iterator[Problem]:
-        tokens, mixtures = getattr(self, f"{time}_tokens"), getattr(self, f"{time}_datasets")
+        tokens = getattr(self, f"{time}_tokens")
+        mixtures = getattr(self, f"{time}_datasets")
         if len(tokens) != len(mixtures):
             what = f"{time}_tokens has {_stages(tokens)}, and {time}_datasets has {_stages(mixtures)}"
             yield Problem(f"{time}_tokens", what, "give both lists one entry per stage")
@@ -234,7 +236,8 @@ class LoRATrainerConfig(Settings):
         """
         changed: dict[str, Any] = {}
         for name, setting in _INTERVALS.items():
-            value, theirs = getattr(self, name), getattr(model, setting)
+            value = getattr(self, name)
+            theirs = getattr(model, setting)
             if setting not in model.model_fields_set:
                 changed[setting] = value
             elif name in self.model_fields_set and value != theirs:
@@ -252,7 +255,8 @@ class LoRATrainerConfig(Settings):
             ]
             for period in _TIMES
         }
-        steps, lora = every[time], time == "post_lora"
+        steps = every[time]
+        lora = time == "post_lora"
         stages = zip(getattr(self, f"{time}_tokens"), getattr(self, f"{time}_datasets"), strict=True)
         total_steps = sum(steps) if self.schedule_spans == "phase" else sum(map(sum, every.values()))
         parts = {

@@ -222,7 +222,8 @@ def _module(second: SecondDevice) -> ModuleType:
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.cudart = lambda: _Runtime(second)
-    module.Stream, module.Event = torch.Stream, torch.Event
+    module.Stream = torch.Stream
+    module.Event = torch.Event
     module.memory_allocated = lambda device=None: second.used
     module.max_memory_allocated = lambda device=None: second.peak
     module.reset_peak_memory_stats = lambda device=None: second.reset_peak()

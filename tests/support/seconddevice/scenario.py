@@ -185,7 +185,8 @@ class Course:
 
     def download(self) -> None:
         value = self.fresh()
-        source, target = self.on_device(value), self.on_host()
+        source = self.on_device(value)
+        target = self.on_host()
         download = self.code.CopyDown(self.copies, source, target)
         self.downloads.append((download, source if self.chance.random() < 0.5 else None, target, value))
         if self.chance.random() < 0.5:
@@ -233,13 +234,16 @@ class Faulty:
     """
 
     def __init__(self, queue: Any, fault: str, other: Any) -> None:
-        self._queue, self._fault, self._other = queue, fault, other
+        self._queue = queue
+        self._fault = fault
+        self._other = other
         self._early = queue.record()
 
     def record(self) -> Any:
         if self._fault != "happens early":
             return self._queue.record()
-        before, self._early = self._early, self._queue.record()
+        before = self._early
+        self._early = self._queue.record()
         return before
 
     def wait(self, event: Any) -> None:

@@ -142,7 +142,8 @@ def one_less(tensors: dict[str, Any]) -> None:
 def test_what_is_on_disk_is_compared_with_memory_before_the_checkpoint_gets_its_name(
     file: str, model: LemaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked, spoils = savedtensors.check_written, [wrong_value, wrong_shape, wrong_type, another_name, one_less]
+    checked = savedtensors.check_written
+    spoils = [wrong_value, wrong_shape, wrong_type, another_name, one_less]
 
     def written(path: Path, *expected: Any) -> None:
         if path.name == file:

@@ -17,7 +17,8 @@ from lema.errors import AdapterError
 from lema.storage.manifest import MANIFEST, write_manifest
 from lema.train.checkpoint.resume import CLASSES, as_begun, changed_settings, newest_sound
 
-ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+ADAPTER = "adapter_model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 
 
 def written(directory: Path, step: int) -> Path:

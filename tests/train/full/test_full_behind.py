@@ -30,7 +30,9 @@ def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable
     checkpoint = checkpoint_of("llama")
     with opened(checkpoint) as (model, training):
         begun = [threading.Event() for _ in range(NUM_LAYERS)]
-        engine, step, order = model.adapter.engine, training._step_layer, []
+        engine = model.adapter.engine
+        step = training._step_layer
+        order = []
         leased = engine.leased
 
         def note(layer: int, way: Any) -> Any:
@@ -44,7 +46,8 @@ def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable
             order.append(layer)
             step(layer, gradients)
 
-        engine.leased, training._step_layer = note, wait
+        engine.leased = note
+        training._step_layer = wait
         training.accumulate(micro_batches(2))
         assert order == list(reversed(range(NUM_LAYERS)))
         found = {name: master.detach().clone() for name, master in training.masters.items()}
@@ -75,7 +78,8 @@ def test_a_lease_of_a_layer_that_is_being_stepped_waits_until_it_has_been(
 ) -> None:
     for backend in (CpuBackend(), CpuBackend(poison=True), LateDevice(None)):
         with opened(checkpoint_of("llama"), backend=backend) as (model, training):
-            stream, top = model.memory, NUM_LAYERS - 1
+            stream = model.memory
+            top = NUM_LAYERS - 1
             stored = next(iter(stream.stored(top).values()))
             with stream.lease(top):
                 pass
@@ -95,7 +99,8 @@ def test_a_lease_of_a_layer_that_is_being_stepped_waits_until_it_has_been(
 
 def test_what_fails_in_the_thread_is_raised_by_the_step(checkpoint_of: Callable[..., Checkpoint]) -> None:
     with opened(checkpoint_of("llama")) as (_, training):
-        step, failing = training._step_layer, [0, 5]
+        step = training._step_layer
+        failing = [0, 5]
 
         def fail(layer: int, gradients: Weights) -> None:
             if layer in failing:

@@ -31,12 +31,14 @@ def whole(
         parameter.requires_grad_(chosen(name))
     weights = {name: parameter for name, parameter in model.train().named_parameters() if parameter.requires_grad}
     masters = {name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()}
-    optimizer, losses = make_optimizer(masters.values(), config, model, masters), []
+    optimizer = make_optimizer(masters.values(), config, model, masters)
+    losses = []
     for _ in range(STEPS):
         losses.append(accumulate(model, micro_batches(count), autocast=torch.bfloat16).detach())
         for name, weight in weights.items():
             assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
-            masters[name].grad, weight.grad = weight.grad.float(), None
+            masters[name].grad = weight.grad.float()
+            weight.grad = None
         if config.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(masters.values(), config.max_grad_norm)
         optimizer.step()

@@ -27,7 +27,8 @@ def mapped_here(directory: Path) -> list[str]:
 
 
 def trained(training: FullTraining) -> tuple[list[Tensor], Weights, list[float | None]]:
-    losses, norms = [], []
+    losses = []
+    norms = []
     for _ in range(STEPS):
         losses.append(torch.tensor(training.accumulate(micro_batches(2)).loss))
         norms.append(training.grad_norm)
@@ -82,7 +83,8 @@ def test_a_file_holds_what_the_limit_does_not(
         assert 0 <= outside <= 12 * sum(m.numel() for n, m in training.masters.items() if ".layers." not in n)
         anyway, _ = training.master_store._limits(model.config)
     order = sorted(whole)
-    stay, go = order[len(order) // 2 :], order[: len(order) // 2]
+    stay = order[len(order) // 2 :]
+    go = order[: len(order) // 2]
     limit = anyway + sum(whole[layer] for layer in stay)
 
     taken: list[int] = []

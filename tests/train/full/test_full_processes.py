@@ -99,7 +99,9 @@ def test_two_processes_train_as_one_does(tmp_path: Path, checkpoint_of: Callable
     assert done.returncode == 0, done.stdout + done.stderr[-9000:]
     for chosen, clipped in ((everything, None), (one_in_the_middle, 0.5)):
         there = tmp_path / chosen.__name__
-        found, losses, norms = torch.load(there / "found"), [], []
+        found = torch.load(there / "found")
+        losses = []
+        norms = []
         with opened(checkpoint, chosen, max_grad_norm=clipped, adam_epsilon=1e-2) as (_, training):
             for _ in range(4):
                 losses.append(training.accumulate(micro_batches(4)).loss)

@@ -23,7 +23,8 @@ class Asked:
     """Who is asked whether to stop, and says so the `count`-th time, and only then."""
 
     def __init__(self, count: int = 0) -> None:
-        self.count, self.times = count, 0
+        self.count = count
+        self.times = 0
 
     def __call__(self) -> str | None:
         self.times += 1
@@ -39,10 +40,13 @@ def test_a_step_that_is_stopped_leaves_nothing(clipped: float | None, checkpoint
     for stopped in (False, True):
         model = LemaModel(config, backend=CpuBackend(poison=True))
         model.skeleton.train()
-        training, asked, batches = FullTraining(model.adapter, config, everything), Asked(), micro_batches(2)
+        training = FullTraining(model.adapter, config, everything)
+        asked = Asked()
+        batches = micro_batches(2)
         before = {name: master.detach().clone() for name, master in training.masters.items()}
         while True:
-            asked.count, asked.times = asked.count + 3 * stopped, 0  # every third place
+            asked.count = asked.count + 3 * stopped
+            asked.times = 0  # every third place
             try:
                 with model.adapter.interruptible(asked):
                     training.accumulate(batches)
@@ -63,7 +67,9 @@ def test_a_step_that_is_stopped_leaves_nothing(clipped: float | None, checkpoint
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["first layer", "midway", "last validation", "next phase", "very last"])
 def test_phases_go_on_from_wherever_they_were_stopped(place: str, config_of_phases: Callable[..., LemaConfig]) -> None:
-    whole, cut, asked = config_of_phases("whole"), config_of_phases("cut"), Asked()
+    whole = config_of_phases("whole")
+    cut = config_of_phases("cut")
+    asked = Asked()
     plan = two(2, seed=3)
     end = run_phases(whole, plan, SOURCES, held_out=HELD, at_layer=asked)
     in_phase = asked.times // 2

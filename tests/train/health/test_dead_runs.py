@@ -27,7 +27,8 @@ class From(TrainerCallback):
     """Has gradients be 0 from a step on, counted from 1, up to another."""
 
     def __init__(self, first: int, last: int = 10**6) -> None:
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         dead = self.first <= state.global_step + 1 <= self.last

@@ -15,7 +15,8 @@ GUESS = math.log(32_000)
 
 def seen(steps: Iterable[dict[str, Any]], vocabulary: int | None = 32_000, **settings: Any) -> tuple[list[str], Signs]:
     """Return what is told of steps, with the number of each, and the signs after the last."""
-    signs, told = Signs(LemaConfig("m", **settings), vocabulary), []
+    signs = Signs(LemaConfig("m", **settings), vocabulary)
+    told = []
     for number, step in enumerate(steps, 1):
         about = {"loss": 2.0, "trained_tokens": 50, "tokens": 60, "grad_norm": 0.3} | step
         rate = about.pop("rate", 1e-4)

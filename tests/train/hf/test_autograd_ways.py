@@ -73,7 +73,8 @@ def test_gradients_that_are_asked_for_are_returned(
     checkpoint_of: CheckpointOf, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """And `.grad` stays as it was; afterwards a backward adds to it."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint, offload_dir=str(tmp_path), **settings)):
         loss_of(model).backward()
         before = {name: None if one is None else one.clone() for name, one in added(model).items()}
@@ -91,7 +92,8 @@ def test_a_graph_that_is_kept_is_differentiated_again(
     checkpoint_of: CheckpointOf, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Also when another step has come between."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint, offload_dir=str(tmp_path), **settings)):
         loss = loss_of(model)
         loss.backward(retain_graph=True)
@@ -107,7 +109,8 @@ def test_a_graph_that_is_kept_is_differentiated_again(
 
 def test_a_layer_whose_graph_was_freed_says_so(checkpoint_of: CheckpointOf) -> None:
     """A probe of a hook is differentiated by itself, from its layer downwards."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         probed = list[Tensor]()
         layer = next(one for name, one in model.named_modules() if name.endswith("layers.2"))
@@ -122,7 +125,8 @@ def test_a_layer_whose_graph_was_freed_says_so(checkpoint_of: CheckpointOf) -> N
 
 
 def test_micro_batches_are_added_up_one_after_the_other(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model, parts in ((whole(checkpoint), IDS.split(2)), (streamed(checkpoint, micro_batch_size=2), [IDS])):
         found: Gradients = dict.fromkeys(trained(model))
         for part in parts:
@@ -136,7 +140,8 @@ def test_micro_batches_are_added_up_one_after_the_other(checkpoint_of: Checkpoin
 
 @pytest.mark.parametrize("adapter", [{"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_what_trains_around_the_layers_is_asked_for_too(checkpoint_of: CheckpointOf, adapter: dict[str, Any]) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint, **adapter), streamed(checkpoint, adapter)):
         loss = loss_of(model)
         found = asked(model, loss, retain_graph=True)
@@ -149,7 +154,8 @@ def test_what_trains_around_the_layers_is_asked_for_too(checkpoint_of: Checkpoin
 
 def test_some_inputs_alone(checkpoint_of: CheckpointOf) -> None:
     """Of embeddings that are given, and of one adapter; nothing is added to the others' `.grad`."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
         (by_embeds,) = torch.autograd.grad(model(inputs_embeds=embeds, labels=IDS).loss, [embeds])
@@ -163,7 +169,8 @@ def test_some_inputs_alone(checkpoint_of: CheckpointOf) -> None:
 
 
 def test_experts_that_are_leased_in_groups(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, outcomes = checkpoint_of("mixtral"), []
+    checkpoint = checkpoint_of("mixtral")
+    outcomes = []
     for options in ({}, {"experts_per_slot": 2}):
         model = streamed(checkpoint, {"target_parameters": ["experts.down_proj"]}, **options)
         loss = loss_of(model)
@@ -186,7 +193,8 @@ def test_gradients_of_gradients_are_refused(checkpoint_of: CheckpointOf) -> None
 
 
 def test_hooks_of_parameters_see_gradients_only(checkpoint_of: CheckpointOf) -> None:
-    model, seen = streamed(checkpoint_of("llama")), list[Any]()
+    model = streamed(checkpoint_of("llama"))
+    seen = list[Any]()
     one = next(iter(trained(model).values()))
     one.register_hook(seen.append)
     loss = loss_of(model)

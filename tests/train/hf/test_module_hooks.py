@@ -73,7 +73,8 @@ def test_a_forward_hook_fires_once_and_what_it_returns_counts(
     checkpoint_of: CheckpointOf, target: str, recomputed: bool
 ) -> None:
     """The first forward included, in which a streamed model learns what its layers return."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint, gradient_checkpointing=recomputed)):
         seen: list[Tensor] = []
 
@@ -92,7 +93,8 @@ def test_a_forward_hook_fires_once_and_what_it_returns_counts(
 
 @pytest.mark.parametrize("target", LAYERS)
 def test_a_hook_before_the_forward_may_change_what_a_layer_is_given(checkpoint_of: CheckpointOf, target: str) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         seen: list[Any] = []
 
@@ -111,7 +113,8 @@ def test_a_hook_before_the_forward_may_change_what_a_layer_is_given(checkpoint_o
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("target", LAYERS)
 def test_a_backward_hook_sees_the_gradients_once_and_may_change_them(checkpoint_of: CheckpointOf, target: str) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         seen: list[Any] = []
 
@@ -131,9 +134,11 @@ def test_a_backward_hook_sees_the_gradients_once_and_may_change_them(checkpoint_
 
 def test_what_a_hook_trains_gets_its_gradient(checkpoint_of: CheckpointOf) -> None:
     """A steering vector that is added to a layer's output, and a loss that is formed of another layer's."""
-    checkpoint, vectors = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    vectors = []
     for model in (whole(checkpoint), streamed(checkpoint)):
-        vector, probed = nn.Parameter(torch.full((model.config.hidden_size,), 0.1)), list[Tensor]()
+        vector = nn.Parameter(torch.full((model.config.hidden_size,), 0.1))
+        probed = list[Tensor]()
 
         def steer(_: nn.Module, __: Any, out: Any, vector: Tensor = vector) -> Any:
             return with_first(out, first(out) + vector)
@@ -153,7 +158,8 @@ def test_what_a_hook_trains_gets_its_gradient(checkpoint_of: CheckpointOf) -> No
 
 def test_a_hook_inside_a_layer_is_there_in_the_recomputation(checkpoint_of: CheckpointOf) -> None:
     """It may be gone when the backward begins, and another one may have come."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         mlp = part(model, "layers.2.mlp")
         handle = mlp.register_forward_hook(lambda _, __, out: out * 1.5)
@@ -177,7 +183,8 @@ def test_each_micro_batch_comes_by_once(checkpoint_of: CheckpointOf) -> None:
 
 
 def test_hooks_fire_once_for_every_token(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         fired: list[Tensor] = []
 
@@ -238,7 +245,8 @@ def test_lemas_own_training_refuses_hooks_of_layers(checkpoint_of: CheckpointOf)
 @pytest.mark.parametrize("rows", [None, 2])
 def test_an_adapter_for_each_row(checkpoint_of: CheckpointOf, rows: int | None) -> None:
     """PEFT tells modules the names by hooks that are gone when the backward begins."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     names = ["default", "other", "__base__", "default"]
     for model in (whole(checkpoint), streamed(checkpoint, micro_batch_size=rows)):
         torch.manual_seed(2)

@@ -63,7 +63,8 @@ def test_it_covers_the_experts(model_type: str, tmp_path: Path) -> None:
     assert covered(model, "ref") == covered(model, "default")
     adapted = [part for part in model.modules() if isinstance(part, ParamWrapper) and "ref" in part.lora_A]
     assert len(adapted) >= 2
-    generator, values = torch.Generator().manual_seed(3), {}
+    generator = torch.Generator().manual_seed(3)
+    values = {}
     for name, one in model.named_parameters():
         if ".ref." in name:
             one.data.normal_(std=0.1, generator=generator)
@@ -80,7 +81,8 @@ def test_it_covers_the_experts(model_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["linear", "cat", "svd", "ties", "dare_ties", "magnitude_prune"])
 def test_adapters_are_combined_as_peft_combines_them(checkpoint_of: CheckpointOf, way: str) -> None:
-    checkpoint, found = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    found = []
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     for streams in (False, True):
         if streams:

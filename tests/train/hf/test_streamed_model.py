@@ -93,10 +93,8 @@ def test_a_trainer_that_knows_nothing_of_it_trains_it(checkpoint_of: CheckpointO
 
 
 def test_the_mixin_takes_an_optimizer_step_through_each_layer_once(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    checkpoint, options = (
-        checkpoint_of("llama"),
-        {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_steps": -1},
-    )
+    checkpoint = checkpoint_of("llama")
+    options = {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_steps": -1}
     options["per_device_train_batch_size"] = 3  # eight batches: the last step has two
     expected = trained(whole(checkpoint), tmp_path, **options)
     made: list[Any] = []
@@ -118,7 +116,8 @@ def test_autocast_of_a_trainer_is_followed(checkpoint_of: CheckpointOf, model: A
 
 def test_evaluation_and_resumption_are_the_trainer_s_own(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 2}
-    checkpoint, found = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    found = []
     for name in ("once", "resumed"):
         model = lema.streamed(checkpoint.streamed, lora(), device="cpu")
         trainer = Kept(model, arguments(tmp_path, **options), train_dataset=rows(), eval_dataset=rows()[:5])
@@ -192,9 +191,11 @@ def test_a_model_is_one_to_everybody(checkpoint_of: CheckpointOf, model: Any, tm
     ids=str,
 )
 def test_a_second_adapter_begins_as_peft_s(checkpoint_of: CheckpointOf, options: dict[str, Any]) -> None:
-    checkpoint, batch = checkpoint_of("llama"), {"input_ids": rows()[0]["input_ids"][None]}
+    checkpoint = checkpoint_of("llama")
+    batch = {"input_ids": rows()[0]["input_ids"][None]}
     model = lema.streamed(checkpoint.streamed, lora(**options), device="cpu")
-    found, trains = list[Any](), list[set[str]]()
+    found = list[Any]()
+    trains = list[set[str]]()
     for one in (whole(checkpoint, **options), model):
         torch.manual_seed(5)
         one.add_adapter("ref", lora(**options))
@@ -311,7 +312,8 @@ UNUSED_HEAD = pytest.mark.filterwarnings("ignore:.*tensors on disk are not used.
 def test_a_model_that_scores_texts_is_the_whole_one(
     checkpoint_of: CheckpointOf, architecture: str, targets: Any, tmp_path: Path
 ) -> None:
-    checkpoint, adapter = checkpoint_of(architecture), LoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS")
+    checkpoint = checkpoint_of(architecture)
+    adapter = LoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS")
     streamed = lema.streamed(checkpoint.streamed, adapter, device="cpu", num_labels=3, device_memory="1GB")
     state = torch.get_rng_state()
     torch.manual_seed(42)
@@ -339,7 +341,8 @@ def test_a_model_that_scores_texts_is_the_whole_one(
 
 def test_adapted_routers_are_themselves_again_after_a_step_was_measured(checkpoint_of: CheckpointOf) -> None:
     """PEFT parametrizes a router in each forward, and under a limit a step is measured before there is one."""
-    checkpoint, batch = checkpoint_of("mixtral"), {"input_ids": rows()[0]["input_ids"][None]}
+    checkpoint = checkpoint_of("mixtral")
+    batch = {"input_ids": rows()[0]["input_ids"][None]}
     found = []
     for limit in (None, "1GB"):
         model = lema.streamed(checkpoint.streamed, lora(), device="cpu", device_memory=limit)
@@ -385,7 +388,8 @@ class Rewards(StreamingMixin, RewardTrainer):
 @pytest.mark.filterwarnings("ignore:.*lm_head", "ignore:.*score")
 def test_a_trainer_of_rewards_gets_a_model_that_scores(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     """TRL's opens such a model by its name, whatever the config says."""
-    name, given = str(checkpoint_of("llama").streamed), LoraConfig(r=4, target_modules="all-linear")
+    name = str(checkpoint_of("llama").streamed)
+    given = LoraConfig(r=4, target_modules="all-linear")
     trainer = Rewards(name, arguments(tmp_path), train_dataset=rows(), peft_config=given)
     assert isinstance(trainer.model, PeftModelForSequenceClassification)
     assert given.task_type is None

@@ -39,9 +39,11 @@ def made(model: LemaModel, batch_size: int, *, options: dict[str, Any] | None = 
 def test_a_batch_is_what_transformers_makes_of_it_and_each_prompt_alone(base: Path, tmp_path: Path) -> None:
     with opened(settings(base, tmp_path)) as model:
         model.save_pretrained(tmp_path / "adapter")
-        found, alone = made(model, 2), made(model, 1)
+        found = made(model, 2)
+        alone = made(model, 1)
     assert found == alone
-    whole, encode = whole_model(base, tmp_path / "adapter"), tokenizer()
+    whole = whole_model(base, tmp_path / "adapter")
+    encode = tokenizer()
     encode.pad_token = encode.eos_token
     for batch in batches_of(encoded(encode, PROMPTS), 2):
         given = [PROMPTS[index] for index in batch]

@@ -20,7 +20,8 @@ from lema.data.sampling import Start, rates_of
 from lema.errors import ConfigError
 from lema.train.phases.plan import PhasePlan
 
-BLOCK, ROWS = 8, 4
+BLOCK = 8
+ROWS = 4
 STEP = BLOCK * ROWS
 TABLES = (
     "9d81f5d4821e6486ba71ac5bd06dbf3a"  # of all shapes, written down: with others, runs would go on with other data
@@ -32,7 +33,9 @@ def mix(*rates: tuple[str, float]) -> tuple[Sampling, ...]:
     return tuple(Sampling(name, rate) for name, rate in rates)
 
 
-TEXT, BOTH, CHAT = mix(("text", 1.0)), mix(("text", 0.3), ("chat", 0.7)), mix(("chat", 1.0))
+TEXT = mix(("text", 1.0))
+BOTH = mix(("text", 0.3), ("chat", 0.7))
+CHAT = mix(("chat", 1.0))
 
 
 class Rows(Sequence):
@@ -73,7 +76,8 @@ def faded_rates(samplings: Sequence[Sampling], fade: Fade | None, index: int) ->
     rates = rates_of(samplings)
     if fade is None:
         return rates
-    share, before = weight(fade, index), rates_of(fade.before)
+    share = weight(fade, index)
+    before = rates_of(fade.before)
     names = [*rates, *(name for name in before if name not in rates)]
     return {name: share * before.get(name, 0.0) + (1 - share) * rates.get(name, 0.0) for name in names}
 
@@ -183,7 +187,8 @@ def test_every_row_comes_once_an_epoch_under_a_fade_too(
 def test_shuffling_does_not_even_a_fade_out(shape: str, samples: int) -> None:
     """An eighth of the fade at a time, the share of the mixture before is its weight, within a tenth."""
     fade = Fade(TEXT, samples, shape)
-    one, part = faded(CHAT, fade), samples // 8
+    one = faded(CHAT, fade)
+    part = samples // 8
     for first in range(0, samples, part):
         mean = math.fsum(weight(fade, index) for index in range(first, first + part)) / part
         assert one.counts(part, first)["text"] / part == pytest.approx(mean, abs=0.13)
@@ -239,7 +244,9 @@ def plan(*phases: dict[str, Any], **options: Any) -> PhasePlan:
 
 def of(found: PhasePlan, index: int) -> Mixture:
     """The mixture of a phase, as a run makes it."""
-    own, fade, starts = found.phases[index].mixture, found.fade(index), found.starts()[index]
+    own = found.phases[index].mixture
+    fade = found.fade(index)
+    starts = found.starts()[index]
     return Mixture(own, SOURCES, found.seed, BLOCK, stage=index, fade=fade, starts=starts)
 
 
@@ -313,7 +320,8 @@ def test_where_data_begin_is_in_the_numbers() -> None:
     kinds = [({}, {}), ({}, {"data": "restart"}), ({}, {"fade": fade}), ({}, {"fade": fade | {"shape": "linear"}})]
     kinds.append(({}, {"fade": fade | {"steps": 5}}))
     assert len({numbers(*one) for one in kinds}) == len(kinds)
-    now, then = plan(phase(TEXT, 10), phase(TEXT, 10, data="restart")), plan(phase(TEXT, 10), phase(TEXT, 10))
+    now = plan(phase(TEXT, 10), phase(TEXT, 10, data="restart"))
+    then = plan(phase(TEXT, 10), phase(TEXT, 10))
     assert now.differences(then.numbers()) == [
         "phases[1].data.text.stage is 1, and was 0",
         "phases[1].data.text.taken is 0, and was 40",

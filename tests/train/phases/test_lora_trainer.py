@@ -32,9 +32,11 @@ from lema.errors import AdapterError, ConfigError, ModelError, Stopped
 from lema.storage.manifest import write_manifest
 from lema.train.phases.run import run_phases
 
-BLOCK, ROWS = 12, 4
+BLOCK = 12
+ROWS = 4
 STEP = BLOCK * ROWS
-PRE, POST = 3, 4  # steps
+PRE = 3
+POST = 4  # steps
 HALF = [Sampling("one", 0.5), Sampling("two", 0.5)]
 TARGETS = ["q_proj", "down_proj"]
 
@@ -111,7 +113,8 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(one: Path, other: Path) -> None:
-    mine, theirs = weights(one), weights(other)
+    mine = weights(one)
+    theirs = weights(other)
     assert mine.keys() == theirs.keys()
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 

@@ -160,7 +160,8 @@ def test_another_data_set_does_not_change_which_rows_come() -> None:
     def rows_of(one: Mixture) -> set[Draw]:
         return {draw for draw in one.rows(0, 4 * WINDOW) if draw.source == "data1"}
 
-    few, many = rows_of(mixture()), rows_of(mixture(rates=(0.1, 0.8, 0.1)))
+    few = rows_of(mixture())
+    many = rows_of(mixture(rates=(0.1, 0.8, 0.1)))
     assert len(few) < len(many) and few < many
 
 
@@ -216,7 +217,8 @@ def both(packed: PackedTokens, chats: object, **options: object) -> Mixture:
 
 def test_packed_blocks_and_padded_rows_share_a_batch(packed: PackedTokens, chats) -> None:
     one = both(packed, chats)
-    batch, rows = batch_of(one, 0, 40), one.rows(0, 40)
+    batch = batch_of(one, 0, 40)
+    rows = one.rows(0, 40)
     assert all(tensor.shape == (40, BLOCK) and tensor.dtype == torch.long for tensor in batch.values())
     assert {draw.source for draw in rows} == {"text", "chats"}
     for place, draw in enumerate(rows):
@@ -224,7 +226,8 @@ def test_packed_blocks_and_padded_rows_share_a_batch(packed: PackedTokens, chats
         if draw.source == "text":
             assert ids == labels == packed.block(draw.row).tolist() and mask == [1] * BLOCK
         else:
-            row, padding = chats[draw.row], BLOCK - chats.num_tokens(draw.row)
+            row = chats[draw.row]
+            padding = BLOCK - chats.num_tokens(draw.row)
             assert ids == row["input_ids"] + [9] * padding
             assert labels == row["labels"] + [-100] * padding
             assert mask == [1] * (BLOCK - padding) + [0] * padding

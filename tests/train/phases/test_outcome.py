@@ -29,7 +29,8 @@ def test_all_settings_of_phases_are_shown_as_a_file_that_is_the_same_run(
     file = written(text)
     whole = tmp_path / "whole.yaml"
     whole.write_text(shown(capfd, "config", "show", file, "--set", "save_total_limit=3"))
-    mine, theirs = read_phase_file(whole), read_phase_file(file, save_total_limit=3)
+    mine = read_phase_file(whole)
+    theirs = read_phase_file(file, save_total_limit=3)
     assert mine.plan == theirs.plan and mine.train_data == theirs.train_data and mine.eval_data == theirs.eval_data
     of_plan = {name: getattr(theirs.plan, name) for name in ("batch_size", "micro_batch_size", "max_length", "seed")}
     of_plan |= {} if theirs.eval_data else {"eval_steps": None}

@@ -19,7 +19,8 @@ def test_adapters_of_phases_are_fast_and_go_on_bitwise(config_of: Callable[..., 
         ends[arithmetic] = run_phases(config, plan, SOURCES), logged(Path(config.output_dir), "loss")
     (end, losses), (fast, near) = ends.values()
     assert len(losses) == 3 and near == pytest.approx(losses, rel=1e-4)
-    mine, theirs = weights(fast), weights(end)
+    mine = weights(fast)
+    theirs = weights(end)
     assert mine.keys() == theirs.keys() and any((mine[name] != theirs[name]).any() for name in mine)
 
     begun = Path(config.output_dir) / "adapters" / "checkpoint-1"

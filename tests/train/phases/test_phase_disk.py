@@ -47,7 +47,8 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
     kind: dict[str, Any], config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is that checkpoint named the best, which it would have been."""
-    plan, disk = plan_of({**kind, "tokens": 3 * STEP, "name": "one"}), Disk(2)
+    plan = plan_of({**kind, "tokens": 3 * STEP, "name": "one"})
+    disk = Disk(2)
     expected = run_phases(config_of("straight", save_steps=0), plan, SOURCES)
     losses = iter([3.0, 2.0, 2.5])
     found = {"eval_perplexity": 1.0, "eval_tokens": 1}
@@ -64,7 +65,8 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
 def test_without_room_for_the_end_of_a_phase_the_run_fails(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, config = Disk(2), config_of()
+    disk = Disk(2)
+    config = config_of()
     monkeypatch.setattr(freespace, "free_bytes", disk.free)
     with pytest.raises(DiskFull, match="too full"):
         run_phases(config, plan_of({**LORA, "tokens": 2 * STEP}), SOURCES, callbacks=[disk])
@@ -79,7 +81,9 @@ def test_without_room_for_the_end_of_a_phase_the_run_fails(
 def test_stopped_on_a_full_disk_a_run_says_both_and_goes_on_from_the_checkpoint_before(
     asked: str, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, config, plan = Disk(2, 3), config_of(), plan_of({**LORA, "tokens": 4 * STEP})
+    disk = Disk(2, 3)
+    config = config_of()
+    plan = plan_of({**LORA, "tokens": 4 * STEP})
     with monkeypatch.context() as full:
         full.setattr(freespace, "free_bytes", disk.free)
         with (
@@ -95,7 +99,8 @@ def test_stopped_on_a_full_disk_a_run_says_both_and_goes_on_from_the_checkpoint_
 
 
 def test_one_run_of_phases_writes_to_a_directory(config_of: Callable[..., LemaConfig]) -> None:
-    config, plan = config_of(), plan_of({**LORA, "tokens": STEP})
+    config = config_of()
+    plan = plan_of({**LORA, "tokens": STEP})
     place = Path(config.output_dir) / "adapters"
     with run_lock(Path(config.output_dir)), pytest.raises(ConfigError, match="another run writes to this directory"):
         run_phases(config, plan, SOURCES)

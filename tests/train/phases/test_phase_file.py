@@ -213,7 +213,8 @@ def test_stages_say_how_often_under_their_own_names(written: Callable[..., Path]
 def test_the_command_traces_a_run_and_begins_one_elsewhere(
     written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, trace = str(written(PHASES, ("save_steps: 0", "save_steps: 1"))), tmp_path / "trace.json"
+    file = str(written(PHASES, ("save_steps: 0", "save_steps: 1")))
+    trace = tmp_path / "trace.json"
     assert run(app, ["train", file, "--trace", str(trace)]) == 0
     assert "optimizer" in trace.read_text()
     said = capsys.readouterr().out

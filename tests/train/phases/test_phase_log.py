@@ -15,12 +15,14 @@ from lema.train import events as runevents
 from lema.train.metrics import plot_loss, read_metrics
 from lema.train.phases.run import run_phases
 
-BEGIN, END = "on_train_begin", "on_train_end"
+BEGIN = "on_train_begin"
+END = "on_train_end"
 
 
 @pytest.mark.slow
 def test_callbacks_see_one_run_over_the_boundary(config_of: Callable[..., LemaConfig]) -> None:
-    recorder, config = Recorder(), config_of(save_steps=3, logging_steps=2)
+    recorder = Recorder()
+    config = config_of(save_steps=3, logging_steps=2)
     run_phases(config, two(3), SOURCES, held_out=HELD, callbacks=[recorder])
     events = [(event, step) for event, step, *_ in recorder.events]
     assert [step for event, step in events if event == "on_step_end"] == [1, 2, 3, 4, 5, 6]
@@ -42,7 +44,8 @@ def test_lines_of_metrics_say_where_in_the_run_they_are(
 ) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(runevents, "plot_loss", lambda *given: drawn.append(plot_loss(*given)))
-    config, told = config_of(save_steps=0, max_grad_norm=None), []
+    config = config_of(save_steps=0, max_grad_norm=None)
+    told = []
     shorter = {name: [{key: one[:9] for key, one in row.items()} for row in rows] for name, rows in SOURCES.items()}
     run_phases(config, two(), shorter, on_step=told.append)
     rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
@@ -76,7 +79,8 @@ class StopAt(TrainerCallback):
 
 @pytest.mark.slow
 def test_a_callback_ends_the_run_with_a_checkpoint(config_of: Callable[..., LemaConfig]) -> None:
-    config, recorder = config_of(save_steps=0), Recorder()
+    config = config_of(save_steps=0)
+    recorder = Recorder()
     with pytest.raises(Stopped, match="stopped by a callback after step 1 of phase adapters") as stopped:
         run_phases(config, two(), SOURCES, callbacks=[StopAt(3), recorder])
     assert stopped.value.exit_code == 75 and stopped.value.where.endswith("adapters/checkpoint-1")

@@ -25,7 +25,8 @@ def living(monkeypatch: pytest.MonkeyPatch) -> Living:
 
     def watching(self: FullTraining, *given: Any, **options: Any) -> Any:
         result = step(self, *given, **options)
-        groups, state = self.optimizer.param_groups, self.optimizer.state
+        groups = self.optimizer.param_groups
+        state = self.optimizer.state
         masters = [parameter for group in groups for parameter in group["params"]]
         watched["masters"] = [weakref.ref(master) for master in masters]
         watched["moments"] = [
@@ -44,7 +45,8 @@ def living(monkeypatch: pytest.MonkeyPatch) -> Living:
 def counted(monkeypatch: pytest.MonkeyPatch, living: Living) -> list[dict[str, int]]:
     """Note what lives when adapters are about to be made, and right after the last step of weights."""
     found: list[dict[str, int]] = []
-    attach, save = LemaModel.initialize_lora, FullTraining.save_checkpoint
+    attach = LemaModel.initialize_lora
+    save = FullTraining.save_checkpoint
 
     def attaching(self: LemaModel) -> None:
         found.append(living())

@@ -15,7 +15,8 @@ from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
 
 A, B, C = ([{"name": name, "rate": 1.0}] for name in "abc")
-ROWS, BLOCK = 4, 16
+ROWS = 4
+BLOCK = 16
 PER_STEP = ROWS * BLOCK
 
 
@@ -257,7 +258,8 @@ STAGES: dict[str, Any] = {
     "validation_steps": 4,
     "wandb": False,
 }
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 # What is no value of a kind, in any setting.
 WRONG: dict[type, list[Any]] = {
     bool: ["yes", 2, [], {"a": 1}, NAN],
@@ -268,7 +270,8 @@ WRONG: dict[type, list[Any]] = {
     dict: [99.5, "a", [1], object()],
 }
 NAMES_OF_MODULES = ("lora_rank_pattern", "lora_alpha_pattern")
-NEEDED, NEEDED_OF_DATA = ("tokens", "mixture"), ("name", "rate")
+NEEDED = ("tokens", "mixture")
+NEEDED_OF_DATA = ("name", "rate")
 TAKEN = [  # for all that
     ("suffix", ""),
     ("lora_init", True),
@@ -341,7 +344,9 @@ def said_where(problem_key: str, path: str) -> bool:
 @pytest.mark.parametrize(("make", "plan"), [(PhasePlan, PLAN), (LoRATrainerConfig, STAGES)], ids=["phases", "stages"])
 def test_whatever_is_wrong_in_one_place_is_said_of_that_place(make: Any, plan: dict[str, Any]) -> None:
     make(**copy.deepcopy(plan))
-    count, passed, elsewhere = 0, [], []
+    count = 0
+    passed = []
+    elsewhere = []
     for wrong, path in mutations(plan):
         count += 1
         try:

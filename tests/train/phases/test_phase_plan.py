@@ -376,7 +376,8 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
 
 
 def test_phases_may_be_added_after_the_one_of_a_checkpoint() -> None:
-    short, longer = plan(phase()), plan(phase(), phase("lora"))
+    short = plan(phase())
+    longer = plan(phase(), phase("lora"))
     assert longer.fingerprint(1) == short.fingerprint()
     longer.check_same(short.numbers(), "checkpoint-5", num_phases=1)
     with pytest.raises(ConfigError, match="another plan") as caught:

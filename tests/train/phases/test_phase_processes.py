@@ -57,7 +57,8 @@ def train(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[
 @pytest.mark.slow
 @pytest.mark.picture  # which the processes draw
 def test_processes_go_through_phases_as_one_does_and_one_goes_on_alone(train: Callable[..., Path]) -> None:
-    alone, together = train("alone", 1), train("together", 2)
+    alone = train("alone", 1)
+    together = train("together", 2)
     moved = train("moved", 1, "--from", str(together / "whole" / "checkpoint-1"))
     expected = weights(alone / "adapters" / "checkpoint-2")
     for place in (together, moved):

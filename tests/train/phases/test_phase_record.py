@@ -80,8 +80,11 @@ def test_killed_again_and_again_they_leave_the_record_of_the_run(
 ) -> None:
     _, whole = straight
     config = config_of("cut", dropout=0.1, **WAYS)
-    place, kills, lives = Path(config.output_dir), 0, 11  # changes that a process lives to make: more and more
+    place = Path(config.output_dir)
+    kills = 0
+    lives = 11  # changes that a process lives to make: more and more
     while len(killed(place, monkeypatch, lambda: go_on(config), lives, last=True)) > lives:
-        kills, lives = kills + 1, lives + 7
+        kills = kills + 1
+        lives = lives + 7
     assert kills >= 2
     assert (told := told_of(place)) == whole, difference(told, whole)

@@ -22,7 +22,8 @@ from lema.train.phases.file import read_phase_file
 from lema.train.phases.loratrainer import LoRATrainer
 from lema.train.phases.run import train_phases
 
-END, LATER = "@", "#"  # tokens of the vocabulary that the base model does not end at
+END = "@"
+LATER = "#"  # tokens of the vocabulary that the base model does not end at
 TEMPLATE = "{% for m in messages %}{{ m.content + '@' }}{% endfor %}"
 FULL = {"trains": "full", "tokens": 64, "learning_rate": 1e-3}
 LORA = {"trains": "lora", "tokens": 64, "learning_rate": 1e-2, "lora_rank": 2}
@@ -58,7 +59,8 @@ BASES: dict[str, tuple[Edit, list[int]]] = {
 
 def base_of(place: Path, edit: Edit) -> Path:
     """Write a model whose tokenizer has two special tokens more than ends."""
-    base, encode = write_model(place / "base"), tokenizer()
+    base = write_model(place / "base")
+    encode = tokenizer()
     encode.add_special_tokens({"additional_special_tokens": [END, LATER]})
     encode.save_pretrained(base)
     edit(base)

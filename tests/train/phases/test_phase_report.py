@@ -28,7 +28,8 @@ from lema.train.phases.report import PhaseReport, phase_report, report_rows, sho
 from lema.train.phases.run import run_phases
 from lema.train.phases.twophase import LoRATrainerConfig
 
-BLOCK, ROWS = 12, 4
+BLOCK = 12
+ROWS = 4
 STEP = BLOCK * ROWS
 MIX = [{"name": "one", "rate": 0.75}, {"name": "two", "rate": 0.25}]
 FULL = {"trains": "full", "tokens": 2 * STEP + 5, "mixture": MIX, "learning_rate": 1e-3, "name": "whole"}
@@ -65,7 +66,8 @@ def test_the_finding_adapters_that_end_inside_their_warm_up_is_told(tmp_path: Pa
     """A published configuration: 19168 steps, 191 of warm-up, and the 95 of the adapters all within it."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4}
     model = write_hollow(tmp_path / "model", LlamaConfig(**sizes, vocab_size=96, max_position_embeddings=512))
-    step, mix = 512 * 512, [[{"name": "web", "rate": 0.75}, {"name": "chat", "rate": 0.25}]]
+    step = 512 * 512
+    mix = [[{"name": "web", "rate": 0.75}, {"name": "chat", "rate": 0.25}]]
     given = {"pre_lora_tokens": [19073 * step], "post_lora_tokens": [95 * step], "schedule": "wsd", "decay_pct": 0.01}
     both = {"pre_lora_datasets": mix, "post_lora_datasets": mix, "per_device_batch_size": 8}
     plan = LoRATrainerConfig(**given, **both, schedule_spans="run").plan()
@@ -85,7 +87,8 @@ def test_the_finding_adapters_that_end_inside_their_warm_up_is_told(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_run_is_what_was_reported(config_of: Callable[..., LemaConfig]) -> None:
-    config, plan = config_of(), plan_of(FULL, LORA)
+    config = config_of()
+    plan = plan_of(FULL, LORA)
     report = phase_report(config, plan)
     end = run_phases(config, plan, SOURCES)
     place = Path(config.output_dir)
@@ -122,7 +125,8 @@ def test_a_selection_counts_what_it_selects(config_of: Callable[..., LemaConfig]
 
 def test_names_that_no_module_bears_are_told_once(config_of: Callable[..., LemaConfig]) -> None:
     asked = {**LORA, "lora_target_modules": ["q_proj", "v_porj"]}
-    config, plan = config_of(), plan_of(asked, {**asked, "name": "again"})
+    config = config_of()
+    plan = plan_of(asked, {**asked, "name": "again"})
     for measured in (True, False):  # a plan; and a run, whose phases tell it when they begin
         said = phase_report(config, plan, machine=profile("cpu"), measure=measured).warnings
         assert len([one for one in said if "lora_target_modules: no module is named v_porj" in one]) == measured
@@ -228,7 +232,8 @@ def test_it_is_legible_at_a_hundred_columns_and_parted_by_tabs_where_it_is_piped
 
 def rows_seen(kind: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Have a trainer note the rows of each micro-batch."""
-    seen, accumulate = list[int](), kind.accumulate
+    seen = list[int]()
+    accumulate = kind.accumulate
 
     def noted(self: Any, micro_batches: Any, *arguments: Any, **options: Any) -> Any:
         seen.extend(len(one["input_ids"]) for one in micro_batches)
@@ -283,7 +288,8 @@ def test_rows_at_once_are_as_many_as_fit_and_a_run_goes_on_with_them(
     config = config_of(device_memory=limit, save_steps=1)
     run_phases(config, plan, sources)
     assert sum(seen) == 4 * 16 and max(seen) == planned
-    done, seen[:] = Path(config.output_dir) / "adapters", []
+    done = Path(config.output_dir) / "adapters"
+    seen[:] = []
     for gone in ("checkpoint-4", "checkpoint-3", "checkpoint-2"):
         shutil.rmtree(done / gone)
     (Path(config.output_dir) / "latest.json").unlink()

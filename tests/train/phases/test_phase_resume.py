@@ -105,7 +105,8 @@ def test_whatever_is_damaged_it_ends_bitwise_as_if_nothing_had_been(
 def test_a_model_that_is_damaged_is_named_and_is_written_again_when_it_is_gone(
     straight: Path, config_of: Callable[..., LemaConfig]
 ) -> None:
-    model, config = straight / "whole" / "model", config_of("straight")
+    model = straight / "whole" / "model"
+    config = config_of("straight")
     (file, *_) = sorted(model.glob("*.safetensors"))
     before = {name: tensor.clone() for name, tensor in weights(model).items()}
     flip(file)
@@ -141,7 +142,8 @@ def test_what_may_change_holds_from_there_on(
 def test_where_nothing_is_sound_or_the_run_is_another_it_is_refused(
     straight: Path, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:
-    config, quiet = config_of("straight"), {"resume": True, "say": lambda _: None}
+    config = config_of("straight")
+    quiet = {"resume": True, "say": lambda _: None}
     shutil.rmtree(straight / "adapters" / "checkpoint-2")  # there is something left to train
     more = {"one": rows(1, 13), "two": rows(2)}
     with pytest.raises(ConfigError, match="data set one: ") as refused:

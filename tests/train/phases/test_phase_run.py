@@ -39,7 +39,8 @@ def losses(directory: Path, phase: str) -> list[float]:
 
 @pytest.mark.slow
 def test_weights_then_adapters_both_learn(config_of: Callable[..., LemaConfig]) -> None:
-    config, few = config_of(save_steps=0), {"one": rows(1, 2), "two": rows(2, 2)}  # a step sees them all
+    config = config_of(save_steps=0)
+    few = {"one": rows(1, 2), "two": rows(2, 2)}  # a step sees them all
     whole = {**FULL, "tokens": 12 * STEP, "learning_rate": 5e-4}
     end = run_phases(config, plan_of(whole, {**LORA, "tokens": 12 * STEP}), few, held_out=few)
     place = Path(config.output_dir)
@@ -135,7 +136,8 @@ def test_rows_of_a_step_are_put_together_by_length_and_cut_to_the_longest_of_a_m
 
     monkeypatch.setattr(Split, "run_layer", noted)
     run_phases(config_of(save_steps=0), plan, sources)
-    mixture, expected = mixture_of(plan, 0, sources), list[tuple[int, ...]]()
+    mixture = mixture_of(plan, 0, sources)
+    expected = list[tuple[int, ...]]()
     for step in range(2):
         drawn = [mixture.sample(index) for index in range(step * ROWS, (step + 1) * ROWS)]
         lengths = sorted((len(sources[one.source][one.row]["input_ids"]) for one in drawn), reverse=True)
@@ -151,7 +153,8 @@ def test_a_selection_trains_that_and_nothing_else(
     config_of: Callable[..., LemaConfig], checkpoint_of: Callable[..., Checkpoint]
 ) -> None:
     part = {"trainable": ["q_proj"], "layers": ["last:2", "head"], "tokens": STEP, "mixture": HALF}
-    config, plan = config_of(), plan_of({**part, "learning_rate": 1e-2, "name": "part"})
+    config = config_of()
+    plan = plan_of({**part, "learning_rate": 1e-2, "name": "part"})
     run_phases(config, plan, SOURCES)
     before = AutoModelForCausalLM.from_pretrained(checkpoint_of("llama").published).state_dict()
     after = AutoModelForCausalLM.from_pretrained(Path(config.output_dir) / "part" / "model").state_dict()

@@ -21,7 +21,8 @@ PART = {"trainable": ["q_proj"], "layers": ["last:2"], "tokens": STEP, "mixture"
 def test_the_last_phase_may_leave_what_it_trained_alone(config_of: Callable[..., LemaConfig]) -> None:
     run_phases(config_of("whole"), plan_of({**PART, "name": "part"}), SOURCES)
     run_phases(config_of("delta"), plan_of({**PART, "name": "part", "save": "delta"}), SOURCES)
-    whole, delta = Path(config_of("whole").output_dir) / "part", Path(config_of("delta").output_dir) / "part"
+    whole = Path(config_of("whole").output_dir) / "part"
+    delta = Path(config_of("delta").output_dir) / "part"
     assert (whole / "model").is_dir() and not (delta / "model").exists()
     assert len(weights(delta / "delta")) == 2 and (delta / "delta" / DELTA_NAME).is_file()
     assert_same(apply_delta(delta / "delta", delta.parent / "applied"), whole / "model")
@@ -29,7 +30,8 @@ def test_the_last_phase_may_leave_what_it_trained_alone(config_of: Callable[...,
 
 @pytest.mark.slow
 def test_a_phase_added_after_a_delta_gets_its_model(config_of: Callable[..., LemaConfig]) -> None:
-    part, adapters = {**PART, "name": "part"}, {**LORA, "tokens": STEP}
+    part = {**PART, "name": "part"}
+    adapters = {**LORA, "tokens": STEP}
     expected = run_phases(config_of("straight"), plan_of(part, adapters), SOURCES)
     run_phases(config_of("added"), plan_of({**part, "save": "delta"}), SOURCES)
     assert_same(run_phases(config_of("added"), plan_of(part, adapters), SOURCES, resume=True), expected)
@@ -44,7 +46,8 @@ def test_adapters_are_merged_with_the_rounding_of_the_phase_after(
     second: dict[str, Any] = {**LORA, "tokens": STEP, "name": "second", "merge": True, "rounding": rounding}
     config = config_of(dtype="bfloat16")
     run_phases(config, plan_of(first, second, seed=5), SOURCES)
-    merged, end = Path(config.output_dir) / "first" / "model", Path(config.output_dir) / "first" / "checkpoint-1"
+    merged = Path(config.output_dir) / "first" / "model"
+    end = Path(config.output_dir) / "first" / "checkpoint-1"
     nearest = merge_adapter(end, tmp_path / "nearest")
     drawn = merge_adapter(end, tmp_path / "drawn", rounding="stochastic", seed=5)
     assert_same(merged, drawn if rounding == "stochastic" else nearest)
@@ -96,7 +99,8 @@ def test_t8_the_optimizer_is_that_of_the_settings_in_every_phase_and_carries_wha
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = spied(monkeypatch)
-    whole, adapters = {**FULL, "tokens": STEP}, {**LORA, "tokens": STEP}
+    whole = {**FULL, "tokens": STEP}
+    adapters = {**LORA, "tokens": STEP}
     plan = plan_of(
         whole,
         {**whole, "name": "whole-2", "optimizer": "carry"},

@@ -19,7 +19,8 @@ from lema.train.phases.run import run_phases
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
     """Make NaN of the losses of some calls, counted from 1 over all phases."""
-    count, loss = itertools.count(1), StreamedModel.loss
+    count = itertools.count(1)
+    loss = StreamedModel.loss
 
     def called(model: StreamedModel, *arguments: Any, **options: Any) -> Tensor:
         found = loss(model, *arguments, **options)

@@ -64,7 +64,8 @@ def test_another_micro_batch_size_goes_on_from_a_checkpoint(
     for phase in ("whole", "adapters"):
         path = straight.place / phase / "checkpoint-1"
         end = run_phases(config_of(f"other-{phase}"), two(micro_batch_size=1), SOURCES, start=path)
-        found, expected = weights(end), weights(straight.end)
+        found = weights(end)
+        expected = weights(straight.end)
         for name in expected:
             assert float((found[name] - expected[name]).abs().max()) < 1e-3, name
 
@@ -82,7 +83,8 @@ def test_what_is_no_beginning_is_refused_in_words(
 
     assert "neither" in refused(tmp_path / "nothing")
     assert "such as checkpoint-2" in refused(straight.place / "whole")
-    model, checkpoint = straight.place / "whole" / "model", straight.place / "adapters" / "checkpoint-1"
+    model = straight.place / "whole" / "model"
+    checkpoint = straight.place / "adapters" / "checkpoint-1"
     assert "set model_name_or_path" in refused(model, plan_of({**LORA, "tokens": STEP}))
     assert "no phase of the plan trains adapters" in refused(model, plan_of({**FULL, "tokens": STEP}))
     assert "another plan" in refused(checkpoint, two(4))
@@ -100,7 +102,8 @@ def test_what_is_no_beginning_is_refused_in_words(
 def test_a_base_that_is_gone_later_is_missed_rather_than_trained_again(
     straight: Straight, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:
-    config, plain = config_of("begun"), tmp_path / "plain"
+    config = config_of("begun")
+    plain = tmp_path / "plain"
     shutil.copytree(straight.place / "whole" / "model", plain)
     run_phases(config, two(), SOURCES, start=plain)
     shutil.rmtree(plain)

@@ -22,7 +22,9 @@ from lema.train.phases.run import run_phases
 
 @pytest.mark.slow
 def test_it_changes_no_number_and_is_what_the_whole_model_says(config_of: Callable[..., LemaConfig]) -> None:
-    plan, without, with_it = two(), config_of("without", dropout=0.1), config_of("with", dropout=0.1, eval_steps=1)
+    plan = two()
+    without = config_of("without", dropout=0.1)
+    with_it = config_of("with", dropout=0.1, eval_steps=1)
     ends = [
         run_phases(without, plan, SOURCES),
         run_phases(with_it, plan, SOURCES, held_out=HELD, eval_rows=6),
@@ -106,7 +108,8 @@ def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
 def test_the_best_is_remembered_by_a_run_that_goes_on(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, plan = config_of(save_steps=1, eval_steps=1, save_total_limit=2), plan_of({**LORA, "tokens": 4 * STEP})
+    config = config_of(save_steps=1, eval_steps=1, save_total_limit=2)
+    plan = plan_of({**LORA, "tokens": 4 * STEP})
     losses_of(monkeypatch, 2.0, 3.0, 3.0, 3.0)
     with monkeypatch.context() as patch:
         count_writes(patch, after=1 + 2 * 4 + 1)  # in the third step, whose checkpoint was written and not noted yet
@@ -125,7 +128,8 @@ def test_a_kill_as_the_best_changes_leaves_no_checkpoint_that_nothing_knows_of(
     deleted: bool, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a phase: the one before was kept as the best alone, and goes."""
-    config, plan = config_of(save_steps=0, eval_steps=1, save_total_limit=2), plan_of({**LORA, "tokens": 2 * STEP})
+    config = config_of(save_steps=0, eval_steps=1, save_total_limit=2)
+    plan = plan_of({**LORA, "tokens": 2 * STEP})
     losses_of(monkeypatch, 3.0, 2.0)
 
     def killed(directory: Path, what: str) -> None:

@@ -135,7 +135,8 @@ def test_every_order_of_few_is_as_likely() -> None:
 
 def test_what_follows_a_row_is_any_other_row() -> None:
     """Chi-squared over pairs of neighbours within a long order: those of a poor shuffle keep their distance."""
-    count, bins = 20_000, 20
+    count = 20_000
+    bins = 20
     row = list(map(Permutation(count, "neighbours"), range(count)))
     found = Counter((first * bins // count, second * bins // count) for first, second in pairwise(row))
     expected = (count - 1) / bins**2
@@ -163,7 +164,8 @@ def test_places_that_are_none_are_refused() -> None:
 @given(count=st.integers(1, 60), epoch=st.integers(0, 50), key=st.integers(0, 9))
 def test_every_row_comes_once_an_epoch_in_another_order(count: int, epoch: int, key: int) -> None:
     drawn = [shuffled_row(count, index, key) for index in range(epoch * count, (epoch + 2) * count)]
-    first, second = drawn[:count], drawn[count:]
+    first = drawn[:count]
+    second = drawn[count:]
     assert {number for number, _ in first} == {epoch} and {number for number, _ in second} == {epoch + 1}
     assert sorted(row for _, row in first) == sorted(row for _, row in second) == list(range(count))
     if count > 30:  # the odds that two orders are alike are none
@@ -207,7 +209,8 @@ def test_samples_of_a_window_are_its_slots_in_another_order(rates: dict[str, flo
     for name, which in samples:
         taken.setdefault(name, []).append(which)
     assert all(numbers == list(range(numbers[0], numbers[0] + len(numbers))) for numbers in taken.values())
-    before, after = turns.counts(first), turns.counts(first + rest)
+    before = turns.counts(first)
+    after = turns.counts(first + rest)
     given_by = Counter(name for name, _ in samples[:rest])
     assert {name: after[name] - before[name] for name in rates} == {name: given_by[name] for name in rates}
 

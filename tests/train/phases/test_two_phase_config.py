@@ -9,7 +9,8 @@ from lema.config.problems import SettingsError
 from lema.errors import ConfigError
 from lema.train.phases.twophase import LoRAConfig, LoRATrainerConfig
 
-A, B = [{"name": "a", "rate": 1.0}], [{"name": "b", "rate": 0.5}, {"name": "c", "rate": 0.5}]
+A = [{"name": "a", "rate": 1.0}]
+B = [{"name": "b", "rate": 0.5}, {"name": "c", "rate": 0.5}]
 STEP = 2 * 8
 
 

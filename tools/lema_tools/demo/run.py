@@ -41,7 +41,9 @@ __all__ = ["MOST_DIFFERENCE", "Outcome", "check", "logit_difference", "next_comm
 
 VOCABULARY = 768
 SHARD_SIZE = "2MB"
-END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
+END = "<|end|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
 PROMPT = "What does the miller bring?"
 MOST_DIFFERENCE = 1e-4  # of a logit of the streamed model and of PEFT's; with one arithmetic there is none
 Printer = Callable[..., None]  # a line, and its style
@@ -132,11 +134,14 @@ def _measure(model: LemaModel, eval_data: TokenDataset) -> Measured:
 def _train(
     out: Console, print_line: Printer, model: LemaModel, train_data: TokenDataset, eval_data: TokenDataset
 ) -> None:
-    began, read_before, used_before = time.perf_counter(), model.memory.counters.bytes_read, model.backend.memory().used
+    began = time.perf_counter()
+    read_before = model.memory.counters.bytes_read
+    used_before = model.backend.memory().used
     with closing(ProgressDisplay(out)) as display:
         trainer = model.get_trainer(callbacks=[progress_callback(display)])
         result = trainer.fit(train_data, eval_data)
-    read, peak = model.memory.counters.bytes_read - read_before, model.backend.memory().peak
+    read = model.memory.counters.bytes_read - read_before
+    peak = model.backend.memory().peak
     print_line(
         f"{trainer.global_step} steps in {time.perf_counter() - began:.1f} s: "
         f"{human_count(result['train_tokens_per_second'])} tokens/s, {human_bytes(read)} of weights streamed, "
@@ -146,7 +151,9 @@ def _train(
 
 def check(outcome: Outcome) -> None:
     """Raise a LemaError if the outcome is not what the demo claims: the loss falls, and PEFT's numbers are the same."""
-    before, after, files = outcome.before.loss, outcome.after.loss, outcome.files
+    before = outcome.before.loss
+    after = outcome.after.loss
+    files = outcome.files
     if not after < before:
         what = f"the held-out loss did not fall: {before:.3f} before, {after:.3f} after"
         raise LemaError(what, where=str(files.metrics), how=REPORT)
@@ -193,7 +200,9 @@ def _show_next(print_line: Printer, files: DemoFiles) -> None:
 
 def next_commands(files: DemoFiles) -> list[str]:
     """Return command lines, ready for a shell."""
-    config, adapter, directory = str(files.config), str(files.adapter), files.directory
+    config = str(files.config)
+    adapter = str(files.adapter)
+    directory = files.directory
     smaller = ["--set", "lora_rank=8", *_set("output_dir", directory / "rank8")]
     chats = [*_set("train_data", files.chat), *_set("output_dir", directory / "chat")]
     arguments = [

@@ -26,7 +26,9 @@ from lema.errors import DISTRIBUTION
 __all__ = ["devices", "disk", "disk_speeds", "links"]
 
 
-SECTION, LINK, DISK = "devices", "link", "disk"
+SECTION = "devices"
+LINK = "link"
+DISK = "disk"
 COPY = 256 << 20  # bytes of one copy
 PART = 16  # of the device's memory, and of what is available in the host, no more than one part in so many
 DESCRIPTORS = Path("/proc/self/fd")
@@ -114,11 +116,14 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
                 kind = "page-locked" if locked else "pageable"
                 try:
                     with closing(load(name, BackendOptions(page_locked=locked))) as backend:
-                        up, down = upload_speed(backend, nbytes, clock), download_speed(backend, nbytes, clock)
+                        up = upload_speed(backend, nbytes, clock)
+                        down = download_speed(backend, nbytes, clock)
                 except (LemaError, RuntimeError, OSError) as error:
-                    level, how = Level.PROBLEM, ""
+                    level = Level.PROBLEM
+                    how = ""
                     if locked:
-                        level, how = Level.WARNING, "raise the limit of locked memory: ulimit -l unlimited"
+                        level = Level.WARNING
+                        how = "raise the limit of locked memory: ulimit -l unlimited"
                     first_line = str(error).partition("\n")[0] or type(error).__name__
                     what = f"Copying {kind} memory to {name} failed: {first_line}."
                     yield Finding(LINK, f"{name} {kind}", level, what, how)
@@ -134,7 +139,8 @@ def download_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_count
     """Return the bytes per second at which a slot of `nbytes` on the device is copied to a host buffer."""
     from lema.stream.speed import median_seconds
 
-    buffer, slots = backend.host_buffer(nbytes), backend.device_slots(nbytes, 1)
+    buffer = backend.host_buffer(nbytes)
+    slots = backend.device_slots(nbytes, 1)
     buffer.fill_(1)
     upload = slots.upload(buffer)
     source = upload.wait()
@@ -229,17 +235,26 @@ def _reads_directly(path: Path) -> bool:
 
 
 def _space(name: str, directory: Path, what: str) -> Finding:
-    status, kind = psutil.disk_usage(str(directory)), _file_system(directory)
+    status = psutil.disk_usage(str(directory))
+    kind = _file_system(directory)
     facts: dict[str, Fact] = {"directory": str(directory.absolute()), "file_system": kind}
     facts |= {"total_bytes": status.total, "free_bytes": status.free}
     where = f"{what} {human_bytes(status.free)} of {human_bytes(status.total)} free{f' ({kind})' if kind else ''}"
-    level, note, how = Level.OK, "", ""
+    level = Level.OK
+    note = ""
+    how = ""
     if status.free < LITTLE:
-        level, note, how = Level.WARNING, ": little for checkpoints", "free some space"
+        level = Level.WARNING
+        note = ": little for checkpoints"
+        how = "free some space"
     elif kind in IN_MEMORY:
-        level, note, how = Level.NOTE, ": memory, and no disk", "put the model on a disk"
+        level = Level.NOTE
+        note = ": memory, and no disk"
+        how = "put the model on a disk"
     elif kind in REMOTE:
-        level, note, how = Level.NOTE, ": a disk of another machine", "put the model on a local disk"
+        level = Level.NOTE
+        note = ": a disk of another machine"
+        how = "put the model on a local disk"
     return Finding(DISK, name, level, f"{where}{note}.", how, facts=facts)
 
 
@@ -251,7 +266,8 @@ def _hub() -> Finding:
     finding = _space("hub cache", there, f"The hub's cache {cache} has")
     facts = {**finding.facts, "directory": str(cache), "exists": cache.is_dir(), "writable": os.access(there, os.W_OK)}
     if not facts["writable"]:
-        what, how = f"The hub's cache {cache} cannot be written.", "set HF_HOME to a directory that can be"
+        what = f"The hub's cache {cache} cannot be written."
+        how = "set HF_HOME to a directory that can be"
         return Finding(DISK, "hub cache", Level.WARNING, what, how, facts=facts)
     return replace(finding, facts=facts)
 

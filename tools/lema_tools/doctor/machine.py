@@ -32,7 +32,9 @@ from lema.errors import DISTRIBUTION, installing
 __all__ = ["LAUNCHED", "environment", "machine", "versions"]
 
 
-SECTION, ENVIRONMENT, VERSIONS = "machine", "environment", "versions"
+SECTION = "machine"
+ENVIRONMENT = "environment"
+VERSIONS = "versions"
 OTHER = "lema"  # of the public index: an optimizer, whose import name is this project's, too
 DEVELOPERS = {"dev", "test"}  # extras that no run needs
 RELATED = ("deepspeed", "flash-attn", "kernels", "triton")  # that change what torch and others do
@@ -64,7 +66,8 @@ def machine(root: Path = ROOT, limits: Limits = limit) -> Iterator[Finding]:
 
 def processors(root: Path = ROOT) -> Finding:
     """Tell how many processors there are, and how many of them this process may use."""
-    total, usable = os.cpu_count() or 1, usable_processors(root)
+    total = os.cpu_count() or 1
+    usable = usable_processors(root)
     model = _field(root / "proc/cpuinfo", "model name", "Model") or platform.processor()
     facts = dict[str, Fact](model=model, cores=psutil.cpu_count(logical=False), threads=total, usable_threads=usable)
     what = f"{model or 'unknown processor'}, {total} hardware threads"
@@ -74,7 +77,8 @@ def processors(root: Path = ROOT) -> Finding:
 
 def memory(root: Path = ROOT) -> Finding:
     """Tell the memory there is, and the limit of this process's control group, if it is less."""
-    virtual, bound = psutil.virtual_memory(), group_limit(root)
+    virtual = psutil.virtual_memory()
+    bound = group_limit(root)
     facts: dict[str, Fact] = {"total_bytes": virtual.total, "available_bytes": virtual.available}
     facts |= {"swap_bytes": psutil.swap_memory().total, "limit_bytes": bound}
     what = f"{human_bytes(virtual.total)} of memory, {human_bytes(virtual.available)} of it available"
@@ -167,15 +171,20 @@ def environment(variables: Mapping[str, str] = os.environ, threads: float | None
 
 
 def _variable(name: str, value: str, threads: float) -> Finding:
-    level, what, how, asked = Level.OK, f"{name}={value}.", "", value.split(",")[0]
+    level = Level.OK
+    what = f"{name}={value}."
+    how = ""
+    asked = value.split(",")[0]
     if name in THREADS and asked.isdigit() and int(asked) < int(threads):
-        level, how = Level.NOTE, f"unset {name}, or set it to {int(threads)}"
+        level = Level.NOTE
+        how = f"unset {name}, or set it to {int(threads)}"
         what = f"{name}={value}: computing in host memory uses {asked} of {threads:g} hardware threads."
     elif name in OFFLINE and value.lower() in YES:
         level = Level.NOTE
         what = f"{name}={value}: nothing is downloaded from the hub; models come from the cache or a directory."
     elif name in SECRET:
-        what, value = f"{name} is set.", "set"
+        what = f"{name} is set."
+        value = "set"
     return Finding(ENVIRONMENT, name, level, what, how, facts={"value": value})
 
 
@@ -235,7 +244,8 @@ def _python(required: str) -> Finding:
     facts = _facts(installed, required, True)
     if SpecifierSet(required).contains(installed, prereleases=True):
         return Finding(VERSIONS, "python", Level.OK, f"Python {installed}.", facts=facts)
-    what, how = f"Python {installed} is not what LEMA needs: {required}.", "make an environment with another Python"
+    what = f"Python {installed} is not what LEMA needs: {required}."
+    how = "make an environment with another Python"
     return Finding(VERSIONS, "python", Level.PROBLEM, what, how, facts=facts)
 
 
@@ -252,7 +262,8 @@ def _requirements(name: str) -> Iterator[tuple[Requirement, str]]:
 
 
 def _standing(requirement: Requirement, extra: str) -> Finding:
-    name, specifier = canonicalize_name(requirement.name), str(requirement.specifier)
+    name = canonicalize_name(requirement.name)
+    specifier = str(requirement.specifier)
     installed = installed_version(name)
     facts = _facts(installed, specifier, not extra)
     how = installing(extra) if extra else f'pip install "{name}{specifier}"'

@@ -114,7 +114,8 @@ def show_report(report: Report, console: Console) -> None:
 
 
 def _sentence(finding: Finding, between: str) -> Text:
-    fix, see = finding.how and f"fix: {finding.how}", finding.source and f"see: {finding.source}"
+    fix = finding.how and f"fix: {finding.how}"
+    see = finding.source and f"see: {finding.source}"
     return Text(between.join(filter(None, (finding.what, fix, see))))
 
 

@@ -63,7 +63,8 @@ def evaluate(
             how = Harness(limit, num_fewshot, include_path, apply_chat_template, batch_size, rows_per_pass)
             _run_tasks(model, names, how, output)
             return
-        rows_by_name, trainer = _rows(model, data, outcome), model.get_trainer()
+        rows_by_name = _rows(model, data, outcome)
+        trainer = model.get_trainer()
         for name, rows in rows_by_name.items():
             for key, value in trainer.evaluate(rows).items():
                 if model.backend.replicas.first:
@@ -95,7 +96,8 @@ def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> N
     from lema.storage.atomic import replace_file
     from lema_tools.evaluation.harness import evaluate_tasks, table_of
 
-    began, first = time.monotonic(), model.backend.replicas.first
+    began = time.monotonic()
+    first = model.backend.replicas.first
 
     def report(text: str) -> None:
         if first:

@@ -94,7 +94,8 @@ def harness_model(
     # The class is made here, because its base is imported only where somebody evaluates tasks.
     from lm_eval.api.model import TemplateLM
 
-    tokenizer, config = model.tokenizer, model.skeleton.config.get_text_config()
+    tokenizer = model.tokenizer
+    config = model.skeleton.config.get_text_config()
     attributes = {
         "tokenizer": tokenizer,
         "tokenizer_name": str(model.config.model_name_or_path).replace("/", "__"),
@@ -114,7 +115,9 @@ class _Answers:
 
     def __init__(self, model: "LemaModel", harness: Harness, on_progress: Callable[[str], object]) -> None:
         super().__init__()
-        self._model, self._harness, self._on_progress = model, harness, on_progress
+        self._model = model
+        self._harness = harness
+        self._on_progress = on_progress
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the token ids of a text; None: special tokens are added unless it has the first of them."""
@@ -131,7 +134,8 @@ class _Answers:
 
     def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
         """Return how likely each continuation is after its context, which is cut at its beginning if it is too long."""
-        most, done = self.max_length + 1, 0
+        most = self.max_length + 1
+        done = 0
         rows: list[Scored] = [((context + answer)[-most:], len(answer)) for _key, context, answer in requests]
 
         def scored(count: int) -> None:
@@ -147,7 +151,8 @@ class _Answers:
         """Return the log-likelihood of each whole text, cut into windows where it is too long; all share passes."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        windows, owners = [], []
+        windows = []
+        owners = []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             parts = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
@@ -175,7 +180,8 @@ class _Answers:
         """Return what follows contexts that have the same settings."""
         from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
-        model, options = self._model, dict(normalize_gen_kwargs(dict(settings), NEW_TOKENS))
+        model = self._model
+        options = dict(normalize_gen_kwargs(dict(settings), NEW_TOKENS))
         end = model.tokenizer.decode(model.tokenizer.eos_token_id)
         until = [string for string in handle_stop_sequences(options.pop("until", None), eos=end) if string]
         new = int(options.pop("max_gen_toks"))

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Scored", "scores"]
 
-AT_ONCE, PER_PASS = 16, 1024  # where nothing else is said, and memory is not known
+AT_ONCE = 16
+PER_PASS = 1024  # where nothing else is said, and memory is not known
 
 Scored = tuple[Sequence[int], int]
 """The tokens of a row, and how many of them at its end are asked about."""
@@ -59,9 +60,12 @@ def scores(
         )
 
     plan = planned(model, plan_within, "rows", choose=choose)
-    size, on_host = min(rows_per_pass or PER_PASS, len(rows)), False
+    size = min(rows_per_pass or PER_PASS, len(rows))
+    on_host = False
     if plan is not None:
-        size, at_once, on_host = plan.rows, plan.at_once, plan.on_host
+        size = plan.rows
+        at_once = plan.at_once
+        on_host = plan.on_host
     likelihood_by_index: dict[int, Likelihood] = {}
     was_training = model.skeleton.training
     model.skeleton.eval()

@@ -87,7 +87,8 @@ def choices(
 
 
 def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machine) -> Choice:
-    needs, drawn = planner.needs(), planner.blueprint
+    needs = planner.needs()
+    drawn = planner.blueprint
     step = planner.simulated(needs.demand, needs.allocation)
     if sum(needs.device.values()) > machine.device_memory:
         raise MemoryLimitError("the plan needs more than the device has", where="device_memory")
@@ -115,11 +116,15 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
 
 def yaml_lines(choice: Choice, model: str, data: str, output: str, command: str, needs: str = "") -> Iterator[str]:
     """Yield the lines of a file for `lema train`. A comment above each part gives the reason for the choice."""
-    settings, host = choice.settings, human_bytes(PROFILES[choice.profile].host_memory)
-    size, most = f"{human_count(choice.parameters)} parameters", human_bytes(choice.device_bytes)
-    trained, slot = human_count(choice.adapter_parameters), human_bytes(choice.layer_bytes)
+    settings = choice.settings
+    host = human_bytes(PROFILES[choice.profile].host_memory)
+    size = f"{human_count(choice.parameters)} parameters"
+    most = human_bytes(choice.device_bytes)
+    trained = human_count(choice.adapter_parameters)
+    slot = human_bytes(choice.layer_bytes)
     plain = "LEMA downloads a hub id once. A directory is used as it is."
-    stay, are = ("stays" if choice.residents == 1 else "stay"), ("is" if choice.cached == 1 else "are")
+    stay = "stays" if choice.residents == 1 else "stay"
+    are = "is" if choice.cached == 1 else "are"
     yield f"# Made by: {command}"
     yield "# Change any line. `lema plan` predicts memory and time on your machine, and `lema train` runs the file."
     yield ""

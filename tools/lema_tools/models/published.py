@@ -103,7 +103,8 @@ def write_headers(file: Path, layout: Layout) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in layout.items():
-        begin, end = end, end + SIZES[dtype] * prod(shape)
+        begin = end
+        end = end + SIZES[dtype] * prod(shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     raw = json.dumps(header).encode()
     with file.open("wb") as out:
@@ -177,7 +178,8 @@ def _packed(name: str, shape: Shape, words: Shape, numbers: Layout) -> Layout | 
     """Eight codes are a word; words lie as inputs by outputs."""
     if not LINEAR.search(name):
         return None
-    outputs, groups = shape[0], -(-shape[1] // PACKED_GROUP)
+    outputs = shape[0]
+    groups = -(-shape[1] // PACKED_GROUP)
     parts = {"qweight": ("I32", words), "qzeros": ("I32", (groups, outputs // 8)), "scales": ("F16", (groups, outputs))}
     return {name.removesuffix("weight") + part: stored for part, stored in (parts | numbers).items()}
 

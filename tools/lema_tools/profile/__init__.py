@@ -58,7 +58,8 @@ def profile(
     checked = checked if steps_of is None else steps_of.settings
     spans = Spans()
     with contextlib.closing(LemaModel(checked, trust_remote_code=trust_remote_code, trace=spans)) as model:
-        step_profile, first = profile_steps(model, spans, steps, steps_of), model.backend.replicas.first
+        step_profile = profile_steps(model, spans, steps, steps_of)
+        first = model.backend.replicas.first
     if not first:
         return
     if as_json:
@@ -83,7 +84,8 @@ def _phase_of(path: Path, name: str | None, settings: Any) -> tuple["PhaseFile",
 
 def _rows(step_profile: "StepProfile") -> Any:
     for name, part in step_profile.parts.items():
-        limit, near = part.limit_seconds, part.of_limit
+        limit = part.limit_seconds
+        near = part.of_limit
         cells = "-" if limit is None else f"{limit:.3f}", "-" if near is None else f"{near:.2f}"
         yield name, f"{part.seconds:.3f}", f"{part.seconds / step_profile.step_seconds:.1%}", *cells
     limit = step_profile.limit_seconds

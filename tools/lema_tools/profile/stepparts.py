@@ -36,8 +36,15 @@ from lema.train.run import load_data
 __all__ = ["PARTS", "Part", "PhaseSteps", "Spans", "StepProfile", "Watched", "profile_steps"]
 
 aten = torch.ops.aten
-BASE, ADAPTER, ATTENTION, ELEMENTWISE = "base matmuls", "adapter matmuls", "attention", "norms and elementwise"
-CASTS, LOSS, PYTHON, WAITING, OPTIMIZER = "casts and copies", "loss", "Python", "waiting for weights", "optimizer"
+BASE = "base matmuls"
+ADAPTER = "adapter matmuls"
+ATTENTION = "attention"
+ELEMENTWISE = "norms and elementwise"
+CASTS = "casts and copies"
+LOSS = "loss"
+PYTHON = "Python"
+WAITING = "waiting for weights"
+OPTIMIZER = "optimizer"
 PARTS = BASE, ADAPTER, ATTENTION, ELEMENTWISE, CASTS, LOSS, OPTIMIZER, WAITING, PYTHON
 PRODUCTS = {aten.mm, aten.addmm}
 IN_ATTENTION = {aten.bmm, aten.baddbmm, aten._softmax, aten._softmax_backward_data}
@@ -66,7 +73,8 @@ class Spans(NoTrace):
         if not part:
             yield
             return
-        before, self.where = self.where, part
+        before = self.where
+        self.where = part
         try:
             yield
         finally:
@@ -90,7 +98,9 @@ class Watched(TorchDispatchMode):
 
     def __init__(self, spans: Spans, backend: Backend, ranks: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._spans, self._backend, self._ranks = spans, backend, ranks
+        self._spans = spans
+        self._backend = backend
+        self._ranks = ranks
         self.parts: dict[str, Work] = defaultdict(Work)
         self.count = 0
         self.seconds: dict[Shape, float] = defaultdict(float)
@@ -98,7 +108,8 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and put its time to a part."""
-        keywords, packet = kwargs or {}, FUNCTIONAL_FORMS.get(func.overloadpacket, func.overloadpacket)
+        keywords = kwargs or {}
+        packet = FUNCTIONAL_FORMS.get(func.overloadpacket, func.overloadpacket)
         began = time.perf_counter()
         out = func(*args, **keywords)
         self._backend.synchronize()
@@ -202,14 +213,18 @@ class PhaseSteps:
     before it make of that: seconds do not depend on it. As an attribute it has the `settings` of the phase."""
 
     def __init__(self, file: PhaseFile, index: int) -> None:
-        self._file, self._index = file, index
+        self._file = file
+        self._index = index
         self.settings = settings_of_phase(file.config, file.plan, file.plan.phases[index])
 
     def draw(self, model: LemaModel, count: int) -> list[Any]:
         """Return the micro-batches of the first steps of the phase."""
-        plan, replicas, size = self._file.plan, model.backend.replicas, model.config.micro_batch_size
+        plan = self._file.plan
+        replicas = model.backend.replicas
+        size = model.config.micro_batch_size
         sources = read_sources(self.settings, plan, self._file.train_data, "train", files=model.files)
-        mixture, rows = mixture_of(plan, self._index, sources), plan.batch_size
+        mixture = mixture_of(plan, self._index, sources)
+        rows = plan.batch_size
         row_arguments = replicas.rank, replicas.size, size
         batches = (
             mixture.collated(mixture.rows(step * rows, rows, *row_arguments), replicas.size) for step in range(count)
@@ -223,13 +238,15 @@ def profile_steps(model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps 
     `lema.train.run.train` does before its first step."""
     model.initialize_lora()
     model.settle_tokens()
-    trainer, watched = model.get_trainer(), Watched(spans, model.backend, _ranks(model))
+    trainer = model.get_trainer()
+    watched = Watched(spans, model.backend, _ranks(model))
     if phase is None:
         run = PlainRun(trainer, load_data(model)[0], None, lambda _: None)
         drawn = [run.draw(number % run.num_steps).micro_batches for number in range(steps + 1)]
     else:
         drawn = phase.draw(model, steps + 1)
-    totals, step = Totals(), _step_of(model, trainer)
+    totals = Totals()
+    step = _step_of(model, trainer)
     step(drawn[0])
     for micro_batches in drawn[1:]:
         before = model.adapter.counters
@@ -248,11 +265,14 @@ def profile_steps(model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps 
 def _profile_of(model: LemaModel, watched: Watched, totals: Totals, steps: int) -> StepProfile:
     """Return the profile of what was measured, and measure what the parts' limits go by."""
     seconds = _seconds(watched, totals, _watching(model.backend))
-    memory, disk, alone = _memory_speed(model.backend), _disk_speed(model), _alone(watched, model.backend)
+    memory = _memory_speed(model.backend)
+    disk = _disk_speed(model)
+    alone = _alone(watched, model.backend)
     best = max((watched.flops[shape] / alone_seconds for shape, alone_seconds in alone.items()), default=1.0)
     parts = {}
     for name in PARTS:
-        work, limit = watched.parts[name], None
+        work = watched.parts[name]
+        limit = None
         if name == WAITING:
             limit = max(0.0, totals.nbytes / disk - (totals.plain - totals.waited))
         elif work.flops or work.nbytes:
@@ -287,7 +307,8 @@ def _seconds(watched: Watched, totals: Totals, watching: float) -> dict[str, flo
 
 def _watching(backend: Backend) -> float:
     """Return the seconds that it takes to watch one operation, beside those of the operation."""
-    operand, watched = torch.ones(1, device=backend.device), Watched(Spans(), backend, frozenset())
+    operand = torch.ones(1, device=backend.device)
+    watched = Watched(Spans(), backend, frozenset())
 
     def work() -> None:
         for _ in range(CALLS):

@@ -99,7 +99,8 @@ class Outcome:
 
 def streamed(case: Case) -> Outcome:
     """Train by streaming; the adapter as it was drawn is left in the folder `adapter` for the other run."""
-    config, gradients = case.settings, dict[str, Tensor]()
+    config = case.settings
+    gradients = dict[str, Tensor]()
     planner = planner_of(config, machine_state=machine_state_of(config))
     needs = planner.needs()
     shared = planner.machine_state.machine.shared  # the ring of host buffers is the slots then
@@ -110,14 +111,17 @@ def streamed(case: Case) -> Outcome:
         model.initialize_lora()
         assert model.lora_manager is not None
         model.save_pretrained(Path(case.scratch) / "adapter")
-        trainer, losses, seconds = model.get_trainer(), list[float](), list[float]()
+        trainer = model.get_trainer()
+        losses = list[float]()
+        seconds = list[float]()
         adapter = model.lora_manager.train()
 
         def keep(event: str) -> None:
             if event == "on_pre_optimizer_step" and not gradients:
                 gradients.update(_trained(adapter, lambda parameter: parameter.grad))
 
-        words, read = model.skeleton.config.get_text_config().vocab_size, model.memory.counters.bytes_read
+        words = model.skeleton.config.get_text_config().vocab_size
+        read = model.memory.counters.bytes_read
         torch.manual_seed(case.seed)
         for ids in case.rows(words):
             began = time.perf_counter()
@@ -163,10 +167,13 @@ def whole_model(case: Case) -> Outcome:
         model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu").train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=case.learning_rate, weight_decay=0.0)
-        losses, seconds, gradients = list[float](), list[float](), dict[str, Tensor]()
+        losses = list[float]()
+        seconds = list[float]()
+        gradients = dict[str, Tensor]()
         torch.manual_seed(case.seed)
         for ids in case.rows(base.config.get_text_config().vocab_size):
-            began, total = time.perf_counter(), torch.zeros((), device=device)
+            began = time.perf_counter()
+            total = torch.zeros((), device=device)
             options = {"num_items_in_batch": ids[:, 1:].numel()} if len(ids) > 1 else {}
             for row in ids.to(device).split(1):
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):

@@ -154,7 +154,9 @@ def write(certificate: Mapping[str, Any], directory: Path) -> tuple[Path, Path]:
 
 def markdown(certificate: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the certificate as people read it."""
-    case, model, memory = certificate["case"], certificate["model"], certificate["memory"]
+    case = certificate["case"]
+    model = certificate["model"]
+    memory = certificate["memory"]
     yield TITLE
     yield ""
     yield f"**{_verdict(certificate)}**"

@@ -109,7 +109,8 @@ def consolidate_adapter(
     if the shards do not say. `check`: replicas must agree, bit for bit; else the first rank's are taken,
     and it is told which differ. `model`: the base model, whose modules' shapes, by its config, the adapter must fit;
     None: the one it names, if that is here. Without it the names are those in the shards."""
-    out, (directory, form) = free_directory(out_dir, 1), _find_shards(Path(shards))
+    out = free_directory(out_dir, 1)
+    directory, form = _find_shards(Path(shards))
     config_file = next((p for p in (directory.parent / CONFIG, directory / CONFIG) if p.is_file()), None)
     if config_file is None:
         raise AdapterError(f"there is no {CONFIG}", where=str(directory.parent), how="copy it next to the shards")
@@ -137,7 +138,8 @@ def rename_adapter(
     if names not in get_args(ClassForm):
         how = f"one of {', '.join(get_args(ClassForm))}"
         raise ConfigError(f"there is no form of names called {names!r}", where="names", how=how)
-    out, adapter = free_directory(out_dir, 1), Path(adapter_dir)
+    out = free_directory(out_dir, 1)
+    adapter = Path(adapter_dir)
     if not weights_file(adapter).is_file() and _shards_in(adapter):
         what = "the adapter is in shards, and names are chosen for adapters in PEFT's format"
         how = "put it together first (lema consolidate without --names), then give --names for the result"
@@ -172,12 +174,15 @@ def shard_adapter(
 
     `kv_layout`: where replicas of keys and values lie, if there are fewer heads of these than ranks. `model`: the base
     model, of which the config is read; None: the one the adapter names."""
-    out, adapter, formats = free_directory(out_dir, 1), Path(adapter_dir), shard_formats()
+    out = free_directory(out_dir, 1)
+    adapter = Path(adapter_dir)
+    formats = shard_formats()
     if format not in formats:
         how = f"one of {', '.join(sorted(formats))}"
         raise ConfigError(f"there is no format of shards called {format!r}", where="format", how=how)
     the_lora_config(adapter)
-    settings, order = _adapter_config(adapter / CONFIG), _order(kv_layout)
+    settings = _adapter_config(adapter / CONFIG)
+    order = _order(kv_layout)
     check_separate(out, [adapter, *_base_named(settings, model)])
     skeleton = _named_base(adapter, settings, model, trust=trust_remote_code)
     tensors = tensors_in_own(skeleton, read_tensors(weights_file(adapter)), weights_file(adapter))
@@ -298,7 +303,8 @@ def _write_reference(skeleton: PreTrainedModel | None, source: Path, out: Path, 
     PEFT's files always."""
     if not (directory := source / REFERENCE).is_dir():
         return
-    config, tensors = _adapter_config(directory / CONFIG), read_tensors(weights_file(directory))
+    config = _adapter_config(directory / CONFIG)
+    tensors = read_tensors(weights_file(directory))
     if skeleton is not None:
         tensors = tensors_in_own(skeleton, tensors, weights_file(directory))
     (out / REFERENCE).mkdir()

@@ -129,7 +129,9 @@ def _own_failure(model: PreTrainedModel) -> Exception | None:
 
 def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     """Attach the default adapter, and return the names of the modules that got one."""
-    layers, seen, targets = find_layers(model)[1], set(), set()
+    layers = find_layers(model)[1]
+    seen = set()
+    targets = set()
     for index, layer in enumerate(layers):
         made_of = tuple((name, type(module)) for name, module in layer.named_modules())
         if made_of in seen:  # adapters fit both or neither
@@ -181,9 +183,11 @@ def _sentence(error: BaseException) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings and logs about a config that is only tried; errors are raised, and told in the row."""
-    level, tracer = logging.get_verbosity(), getLogger("torch._subclasses.fake_tensor")
+    level = logging.get_verbosity()
+    tracer = getLogger("torch._subclasses.fake_tensor")
     logging.set_verbosity_error()
-    before, tracer.level = tracer.level, CRITICAL
+    before = tracer.level
+    tracer.level = CRITICAL
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
